@@ -1,0 +1,21 @@
+"""Errors of ours: each carries one clear sentence that names the field, the value and what is allowed."""
+
+
+class FedcdpError(Exception):
+    """Base of every error that a user can cause and mend; the command line prints it as one line and exits with 2."""
+
+
+class PlanError(FedcdpError):
+    """A plan that contradicts itself, the federation, or what can be accounted."""
+
+
+class DataError(FedcdpError):
+    """A dataset that is missing, damaged or not what its format promises."""
+
+
+class ModelError(FedcdpError):
+    """A network that cannot be trained under the chosen method."""
+
+
+class RunError(FedcdpError):
+    """A run directory or checkpoint that cannot be used as asked."""
