@@ -1,0 +1,5 @@
+"""`python -m fedcdp` is the command line."""
+
+from fedcdp.cli import main
+
+main()

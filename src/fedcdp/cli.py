@@ -1,0 +1,193 @@
+"""The command line: parses, calls the library, prints. No logic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+import fedcdp
+from fedcdp import output
+from fedcdp.errors import FedcdpError
+from fedcdp.experiment import Experiment, assemble, stored
+from fedcdp.options import takes_settings
+from fedcdp.presets import Settings
+from fedcdp.rundir import RunDirectory
+from fedcdp.simulation import Run
+from fedcdp.trained import Trained
+
+app = typer.Typer(
+    help="Gradient-leakage resilient federated learning for PyTorch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Where dataset files lie.", rich_help_panel="Data"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line for programs.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no table.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedcdp {fedcdp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Gradient-leakage resilient federated learning for PyTorch."""
+
+
+@app.command()
+@takes_settings
+def train(
+    *,
+    given: list[Settings],
+    out: Annotated[Path, typer.Option("--out", help="The run directory: a new one, or with --resume an existing one.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out as it was started.")] = False,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model over many clients, into a run directory that can be resumed, compared and trusted."""
+    experiment = stored(out, given) if resume else assemble(*given)
+    run = _train(experiment, out, resume, data_dir, quiet)
+    if as_json:
+        typer.echo(json.dumps(_summary(run)))
+    elif not quiet:
+        _show_run(run)
+
+
+@app.command()
+def evaluate(
+    run: RunPath,
+    split: Annotated[str, typer.Option("--split", help="train, validation or test.")] = "validation",
+    per_client: Annotated[bool, typer.Option("--per-client", help="Also how accuracy spreads over clients.")] = False,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """The accuracy of a run's model on any split, also client by client."""
+    trained = Trained.load(run, data_dir)
+    result = trained.evaluate(split, per_client)
+    if split == "train" and trained.experiment.plan.private:
+        output.console.print("note: computed from training data, so no privacy guarantee covers this figure", style="yellow")
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    clients = {f"client {name}": f"{value:.4f}" for name, value in result.get("per_client", {}).items()}
+    output.table(f"{split}, {result['examples']} examples", {"accuracy": f"{result['accuracy']:.4f}"} | clients)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    form: Annotated[
+        str, typer.Option("--format", help="The model: safetensors, torchscript, onnx. Its metrics: csv, tensorboard.")
+    ] = "safetensors",
+    to: Annotated[Path, typer.Option("--to", help="The file to write (tensorboard: a directory).")] = ...,  # type: ignore[assignment]
+    data_dir: DataDir = None,
+) -> None:
+    """A run's model, or the metrics of its training, in another format."""
+    typer.echo(Trained.load(run, data_dir).export(form, to))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where the run goes.")] = Path("runs/demo"),
+    quiet: Quiet = False,
+) -> None:
+    """A short Fed-CDP training on embedded real data."""
+    experiment = assemble(DEMO)
+    if not quiet:
+        plan, data = experiment.plan, experiment.data
+        output.console.print(
+            f"5,000 real digits at {data.clients} clients, two classes each; {plan.per_round} clients a round. Every example's "
+            f"gradient is clipped layer by layer at {plan.clip} and noised (σ = {plan.noise_multiplier:g}) before anything uses it."
+        )
+    run = _train(experiment, out, resume=False, data_dir=None, quiet=quiet)
+    _show_run(run)
+    output.console.print(f"Look at it again with: fedcdp evaluate {out} --per-client")
+
+
+# A setting that learns visibly in about a minute on two cores.
+DEMO: Settings = {
+    "data": {"dataset": "mnist5k"},
+    "model": {"activation": "tanh"},
+    "plan": {
+        "method": "fed-cdp",
+        "clip": 1.0,
+        "noise_multiplier": 0.5,
+        "rounds": 10,
+        "local_steps": 40,
+        "learning_rate": 0.005,
+        "server_learning_rate": 5.0,
+    },
+}
+
+
+def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | None, quiet: bool) -> Run:
+    state = RunDirectory(out).load_state() if resume else None
+    with output.training_progress(experiment.plan, quiet, state.round if state else 0) as progress:
+        return experiment.train(out, resume=resume, data_dir=data_dir, quiet=quiet, progress=progress)
+
+
+def _summary(run: Run) -> dict[str, object]:
+    return {
+        "accuracy": run.accuracy,
+        "rounds": run.rounds,
+        "seconds": round(run.seconds, 3),
+        "us_per_client_step": None if run.us_per_client_step is None else round(run.us_per_client_step, 2),
+        "epsilon": None,
+    }
+
+
+def _show_run(run: Run) -> None:
+    speed = run.us_per_client_step
+    rows = {
+        "federation": str(run.federation),
+        "method": run.plan.method,
+        "rounds": str(run.rounds),
+        "validation accuracy": "-" if run.accuracy is None else f"{run.accuracy:.4f}",
+        "time": f"{run.seconds:.1f} s" + ("" if speed is None else f", {speed:.0f} µs a client step"),
+        "run directory": str(run.directory),
+    }
+    output.table("Trained", rows)
+
+
+def main() -> None:
+    """Run a command: exit 0 done, 2 bad input (one line says what), 1 failure."""
+    try:
+        status = app(standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except FedcdpError as error:
+        _fail(str(error), 2)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("stopped; what was done is kept, and train --resume continues it", 1)
+
+
+def _fail(message: str, status: int) -> None:
+    one_line = " ".join(message.split())
+    click.echo(f"fedcdp: {one_line}", err=True)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

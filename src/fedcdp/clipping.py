@@ -1,0 +1,60 @@
+"""Clipping: bound the influence of one example's gradient, or of one client's update.
+
+| input | result |
+| --- | --- |
+| norm ≤ C | unchanged, to the bit |
+| norm > C | scaled to norm C |
+| zero | zero |
+| any NaN or infinity in it, or a norm that overflows float32 | zero, in every layer |
+| an empty slot | zero |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedcdp.tree import Group, Tree
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Clipped gradients or updates, and what one of them can change at most.
+
+    `sensitivity` is the largest L2 norm of one whole entry over all its groups, C·√M: the distance between the sums of
+    two neighbouring batches when an entry is zeroed out.
+    """
+
+    values: Tree
+    sensitivity: float
+
+
+def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[Tensor]:
+    """The L2 norm of every group, over all but the `lead` leading axes, accumulated in float32."""
+
+    def norm(name: str) -> Tensor:
+        flat = gradients[name].reshape(*gradients[name].shape[:lead], -1)
+        return torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float32)
+
+    return [torch.linalg.vector_norm(torch.stack([norm(name) for name in group]), dim=0) for group in groups]
+
+
+def clip(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tensor) -> Clipped:
+    """Scale every group of every entry to norm at most `bound`: g / max(1, ‖g‖₂ / C), layer by layer.
+
+    `present` [clients, examples] or [clients] marks the entries that are real; its axes are the leading ones.
+    """
+    norms = group_norms(gradients, groups, present.dim())
+    usable = present & torch.stack([torch.isfinite(norm) for norm in norms]).all(0)
+    clipped: Tree = {}
+    for group, norm in zip(groups, norms, strict=True):
+        factor = bound / norm.clamp(min=bound)
+        for name in group:
+            value = gradients[name]
+            shape = usable.shape + (1,) * (value.dim() - usable.dim())
+            scaled = value * factor.view(shape).to(value.dtype)
+            clipped[name] = torch.where(usable.view(shape), scaled, 0.0)
+    return Clipped(clipped, bound * math.sqrt(len(groups)))

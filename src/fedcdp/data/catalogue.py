@@ -1,0 +1,49 @@
+"""The benchmarks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from fedcdp.data.adult import load_adult
+from fedcdp.data.cancer import load_cancer
+from fedcdp.data.cifar10 import load_cifar10
+from fedcdp.data.dataset import Splits
+from fedcdp.data.lfw import load_lfw
+from fedcdp.data.mnist import load_mnist
+from fedcdp.data.mnist5k import load_mnist5k
+from fedcdp.data.storage import Storage
+from fedcdp.errors import DataError
+
+Loader = Callable[[Storage, int], Splits]
+
+DATASETS: Mapping[str, Loader] = MappingProxyType(
+    {
+        "mnist": load_mnist,
+        "cifar10": load_cifar10,
+        "lfw": load_lfw,
+        "adult": load_adult,
+        "cancer": load_cancer,
+        "mnist5k": load_mnist5k,
+    }
+)
+
+
+def load(
+    name: str,
+    data_dir: Path | str | None = None,
+    *,
+    split_seed: int = 0,
+    download: bool = True,
+    quiet: bool = False,
+) -> Splits:
+    """The benchmark `name`, cut into splits that depend on `split_seed` alone.
+
+    Files are looked for in `data_dir` (else in the directory that FEDCDP_DATA names), then in the cache; what is
+    missing is downloaded there, checked against its published checksum, unless `download` is false. `quiet` hides the
+    progress bar. Raises `DataError` when the dataset cannot be had or is not what its format promises.
+    """
+    if name not in DATASETS:
+        raise DataError(f"dataset {name!r} is unknown: choose one of {', '.join(DATASETS)}")
+    return DATASETS[name](Storage.choose(data_dir, download=download, quiet=quiet), split_seed)

@@ -1,0 +1,187 @@
+"""What a federation is: clients as lists of record numbers into one shared training set, never copies of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fedcdp.data.dataset import Dataset
+from fedcdp.errors import PlanError
+
+Indices = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int32]
+
+CACHE_BYTES = 256 * 2**20
+
+
+class Holdings(Protocol):
+    """Who holds which records. `sizes` and `table` are asked only for clients that exist."""
+
+    @property
+    def clients(self) -> int: ...
+    @property
+    def copies(self) -> int: ...
+    @property
+    def largest(self) -> int: ...
+    @property
+    def smallest(self) -> int: ...
+
+    def sizes(self, clients: Indices) -> Indices: ...
+    def table(self, clients: Indices) -> Indices: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """Equal holdings, dealt a copy at a time and only when a client of that copy is asked for.
+
+    A copy is one fresh deal of the dataset among `per_copy` clients, so client c belongs to copy c // per_copy.
+    `deal(copy)` returns that copy's record numbers [per_copy, records] and must depend on nothing but `copy`; the
+    copies asked for last are kept, in at most CACHE_BYTES (or the one copy in use, where that alone is larger).
+    """
+
+    deal: Callable[[int], Rows]
+    clients: int
+    records: int
+    per_copy: int
+
+    @property
+    def copies(self) -> int:
+        return -(-self.clients // self.per_copy)
+
+    @property
+    def largest(self) -> int:
+        return self.records
+
+    @property
+    def smallest(self) -> int:
+        return self.records
+
+    def sizes(self, clients: Indices) -> Indices:
+        return np.full(len(clients), self.records, dtype=np.int64)
+
+    def table(self, clients: Indices) -> Indices:
+        table = np.empty((len(clients), self.records), dtype=np.int64)
+        copies, seats = np.divmod(clients, self.per_copy)
+        for copy in np.unique(copies).tolist():
+            asked = np.flatnonzero(copies == copy)
+            table[asked] = self._copy(copy)[seats[asked]]
+        return table
+
+    @cached_property
+    def _copy(self) -> Callable[[int], Rows]:
+        # Copies are all of one size, so a bound on their number is a bound on their bytes.
+        size = self.per_copy * self.records * np.dtype(np.int32).itemsize
+        return lru_cache(maxsize=max(1, CACHE_BYTES // size))(self.deal)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The cache can neither be pickled nor is it needed: the other process deals again, and alike.
+        return Dealt, (self.deal, self.clients, self.records, self.per_copy)
+
+
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """Holdings written out: client c holds `records[starts[c] : starts[c + 1]]`."""
+
+    records: Indices
+    starts: Indices
+
+    @property
+    def clients(self) -> int:
+        return len(self.starts) - 1
+
+    @cached_property
+    def copies(self) -> int:
+        return int(np.bincount(self.records).max())
+
+    @cached_property
+    def largest(self) -> int:
+        return int(np.diff(self.starts).max())
+
+    @cached_property
+    def smallest(self) -> int:
+        return int(np.diff(self.starts).min())
+
+    def sizes(self, clients: Indices) -> Indices:
+        return self.starts[clients + 1] - self.starts[clients]
+
+    def table(self, clients: Indices) -> Indices:
+        steps = np.arange(self.largest)
+        steps = np.where(steps < self.sizes(clients)[:, None], steps, 0)
+        table: Indices = self.records[self.starts[clients][:, None] + steps]
+        return table
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Federation:
+    """A training set and the clients that hold it, with the server's validation and test sets where there are any.
+
+    Guarantees: a client never holds the same record twice; what a client holds, and in which order, is determined by
+    the dataset, the arguments of `partition` and its seed, whichever clients are asked for, and when.
+    """
+
+    train: Dataset
+    validation: Dataset | None
+    test: Dataset | None
+    scheme: str
+    sentence: str
+    holdings: Holdings
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are, K in the paper."""
+        return self.holdings.clients
+
+    @property
+    def copies(self) -> int:
+        """The largest number of clients that may hold one same record; 1 means that holdings are disjoint."""
+        return self.holdings.copies
+
+    @property
+    def largest(self) -> int:
+        """The number of records of the client that holds the most."""
+        return self.holdings.largest
+
+    @property
+    def smallest(self) -> int:
+        """The number of records of the client that holds the fewest."""
+        return self.holdings.smallest
+
+    def sizes(self, clients: npt.ArrayLike) -> Indices:
+        """The number of records of each of `clients`."""
+        return self.holdings.sizes(self._existing(clients))
+
+    def indices(self, client: int) -> Indices:
+        """The record numbers of one client, in its fixed order: shuffled, so that its classes are mixed throughout."""
+        table, sizes = self.table([client])
+        return table[0, : sizes[0]]
+
+    def table(self, clients: npt.ArrayLike) -> tuple[Indices, Indices]:
+        """The record numbers of k clients [k, largest], and how many of each row count [k].
+
+        A row goes in the client's fixed order, then repeats the client's own first record as padding.
+        """
+        existing = self._existing(clients)
+        return self.holdings.table(existing), self.holdings.sizes(existing)
+
+    def describe(self) -> str:
+        """The federation in a sentence."""
+        clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
+        spread = "" if self.smallest == self.largest else f"{self.smallest} to "
+        records = "1 record" if self.largest == 1 else f"{spread}{self.largest} records"
+        stored = "one client at most" if self.copies == 1 else f"up to {self.copies} clients"
+        return f"{clients} × {records}, {self.sentence}, each record stored at {stored}"
+
+    def __repr__(self) -> str:
+        return f"<Federation: {self.describe()}>"
+
+    def _existing(self, clients: npt.ArrayLike) -> Indices:
+        asked = np.asarray(clients, dtype=np.int64)
+        outside = asked[(asked < 0) | (asked >= self.clients)]
+        if len(outside):
+            raise PlanError(f"client {outside[0]} does not exist: clients are numbered 0 to {self.clients - 1}")
+        return asked

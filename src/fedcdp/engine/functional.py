@@ -1,0 +1,83 @@
+"""The reference engine: `torch.func` over any `nn.Module`.
+
+`vmap` over clients of `vmap` over examples of `grad`. Slower than rules written for known layers, and the yardstick by
+which those are judged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from fedcdp.engine.base import Batch, Loss
+from fedcdp.errors import ModelError
+from fedcdp.tree import Layout, Tree
+
+
+class FunctionalEngine:
+    """Per-example gradients of any module that `torch.func` can transform.
+
+    The module's trainable parameters are the weights; its frozen parameters and buffers are constants. `loss(outputs,
+    targets)` is the mean over a batch of any size, as in `torch.nn.functional.cross_entropy`.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self.layout = Layout.of(model)
+        self._model = model
+        self.loss = loss
+        parameters = dict(model.named_parameters())
+        frozen = {name: p.detach() for name, p in parameters.items() if name not in self.layout.shapes}
+        self._constants: Tree = frozen | dict(model.named_buffers())
+        self._per_example = vmap(vmap(grad(self._example_loss), in_dims=(None, 0, 0)))
+        self._summed = vmap(grad(self._summed_loss))
+
+    def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`."""
+        gradients: Tree = self._per_example(weights, batch.inputs, batch.targets)
+        return gradients
+
+    def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`. One backward pass a client, unless some gradient is not finite."""
+        summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
+        if all(bool(torch.isfinite(value).all()) for value in summed.values()):
+            return summed
+        return _sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
+
+    def outputs(self, weights: Tree, inputs: Tensor) -> Tensor:
+        """See `Engine`."""
+        with torch.no_grad():
+            return self._call(weights, inputs)
+
+    def check(self, weights: Tree, inputs: Tensor, targets: Tensor) -> None:
+        """Try one example, so that a network that cannot be trained is refused in one sentence before any work."""
+        single = {name: value[None] for name, value in weights.items()}
+        batch = Batch(inputs[None, :1], targets[None, :1], torch.ones(1, 1, dtype=torch.bool, device=inputs.device))
+        try:
+            self.per_example_gradients(single, batch)
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ModelError(f"the network cannot be differentiated example by example: {first_line}") from error
+
+    def _call(self, weights: Tree, inputs: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(self._model, (weights, self._constants), (inputs,))
+        return outputs
+
+    def _example_loss(self, weights: Tree, example: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self._call(weights, example[None]), target[None])
+
+    def _summed_loss(self, weights: Tree, inputs: Tensor, targets: Tensor, present: Tensor) -> Tensor:
+        outputs = self._call(weights, inputs)
+        losses = vmap(lambda output, target: self.loss(output[None], target[None]))(outputs, targets)
+        return (losses * present).sum()
+
+
+def _sum_of_finite(gradients: Tree, present: Tensor) -> Tree:
+    """Sum [clients, examples, ...] over the examples that are real and finite in every tensor."""
+    lead = present.shape
+    finite = [torch.isfinite(value.reshape(*lead, -1)).all(-1) for value in gradients.values()]
+    usable = present & torch.stack(finite).all(0)
+    return {
+        name: torch.where(usable.view(*lead, *(1,) * (value.dim() - 2)), value, 0.0).sum(1)
+        for name, value in gradients.items()
+    }

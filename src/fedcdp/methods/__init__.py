@@ -1,0 +1,18 @@
+"""The methods, one file each: pure functions that the simulator and a deployment share."""
+
+from fedcdp.methods.base import Method, Moment, train_locally
+from fedcdp.methods.dssgd import DSSGD
+from fedcdp.methods.fedcdp import FedCDP
+from fedcdp.methods.fedsdp import FedSDP
+from fedcdp.methods.nonprivate import NonPrivate
+from fedcdp.plan import MethodName
+
+METHODS: dict[MethodName, Method] = {
+    "nonprivate": NonPrivate(),
+    "fed-sdp": FedSDP(),
+    "fed-cdp": FedCDP(),
+    "fed-cdp-decay": FedCDP(),  # the same algorithm; its plan's clip bound decays
+    "dssgd": DSSGD(),
+}
+
+__all__ = ["DSSGD", "METHODS", "FedCDP", "FedSDP", "Method", "Moment", "NonPrivate", "train_locally"]

@@ -1,0 +1,17 @@
+"""Federated learning without privacy: the reference that the paper compares with (FedSGD, McMahan et al., 2017)."""
+
+from __future__ import annotations
+
+from fedcdp.engine.base import Batch
+from fedcdp.methods.base import Method, Moment
+from fedcdp.tree import Tree
+
+
+class NonPrivate(Method):
+    """Raw gradients, raw updates. Guarantees nothing: any reader can invert what it sees."""
+
+    def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> Tree:
+        """The plain sum of the gradients of the batch."""
+        if at.tap is not None:
+            at.show("type2", at.engine.per_example_gradients(weights, batch))
+        return at.engine.summed_gradients(weights, batch)

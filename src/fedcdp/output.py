@@ -1,0 +1,50 @@
+"""What people see in a terminal: the progress of long work, and tables. Everything here goes to standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedcdp.plan import Plan
+from fedcdp.simulation import Progress as Report
+
+console = Console(stderr=True)
+
+
+@contextmanager
+def training_progress(plan: Plan, quiet: bool, done: int = 0) -> Iterator[Report | None]:
+    """A bar with the round, the accuracy and the time left; reports a line each round where there is no terminal."""
+    if quiet:
+        yield None
+        return
+    with Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        TextColumn("round {task.completed}/{task.total}"),
+        TextColumn("{task.fields[accuracy]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+        console=console,
+    ) as bar:
+        task = bar.add_task(plan.method, total=plan.rounds, completed=done, accuracy="")
+
+        def report(row: dict[str, Any]) -> None:
+            accuracy = row.get("accuracy")
+            shown = {} if accuracy is None else {"accuracy": f"accuracy {accuracy:.4f}"}
+            bar.update(task, completed=row["round"], **shown)
+
+        yield report
+
+
+def table(title: str, rows: dict[str, str]) -> None:
+    """A small table of names and values."""
+    shown = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    for name, value in rows.items():
+        shown.add_row(name, value)
+    console.print(shown)

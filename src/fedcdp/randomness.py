@@ -1,0 +1,73 @@
+"""Randomness by counters: every draw is a pure function of (seed, purpose, round, client, step, ...).
+
+No generator object is ever advanced, so a value does not depend on the engine, on how clients are grouped into chunks, or
+on the machine that asks for it. The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011), the one that NumPy, cuRAND and Triton use, written in tensor operations so that a GPU draws for all
+clients at once.
+
+A stream is named by its purpose ("noise", "records", ...). Streams have unrelated keys, hence never share a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_MASK = 0xFFFFFFFF
+
+
+def stream_key(seed: int, purpose: str, *where: int) -> int:
+    """A 64-bit key for one purpose at one place, e.g. `stream_key(seed, "noise", round)`."""
+    written = "/".join(["fedcdp", str(seed), purpose, *map(str, where)])
+    return int.from_bytes(hashlib.blake2b(written.encode(), digest_size=8).digest(), "little")
+
+
+def numpy_generator(seed: int, purpose: str, *where: int) -> np.random.Generator:
+    """A NumPy generator of its own for one purpose at one place: for what is drawn once on the host."""
+    return np.random.Generator(np.random.Philox(key=stream_key(seed, purpose, *where)))
+
+
+def philox(key: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]) -> list[Tensor]:
+    """Philox 4x32-10 of broadcastable 32-bit counters; four tensors of 32-bit words held in int64.
+
+    A 32×32-bit product needs 64 bits; int64 arithmetic wraps to the right bit pattern, and masking after the shift
+    discards the copied sign.
+    """
+    c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64) for c in counter)
+    k0, k1 = key & _MASK, key >> 32
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((p1 >> 32) ^ c1 ^ k0) & _MASK
+        c2 = ((p0 >> 32) ^ c3 ^ k1) & _MASK
+        c1, c3 = p1 & _MASK, p0 & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def words(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
+    """`length` random 32-bit words (in int64) for each row; row r, word j depend on (key, rows[r], first, second, j).
+
+    `rows` are the clients; `first` and `second` place the draw within them (a step and a slot, say).
+    """
+    blocks = torch.arange(-(-length // 4), device=rows.device)
+    drawn = philox(key, (blocks[None, :], first, second, rows[:, None]))
+    return torch.stack(drawn, dim=-1).flatten(1)[:, :length]
+
+
+def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
+    """`length` standard normal values (float32) for each row, by Box and Muller's transform of the same words."""
+    blocks = torch.arange(-(-length // 4), device=rows.device)
+    drawn = philox(key, (blocks[None, :], first, second, rows[:, None]))
+    pairs = []
+    for radius_word, angle_word in ((drawn[0], drawn[1]), (drawn[2], drawn[3])):
+        # +½ keeps the logarithm finite; small words keep their full precision, so the tail reaches 6.7 deviations.
+        radius = radius_word.float().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = angle_word.float().mul_(2.0**-32 * 2 * torch.pi)
+        pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
+    return torch.stack(pairs, dim=-1).flatten(1)[:, :length]

@@ -1,0 +1,54 @@
+"""The server: adds up what clients send, and moves the global model.
+
+Every client has the same weight. The sum is divided by the *planned* number of clients K_t, also when fewer or more took
+part (Poisson sampling, dropped clients), since the real number is not the server's to reveal, and the accounting counts
+on a fixed divisor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fedcdp.methods.base import Method, Moment
+from fedcdp.plan import Plan
+from fedcdp.tree import Tree, combine
+
+
+class Aggregate:
+    """A running sum of what the clients of a round sent, in float64, so that grouping clients differently changes nothing.
+
+    Under `fedsgd` clients send updates ΔW_k; under `fedaveraging` they send models W_k = W + ΔW_k. The two agree.
+    """
+
+    def __init__(self, weights: Tree, plan: Plan) -> None:
+        self._weights = {name: value.double() for name, value in weights.items()}
+        self._plan = plan
+        self._clients = 0
+        self._total = {name: torch.zeros_like(value) for name, value in self._weights.items()}
+
+    def add(self, updates: Tree) -> None:
+        """Add the admitted updates [clients, ...] of some clients."""
+        for name, update in updates.items():
+            sent = update.double()
+            if self._plan.aggregation == "fedaveraging":
+                sent = self._weights[name] + sent
+            self._total[name] += sent.sum(0)
+        self._clients += len(next(iter(updates.values())))
+
+    def total_update(self) -> Tree:
+        """Σ ΔW_k over the clients that took part."""
+        if self._plan.aggregation == "fedsgd":
+            return self._total
+        return combine(self._total, self._weights, -float(self._clients))
+
+
+def server_update(method: Method, weights: Tree, received: Aggregate, at: Moment) -> Tree:
+    """W(t+1) ← W(t) + s · (Σ ΔW_k, sanitised) / K_t."""
+    total = method.sanitise_sum(received.total_update(), at)
+    step = at.plan.server_learning_rate / at.plan.per_round
+    return {name: (value.double() + step * total[name]).to(value.dtype) for name, value in weights.items()}
+
+
+def moving_average(average: Tree, weights: Tree, kept: float) -> Tree:
+    """The moving average of the global model after one more round. Post-processing: it costs no privacy."""
+    return {name: torch.lerp(weights[name], average[name], kept) for name in weights}

@@ -1,0 +1,47 @@
+"""Settings: fields of frozen dataclasses that carry their own help and check their own types.
+
+The command line and the configuration file are made of them, so that a name, its type and its help are written once.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import field, fields
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fedcdp.errors import PlanError
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def option(default: Any, help_: str) -> Any:
+    """A dataclass field that the command line offers as an option with this help."""
+    return field(default=default, metadata={"help": help_})
+
+
+@cache
+def types_of(kind: type) -> dict[str, Any]:
+    """The type of each field; of `X | None`, the X."""
+    return {name: _without_none(hint) for name, hint in get_type_hints(kind).items()}
+
+
+def check_types(settings: Any) -> None:
+    """Refuse a value of the wrong type in one sentence; a whole number where a fraction may stand becomes a fraction."""
+    for setting in fields(settings):
+        name, value, wanted = setting.name, getattr(settings, setting.name), types_of(type(settings))[setting.name]
+        if value is None and setting.default is None:
+            continue
+        if get_origin(wanted) is Literal:
+            if value not in get_args(wanted):
+                raise PlanError(f"{name}: {value!r} is not one of {', '.join(get_args(wanted))}")
+        elif wanted is float and type(value) is int:
+            object.__setattr__(settings, name, float(value))
+        elif wanted in _WORDS and type(value) is not wanted:
+            raise PlanError(f"{name}: {value!r} is not {_WORDS[wanted]}")
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(part for part in get_args(hint) if part is not type(None))
+    return hint

@@ -1,0 +1,244 @@
+"""The simulator: rounds of many virtual clients on one device.
+
+A round is four steps: choose the clients, train them locally (in chunks, so that memory is bounded), add up what they
+send, move the global model. Nothing carries over from round to round but the weights: all randomness is derived from the
+seed and the round, so that a stopped run continues exactly where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
+from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
+from fedcdp.errors import PlanError, RunError
+from fedcdp.methods import METHODS, Moment, train_locally
+from fedcdp.models import prepare
+from fedcdp.noise import SeededNoise
+from fedcdp.plan import Plan
+from fedcdp.rundir import Row, RunDirectory, State, check_tensors, save_tensors
+from fedcdp.sampling import Draw, choose_clients, choose_records
+from fedcdp.server import Aggregate, moving_average, server_update
+from fedcdp.tree import Tree
+
+_EVALUATION_BATCH = 1000
+_MEMORY_FOR_GRADIENTS = {"cpu": 256 * 2**20, "cuda": 8 * 2**30}  # bytes; on a CPU, larger chunks fall out of its caches
+
+Progress = Callable[[Row], None]
+
+
+@dataclass
+class Run:
+    """A finished (or stopped) training run."""
+
+    plan: Plan
+    federation: Federation
+    model: nn.Module
+    """The trained network: the moving average where the plan asks for one."""
+    metrics: list[Row] = field(repr=False)
+    seconds: float
+    """Time spent in this process."""
+    client_steps: int
+    """Local iterations of single clients computed in this process."""
+    directory: Path | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are done."""
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy on the validation split after the last evaluated round."""
+        measured = [row["accuracy"] for row in self.metrics if row.get("accuracy") is not None]
+        return measured[-1] if measured else None
+
+    @property
+    def us_per_client_step(self) -> float | None:
+        """Microseconds per local iteration of one client, all included."""
+        return self.seconds / self.client_steps * 1e6 if self.client_steps else None
+
+
+def simulate(
+    model: nn.Module,
+    federation: Federation,
+    plan: Plan,
+    *,
+    rounds: int | None = None,
+    per_round: int | None = None,
+    loss: Loss = F.cross_entropy,
+    device: str | torch.device = "cpu",
+    chunk: int | None = None,
+    evaluate_every: int = 1,
+    out: Path | str | None = None,
+    config: str = "",
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Train `model` over `federation` by `plan`; `rounds` and `per_round` override the plan's.
+
+    The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
+    every round, and `resume` continues it. `chunk` is how many clients are trained at once (default: what fits a bounded
+    amount of memory); it does not change the result beyond rounding.
+    """
+    changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
+    plan = plan.but(**changes) if changes else plan
+    plan.check_clients(federation.clients)
+    if chunk is not None and chunk < 1:
+        raise PlanError(f"chunk: {chunk} is not allowed; it must be at least 1")
+    if evaluate_every < 1:
+        raise PlanError(f"evaluate_every: {evaluate_every} is not allowed; it must be at least 1")
+    device = usable_device(device)
+    network = prepare(model, plan, device)
+    simulator = Simulator(FunctionalEngine(network, loss), federation, plan, device, chunk)
+    weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+    simulator.engine.check(weights, simulator.inputs, simulator.targets)
+    fresh = State(0, weights, dict(weights) if plan.ema else None)
+    if out is None:
+        return simulator.run(network, fresh, None, evaluate_every, progress)
+    directory = RunDirectory(out)
+    if resume:
+        directory.require()
+    else:
+        directory.create(config)
+    with directory.locked():
+        if resume and (stored := directory.load_state()) is not None:
+            for tree in (stored.weights, stored.average or stored.weights):
+                check_tensors(directory.checkpoint, tree, dict(simulator.engine.layout.shapes))
+            if stored.round > plan.rounds or (stored.average is None) != (fresh.average is None):
+                raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
+            fresh = stored
+        return simulator.run(network, fresh, directory, evaluate_every, progress)
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device, or a sentence that says it is not there."""
+    try:
+        torch.zeros(1, device=device)
+        return torch.device(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PlanError(f"device: {device} cannot be used: {reason}") from None
+
+
+class Simulator:
+    """Rounds of virtual clients: the data stay on the device, and only indices move."""
+
+    def __init__(
+        self, engine: FunctionalEngine, federation: Federation, plan: Plan, device: torch.device, chunk: int | None
+    ) -> None:
+        self.engine = engine
+        self.federation = federation
+        self.plan = plan
+        self.device = device
+        self.inputs = federation.train.inputs.to(device)
+        self.targets = federation.train.targets.to(device)
+        self.validation = federation.validation
+        self.noise = SeededNoise(plan.seed, engine.layout)
+        self.chunk = chunk or self._chunk_that_fits()
+
+    def run(
+        self, network: nn.Module, state: State, directory: RunDirectory | None, every: int, progress: Progress | None
+    ) -> Run:
+        """All rounds that are left, each kept on disk before the next begins."""
+        started, steps = time.perf_counter(), 0
+        metrics = directory.forget_metrics_after(state.round) if directory else []
+        state = _to(state, self.device)
+        while state.round < self.plan.rounds:
+            round_started = time.perf_counter()
+            clients, state = self.round(state)
+            steps += clients * self.plan.local_steps
+            row = self._measure(state, clients, every)
+            row["seconds"] = round(time.perf_counter() - round_started, 4)
+            metrics.append(row)
+            if directory:
+                directory.append_metrics(row)
+                directory.save_state(state)
+            if progress:
+                progress(row)
+        released = state.average or state.weights
+        network.load_state_dict(released, strict=False)
+        if directory:
+            save_tensors(directory.model, network.state_dict(), {"format": "fedcdp-model-1", "round": str(state.round)})
+        seconds = time.perf_counter() - started
+        return Run(self.plan, self.federation, network, metrics, seconds, steps, directory.path if directory else None)
+
+    def round(self, state: State) -> tuple[int, State]:
+        """One global round: how many clients took part, and the state after it."""
+        method, plan, round_ = METHODS[self.plan.method], self.plan, state.round
+        chosen = torch.from_numpy(choose_clients(plan, self.federation.clients, round_))
+        received = Aggregate(state.weights, plan)
+        for clients in chosen.split(self.chunk):
+            table, sizes = self._records_of(clients)
+            at = self._moment(round_, clients.to(self.device), sizes)
+            batches = self._batches(at, table, sizes)
+            updates = train_locally(method, state.weights, batches, at)
+            received.add(method.admit(updates, at))
+        nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
+        weights = server_update(method, state.weights, received, self._moment(round_, nobody, nobody))
+        average = None if state.average is None else moving_average(state.average, weights, plan.ema)
+        return len(chosen), State(round_ + 1, weights, average)
+
+    def _moment(self, round_: int, clients: Tensor, sizes: Tensor) -> Moment:
+        expected = sizes.clamp(max=self.plan.batch_size)
+        return Moment(self.plan, self.engine, self.noise, round_, clients, expected)
+
+    def _records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
+        table, sizes = self.federation.table(clients.numpy())
+        return torch.from_numpy(table).to(self.device), torch.from_numpy(sizes).to(self.device)
+
+    def _batches(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[Batch]:
+        """The batches of a round's local steps, cut to the slots that some client of the chunk fills."""
+        draws = [choose_records(self.plan, at.clients, sizes, at.round, step) for step in range(self.plan.local_steps)]
+        # Filled slots come first. One transfer for the whole round: asking at every step would make a GPU wait.
+        widths = torch.stack([draw.present.any(0).sum() for draw in draws]).tolist()
+        for draw, width in zip(draws, widths, strict=True):
+            yield self._gather(draw, table, max(width, 1))
+
+    def _gather(self, draw: Draw, table: Tensor, width: int) -> Batch:
+        records = table.gather(1, draw.positions[:, :width])
+        return Batch(self.inputs[records], self.targets[records], draw.present[:, :width])
+
+    def _measure(self, state: State, clients: int, every: int) -> Row:
+        """What is written of a round. In a private run nothing here comes from before the noise."""
+        row: Row = {"round": state.round, "clients": clients, "learning_rate": self.plan.learning_rate_at(state.round - 1)}
+        if self.plan.private:
+            row["clip"] = self.plan.clip_at(state.round - 1)
+        if self.validation is not None and (state.round % every == 0 or state.round == self.plan.rounds):
+            row |= evaluate(self.engine, state.average or state.weights, self.validation, self.device)
+        return row
+
+    def _chunk_that_fits(self) -> int:
+        # Per-example gradients are held about four times over: raw, scaled, clipped, and inside the backward pass.
+        per_example = self.plan.method.startswith("fed-cdp")
+        a_client = 4 * 4 * self.engine.layout.size * (self.plan.slots if per_example else 2)
+        most = 64 if self.device.type == "cpu" else 1024
+        return int(min(most, max(1, _MEMORY_FOR_GRADIENTS.get(self.device.type, 2**30) // a_client)))
+
+
+def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float]:
+    """Accuracy and mean loss of the global weights on some data."""
+    correct, loss = 0, 0.0
+    for inputs, targets in zip(
+        data.inputs.split(_EVALUATION_BATCH), data.targets.split(_EVALUATION_BATCH), strict=True
+    ):
+        outputs = engine.outputs(weights, inputs.to(device))
+        targets = targets.to(device)
+        correct += int((outputs.argmax(-1) == targets).sum())
+        loss += float(engine.loss(outputs.double(), targets)) * len(targets)
+    return {"accuracy": correct / len(data), "loss": loss / len(data)}
+
+
+def _to(state: State, device: torch.device) -> State:
+    def moved(tree: Tree) -> Tree:
+        return {name: value.to(device) for name, value in tree.items()}
+
+    return State(state.round, moved(state.weights), None if state.average is None else moved(state.average))

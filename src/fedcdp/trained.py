@@ -1,0 +1,145 @@
+"""A trained model and what is done with it: accuracy on any split and for each client, export to other formats."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.partition import Federation
+from fedcdp.errors import RunError
+from fedcdp.experiment import Experiment, stored
+from fedcdp.models import prepare
+from fedcdp.rundir import RunDirectory, check_tensors, load_tensors, save_tensors, write_atomically
+
+ExportFormat = Literal["safetensors", "torchscript", "onnx", "csv", "tensorboard"]
+_BATCH = 1000
+_QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model of a run directory, with the data that it was trained on."""
+
+    directory: RunDirectory
+    experiment: Experiment
+    splits: Splits
+    model: nn.Module
+
+    @staticmethod
+    def load(path: Path | str, data_dir: Path | str | None = None, quiet: bool = True) -> Trained:
+        """Read a run directory; of a run that is not done, the latest checkpoint."""
+        experiment, directory = stored(path), RunDirectory(path)
+        splits = experiment.splits(data_dir, quiet)
+        model = prepare(experiment.network(splits), experiment.plan, "cpu").eval()
+        if directory.model.exists():
+            weights, source = load_tensors(directory.model)[0], directory.model
+            expected = dict(model.state_dict())
+        elif (state := directory.load_state()) is not None:
+            weights, source = state.average or state.weights, directory.checkpoint
+            expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        else:
+            raise RunError(f"{directory.path} has no model yet: not one round is done")
+        check_tensors(source, weights, {name: value.shape for name, value in expected.items()})
+        model.load_state_dict(weights, strict=False)
+        return Trained(directory, experiment, splits, model)
+
+    def split(self, name: str) -> Dataset:
+        """One of the splits, or a sentence that says which there are."""
+        found = {"train": self.splits.train, "validation": self.splits.validation, "test": self.splits.test}.get(name)
+        if found is None:
+            names = ["train", "validation"] + (["test"] if self.splits.test is not None else [])
+            raise RunError(f"split: {self.splits.name} has {', '.join(names)}, not {name!r}")
+        return found
+
+    def correct(self, data: Dataset) -> Tensor:
+        """Which examples the model classifies rightly."""
+        with torch.no_grad():
+            answers = [self.model(inputs).argmax(-1) for inputs in data.inputs.split(_BATCH)]
+        return torch.cat(answers) == data.targets
+
+    def evaluate(self, split: str = "validation", per_client: bool = False) -> dict[str, Any]:
+        """Accuracy on a split; with `per_client` also how it spreads over clients.
+
+        A client's accuracy on the training split is that on its own records; on a split that is not dealt out to clients,
+        it is the accuracy in each class, weighted by how often the client holds that class.
+        """
+        data = self.split(split)
+        correct = self.correct(data)
+        result: dict[str, Any] = {"split": split, "examples": len(data), "accuracy": correct.double().mean().item()}
+        if per_client:
+            clients = _per_client(correct, data, self.experiment.federation(self.splits), split == "train")
+            result["per_client"] = {"mean": float(clients.mean())} | {
+                name: float(np.quantile(clients, q)) for name, q in _QUANTILES.items()
+            }
+        return result
+
+    def export(self, form: str, to: Path) -> Path:
+        """Write the model, or the metrics of its training, in another format."""
+        if form not in get_args(ExportFormat):
+            raise RunError(f"format: {form!r} is not one of {', '.join(get_args(ExportFormat))}")
+        if to.exists():
+            raise RunError(f"{to} already exists; nothing was overwritten")
+        try:
+            getattr(self, f"_export_{form}")(to)
+        except ImportError as error:
+            raise RunError(f"format: {form} needs {error.name}; install it with pip install 'fedcdp[report]'") from error
+        except OSError as error:
+            raise RunError(f"{to} cannot be written: {error.strerror}") from error
+        return to
+
+    def _export_safetensors(self, to: Path) -> None:
+        save_tensors(to, self.model.state_dict(), {"format": "pt"})
+
+    def _export_torchscript(self, to: Path) -> None:
+        buffer = torch.jit.trace(self.model, self.splits.validation.inputs[:1]).save_to_buffer()
+        write_atomically(to, buffer)
+
+    def _export_onnx(self, to: Path) -> None:
+        import onnx  # noqa: F401  (named in the error where it is missing)
+        import onnxscript  # noqa: F401
+
+        example = self.splits.validation.inputs[:2]
+        batch = {0: torch.export.Dim("batch")}
+        program = torch.onnx.export(self.model, (example,), dynamo=True, dynamic_shapes=(batch,), verbose=False)
+        program.save(str(to))  # type: ignore[union-attr]
+
+    def _export_csv(self, to: Path) -> None:
+        rows = self.directory.read_metrics()
+        written = StringIO()
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        writer = csv.DictWriter(written, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(to, written.getvalue().encode())
+
+    def _export_tensorboard(self, to: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(to)) as writer:
+            writer.add_text("config", f"```toml\n{self.directory.config.read_text(encoding='utf-8')}\n```")
+            for row in self.directory.read_metrics():
+                for name, value in row.items():
+                    if name != "round":
+                        writer.add_scalar(name, value, row["round"])
+
+
+def _per_client(correct: Tensor, data: Dataset, federation: Federation, own_records: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
+    accuracies = []
+    classes = data.classes
+    by_class = torch.bincount(data.targets[correct], minlength=classes) / torch.bincount(data.targets, minlength=classes)
+    scores = correct.double() if own_records else by_class.double()[federation.train.targets]
+    for clients in np.array_split(np.arange(federation.clients), -(-federation.clients // _BATCH)):
+        table, sizes = federation.table(clients)
+        held = np.arange(table.shape[1]) < sizes[:, None]
+        scored = np.where(held, scores.numpy()[table], 0.0)
+        accuracies.append(scored.sum(1) / sizes)
+    return np.concatenate(accuracies)

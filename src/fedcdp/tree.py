@@ -1,0 +1,68 @@
+"""Weights, gradients and updates as named tensors ("trees"), and the order in which their coordinates are counted.
+
+Leading axes come first and mean the same everywhere: none for the global model, [clients] for local weights and updates,
+[clients, examples] for per-example gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Tree = dict[str, Tensor]
+Group = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainable tensors of a network: their names and shapes in a fixed order, and the layer each belongs to.
+
+    A *layer* is a module that owns trainable parameters, its weight and bias together. Frozen parameters are not part of
+    a layout: nothing clips them, noises them or sends them.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    layers: tuple[Group, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> Layout:
+        """Read the layout of a model. A parameter shared by several modules is counted once, at its first owner."""
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        layers: dict[str, list[str]] = {}
+        for name in trainable:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        return Layout({name: p.shape for name, p in trainable.items()}, tuple(tuple(g) for g in layers.values()))
+
+    def groups(self, mode: str) -> tuple[Group, ...]:
+        """The groups that are clipped together: each layer, or (`flat`) everything at once."""
+        return self.layers if mode == "layer" else (tuple(self.shapes),)
+
+    @property
+    def size(self) -> int:
+        """How many trainable weights there are."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    def flatten(self, tree: Tree, lead: int) -> Tensor:
+        """All coordinates of a tree with `lead` leading axes as one last axis, in the layout's order."""
+        return torch.cat([tree[name].flatten(lead) for name in self.shapes], dim=-1)
+
+    def unflatten(self, flat: Tensor) -> Tree:
+        """The inverse of `flatten`: views of `flat` in the layout's shapes."""
+        parts = flat.split([shape.numel() for shape in self.shapes.values()], dim=-1)
+        return {
+            name: part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+
+def combine(left: Tree, right: Tree, alpha: float = 1.0) -> Tree:
+    """left + alpha · right, tensor by tensor."""
+    return {name: torch.add(left[name], right[name], alpha=alpha) for name in left}
+
+
+def repeat(tree: Tree, clients: int) -> Tree:
+    """The global weights once for each client, without copying."""
+    return {name: value.expand(clients, *value.shape) for name, value in tree.items()}
