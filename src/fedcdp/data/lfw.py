@@ -5,6 +5,7 @@ The crop is the one of an earlier public release by authors of the paper (github
 
 from __future__ import annotations
 
+import warnings
 from http.client import HTTPException
 from pathlib import Path
 
@@ -63,7 +64,10 @@ def pack_pictures(folder: Path, target: Path) -> None:
     Arrays: `images` uint8 [N, 32, 32, 3], `labels` uint8 [N], `names` by label, `files` relative to `folder`; people
     in alphabetical order, each one's pictures by number. The file appears whole or not at all.
     """
-    images, labels, names, files = [], [], [], []
+    images: list[NDArray[np.uint8]] = []
+    labels: list[int] = []
+    names: list[str] = []
+    files: list[str] = []
     for person in sorted(path for path in folder.iterdir() if path.is_dir()):
         pictures = sorted(person.glob("*.jpg"), key=_number)
         if len(pictures) < PICTURES_A_PERSON:
@@ -114,7 +118,8 @@ def _fetch_and_pack(storage: Storage) -> Path:
         home.mkdir(parents=True, exist_ok=True)
         # scikit-learn downloads, checks and unpacks; of what it then returns (another crop) as little as it can.
         corner = (slice(0, 8), slice(0, 8))
-        fetch_lfw_people(data_home=home, min_faces_per_person=500, color=True, slice_=corner, resize=None)
+        with warnings.catch_warnings(action="ignore"):  # it warns of each retry; the error below says it once
+            fetch_lfw_people(data_home=home, min_faces_per_person=500, color=True, slice_=corner, resize=None)
     except (OSError, EOFError, HTTPException, ValueError, RuntimeError) as error:
         raise storage.missing("lfw", PACKED, reason=f"scikit-learn could not download it ({error})") from error
     pictures, target = home / "lfw_home" / "lfw_funneled", home / PACKED

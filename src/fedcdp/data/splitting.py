@@ -32,7 +32,8 @@ def random_split(count: int, validation_count: int, seed: int) -> tuple[Indices,
 def stratified_split(labels: NDArray[np.int64], validation_count: int, seed: int) -> tuple[Indices, Indices]:
     """As `random_split`, with each class shared out in proportion, to within one record.
 
-    A class is left without a training record only if `validation_count` cannot be reached otherwise.
+    Rounding up falls first to classes that keep a training record, so every class has one unless there are too many
+    classes of a single record.
     """
     _check_sizes(len(labels), validation_count)
     order = seeded_order(len(labels), seed)
