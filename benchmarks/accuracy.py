@@ -3,9 +3,10 @@
     python benchmarks/accuracy.py run --device cuda --workers 4 --out results/accuracy.json
     python benchmarks/accuracy.py table results/accuracy.json > results/accuracy.md
 
-The learning rate of each row is chosen on a fifth of the *training* split, held out for that alone, after a third of the
-rounds (adult and cancer: all of them); then the row is trained on the whole training split with that rate, and its accuracy
-on the validation split after the last round is reported. What is already in the result file is not run again.
+The learning rate of each row is chosen on a fifth of the *training* split, held out for that alone, after a third of
+the rounds (where `tuning_share` is 1: all of them); then the row is trained on the whole training split with that rate,
+and its accuracy on the validation split after the last round is reported. What is already in the result file is not run
+again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -34,21 +36,31 @@ from fedcdp.simulation import simulate
 COHORT = {"noise": "cohort"}
 AVERAGED = {"activation": "tanh", "server_learning_rate": 10.0, "ema": 0.9}
 SMALL_CLIP = {"clip": 0.5}
+FLAGS = {
+    "activation": "--activation",
+    "clip": "--clip",
+    "ema": "--ema",
+    "noise": "--noise",
+    "server_learning_rate": "--server-lr",
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the paper's setting for a dataset with some changes, and the learning rates to choose from."""
+    """One line of the table: the paper's setting for a dataset with changes, and the learning rates to choose from."""
 
     name: str
     dataset: str
     method: str
-    rates: tuple[float, ...]
+    rates: tuple[float | str, ...]
+    """Numbers, or schedules in their written form."""
     changes: dict[str, Any] = field(default_factory=dict)
     printed: float | None = None
     splits: int = 1
+    tuning_share: float = 1 / 3
+    """The share of the rounds that is run to choose the rate."""
 
-    def experiment(self, rate: float, split_seed: int, device: str) -> Experiment:
+    def experiment(self, rate: float | str, split_seed: int, device: str) -> Experiment:
         changes = dict(self.changes)
         model = {"activation": changes.pop("activation")} if "activation" in changes else {}
         return assemble(
@@ -61,11 +73,10 @@ class Row:
             },
         )
 
-    def command(self, rate: float) -> str:
-        flags = {"activation": "--activation", "noise": "--noise", "server_learning_rate": "--server-lr", "ema": "--ema",
-                 "clip": "--clip", "record_sampling": "--record-sampling", "noise_at": "--noise-at"}  # fmt: skip
-        changed = "".join(f" {flags[key]} {value}" for key, value in self.changes.items())
-        return f"fedcdp train --preset {self.dataset} --method {self.method}{changed} --lr {rate:g} --device cuda --out RUN"
+    def command(self, rate: float | str) -> str:
+        changed = "".join(f" {FLAGS[key]} {value}" for key, value in self.changes.items())
+        arguments = f"--preset {self.dataset} --method {self.method}{changed} --lr {shlex.quote(str(rate))}"
+        return f"fedcdp train {arguments} --device cuda --out RUN"
 
 
 ROWS = [
@@ -74,22 +85,27 @@ ROWS = [
     Row("Fed-CDP(decay), cohort noise", "mnist", "fed-cdp-decay", (0.05, 0.1), COHORT, printed=0.975),
     Row("Fed-CDP, example noise", "mnist", "fed-cdp", (5e-4, 1e-3), printed=0.956),
     Row("Fed-CDP, example noise, tanh, server rate 10, average .9", "mnist", "fed-cdp",
-        (1e-4, 2e-4), AVERAGED, printed=0.956),
+        (5e-5, 1e-4), AVERAGED, printed=0.956, tuning_share=1),
     Row("Fed-CDP, batch noise, tanh, average .9", "mnist", "fed-cdp", (1e-3, 2e-3),
         {"noise": "batch", "activation": "tanh", "ema": 0.9}, printed=0.956),
     Row("Fed-SDP, noise at the server, C = 4", "mnist", "fed-sdp", (0.05, 0.1), printed=0.928),
     Row("Fed-SDP, noise at the server, C = 0.5", "mnist", "fed-sdp", (0.05, 0.1), SMALL_CLIP, printed=0.928),
+    Row("Fed-SDP, noise at the server, C = 0.5, average .9", "mnist", "fed-sdp",
+        (0.05, 0.1), SMALL_CLIP | {"ema": 0.9}, printed=0.928),
     Row("DSSGD, a tenth shared", "mnist", "dssgd", (0.1, 0.2)),
     Row("non-private", "lfw", "nonprivate", (0.03, 0.05, 0.1), printed=0.695),
     Row("Fed-CDP, cohort noise", "lfw", "fed-cdp", (0.03, 0.05, 0.1), COHORT, printed=0.649),
     Row("Fed-CDP, example noise", "lfw", "fed-cdp", (5e-4, 1e-3), printed=0.649),
-    Row("non-private", "adult", "nonprivate", (0.02, 0.05, 0.1, 0.2), printed=0.8424),
-    Row("Fed-CDP, cohort noise", "adult", "fed-cdp", (0.02, 0.05, 0.1, 0.2), COHORT, printed=0.824),
-    Row("Fed-CDP, example noise", "adult", "fed-cdp", (1e-3, 2e-3, 5e-3), printed=0.824),
-    Row("non-private", "cancer", "nonprivate", (0.02, 0.05, 0.1, 0.2), printed=0.993, splits=10),
-    Row("Fed-CDP, cohort noise", "cancer", "fed-cdp", (0.02, 0.05, 0.1, 0.2), COHORT, printed=0.979, splits=10),
-    Row("Fed-CDP, example noise", "cancer", "fed-cdp", (5e-4, 1e-3, 2e-3), printed=0.979, splits=10),
+    Row("non-private", "adult", "nonprivate", (0.02, 0.05, 0.1, 0.2), printed=0.8424, tuning_share=1),
+    Row("Fed-CDP, cohort noise", "adult", "fed-cdp", (0.02, 0.05, 0.1, 0.2), COHORT, printed=0.824, tuning_share=1),
+    Row("Fed-CDP, example noise", "adult", "fed-cdp", (1e-3, 2e-3, 5e-3), printed=0.824, tuning_share=1),
+    Row("non-private", "cancer", "nonprivate", (0.02, 0.05, 0.1, 0.2), printed=0.993, splits=10, tuning_share=1),
+    Row("Fed-CDP, cohort noise", "cancer", "fed-cdp", (0.02, 0.05, 0.1, 0.2), COHORT,
+        printed=0.979, splits=10, tuning_share=1),
+    Row("Fed-CDP, example noise", "cancer", "fed-cdp", (5e-4, 1e-3, 2e-3), printed=0.979, splits=10, tuning_share=1),
     Row("non-private", "cifar10", "nonprivate", (0.02, 0.05, 0.1), printed=0.674),
+    Row("non-private, falling rate, average .9", "cifar10", "nonprivate",
+        ("cosine(0.05, 0.005)", "cosine(0.07, 0.005)"), {"ema": 0.9}, printed=0.674),
     Row("Fed-CDP, cohort noise", "cifar10", "fed-cdp", (0.02, 0.05, 0.1), COHORT, printed=0.633),
     Row("Fed-CDP, example noise", "cifar10", "fed-cdp", (5e-4, 1e-3), printed=0.633),
 ]  # fmt: skip
@@ -114,7 +130,7 @@ class Job:
     """One training run of a row: at a rate on the tuning split, or (final) at the best rate on the real one."""
 
     row: Row
-    rate: float
+    rate: float | str
     split_seed: int
     tuning: bool
 
@@ -127,7 +143,7 @@ def train(job: Job, device: str) -> dict[str, Any]:
     splits, plan = splits_of(job.row.dataset, job.split_seed), experiment.plan
     if job.tuning:
         splits = for_tuning(splits)
-        plan = plan.but(rounds=-(-plan.rounds // 3) if plan.rounds > 10 else plan.rounds)
+        plan = plan.but(rounds=round(plan.rounds * job.row.tuning_share))
     run = simulate(experiment.network(splits), experiment.federation(splits), plan, device=device, evaluate_every=10)
     return {"accuracy": run.accuracy, "seconds": round(run.seconds, 1), "hardware": hardware(device)}
 
@@ -147,7 +163,7 @@ class Progress:
         self.about = {"command": "python " + " ".join(sys.argv), "torch": torch.__version__, "workers": workers}
         known = json.loads(out.read_text())["rows"] if out.exists() else []
         self.known = {(each["dataset"], each["name"]): each for each in known}
-        self.started: set[tuple[str, str, float, int, bool]] = set()
+        self.started: set[tuple[str, str, float | str, int, bool]] = set()
 
     def next_job(self) -> Job | None:
         """Final runs first, so that what is begun is finished."""
@@ -155,7 +171,7 @@ class Progress:
             for row in self.rows:
                 known = self.known.get((row.dataset, row.name), {"tuning": {}, "runs": []})
                 if tuning:
-                    wanted = [Job(row, rate, 0, True) for rate in row.rates if f"{rate:g}" not in known["tuning"]]
+                    wanted = [Job(row, rate, 0, True) for rate in row.rates if f"{rate}" not in known["tuning"]]
                 elif len(known["tuning"]) == len(row.rates):
                     seeds = set(range(row.splits)) - {run["split_seed"] for run in known["runs"]}
                     wanted = [Job(row, known["rate"], seed, False) for seed in sorted(seeds)]
@@ -173,12 +189,12 @@ class Progress:
         row = job.row
         known = self.known.setdefault((row.dataset, row.name), asdict(row) | {"tuning": {}, "runs": []})
         if job.tuning:
-            known["tuning"][f"{job.rate:g}"] = result["accuracy"]
-            known["rate"] = max(row.rates, key=lambda rate: known["tuning"].get(f"{rate:g}", -1.0))
+            known["tuning"][f"{job.rate}"] = result["accuracy"]
+            known["rate"] = max(row.rates, key=lambda rate: known["tuning"].get(f"{rate}", -1.0))
             known["command"] = row.command(known["rate"])
         else:
             known["runs"].append({"split_seed": job.split_seed} | result)
-        print(row.dataset, row.name, "tuning" if job.tuning else "final", f"{job.rate:g}", result, flush=True)
+        print(row.dataset, row.name, "tuning" if job.tuning else "final", f"{job.rate}", result, flush=True)
         order = [self.known[each.dataset, each.name] for each in ROWS if (each.dataset, each.name) in self.known]
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(self.about | {"rows": order}, indent=1) + "\n")
@@ -213,7 +229,7 @@ def markdown(path: Path) -> str:
             spread = f"{min(accuracies):.3f} to {max(accuracies):.3f} over {len(accuracies)} splits"
             shown += f" ± {statistics.stdev(accuracies):.3f} ({spread})"
         printed = "" if row["printed"] is None else f"{row['printed']:.3f}"
-        lines.append(f"| {row['dataset']} | {row['name']} | {row['rate']:g} | {shown} | {printed} |")
+        lines.append(f"| {row['dataset']} | {row['name']} | {row['rate']} | {shown} | {printed} |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,188 @@
+"""Federated training written out: one client, one step, one example, one layer at a time.
+
+Plain autograd in float64 and Python loops; nothing here imports fedcdp. It follows the paper's Algorithms 1 and 2 and
+privacy.md, and is what the package's batched code is compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Weights = dict[str, Tensor]
+Example = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Where noise of standard deviation 1 is read from: for a step, for an update, for the server's sum."""
+
+    step: Callable[[int, int, int], Weights]
+    update: Callable[[int, int], Weights]
+    server: Callable[[int], Weights]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A training in plain numbers. `clips` and `rates` have one entry a round."""
+
+    method: str
+    clips: list[float]
+    rates: list[float]
+    planned: int
+    batch: int
+    slots: int
+    sigma: float = 0.0
+    flat: bool = False
+    convention: str = "example"
+    noise_at: str = "server"
+    noise_clips: list[float] | None = None
+    momentum: float = 0.0
+    server_rate: float = 1.0
+    averaging: bool = False
+    sent: float = 1.0
+
+
+def trainable(model: nn.Module) -> Weights:
+    """A float64 copy of the weights that are trained."""
+    return {name: p.detach().clone().double() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def layers_of(model: nn.Module) -> list[list[str]]:
+    """The names of each module's own trainable weights; a weight that two modules share belongs to the first."""
+    layers, owned = [], set()
+    for module_name, module in model.named_modules():
+        layer = []
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in owned:
+                owned.add(id(parameter))
+                layer.append(f"{module_name}.{name}" if module_name else name)
+        if layer:
+            layers.append(layer)
+    return layers
+
+
+def gradient(model: nn.Module, weights: Weights, example: Example) -> Weights:
+    """The gradient of one example's loss at some weights."""
+    network = copy.deepcopy(model).double()
+    parameters = dict(network.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            parameters[name].copy_(value)
+    inputs, target = example
+    F.cross_entropy(network(inputs.double().unsqueeze(0)), target.unsqueeze(0)).backward()
+    found = {}
+    for name in weights:
+        slope = parameters[name].grad
+        found[name] = torch.zeros_like(parameters[name]) if slope is None else slope
+    return found
+
+
+def clipped(vector: Weights, groups: list[list[str]], bound: float) -> Weights:
+    """g / max(1, ‖g‖ / C) for each group; nothing at all of a vector that is not finite somewhere."""
+    if any(not math.isfinite(x) for value in vector.values() for x in value.flatten().tolist()):
+        return {name: torch.zeros_like(value) for name, value in vector.items()}
+    result = {}
+    for group in groups:
+        squares = 0.0
+        for name in group:
+            squares += float((vector[name] ** 2).sum())
+        for name in group:
+            result[name] = vector[name] / max(1.0, math.sqrt(squares) / bound)
+    return result
+
+
+def largest_entries(update: Weights, fraction: float) -> Weights:
+    """All but the largest `fraction` of the entries set to zero, at least one kept, the earlier of two equals."""
+    entries = [
+        (-abs(value), position)
+        for position, value in enumerate(x for name in update for x in update[name].flatten().tolist())
+    ]
+    kept = {position for _, position in sorted(entries)[: max(1, round(fraction * len(entries)))]}
+    result, position = {}, 0
+    for name, value in update.items():
+        flat = []
+        for x in value.flatten().tolist():
+            flat.append(x if position in kept else 0.0)
+            position += 1
+        result[name] = torch.tensor(flat, dtype=torch.float64).reshape(value.shape)
+    return result
+
+
+def add(left: Weights, right: Weights, factor: float = 1.0) -> Weights:
+    """left + factor · right."""
+    return {name: left[name] + factor * right[name].double() for name in left}
+
+
+def step_deviation(setting: Setting, round_: int) -> float:
+    """Standard deviation of the noise on the sum of a Fed-CDP step (privacy.md, section 2)."""
+    bound = (setting.noise_clips or setting.clips)[round_]
+    if setting.convention == "example":
+        return setting.sigma * bound * math.sqrt(setting.slots)
+    if setting.convention == "batch":
+        return setting.sigma * bound
+    return setting.sigma * bound / setting.planned
+
+
+def train_client(
+    model: nn.Module, start: Weights, steps: list[list[Example]], records: int, setting: Setting,
+    unit: Unit, round_: int, client: int,
+) -> Weights:  # fmt: skip
+    """What one client sends in one round: its steps, then what its method does to the update."""
+    groups = [list(start)] if setting.flat else layers_of(model)
+    bound, rate = setting.clips[round_], setting.rates[round_]
+    deviation = setting.sigma * (setting.noise_clips or setting.clips)[round_]
+    weights, velocity = start, {name: torch.zeros_like(value) for name, value in start.items()}
+    for step, examples in enumerate(steps):
+        total = {name: torch.zeros_like(value) for name, value in start.items()}
+        for example in examples:
+            found = gradient(model, weights, example)
+            if setting.method == "fed-cdp":
+                found = clipped(found, groups, bound)
+            if all(bool(torch.isfinite(value).all()) for value in found.values()):
+                total = add(total, found)
+        if setting.method == "fed-cdp":
+            total = add(total, unit.step(round_, client, step), step_deviation(setting, round_))
+        for name in weights:
+            mean = total[name] / min(setting.batch, records)
+            velocity[name] = setting.momentum * velocity[name] + mean
+        weights = {name: weights[name] - rate * velocity[name] for name in weights}
+    update = {name: weights[name] - start[name] for name in start}
+    if setting.method == "fed-sdp" and setting.noise_at == "client":
+        update = add(clipped(update, groups, bound), unit.update(round_, client), deviation)
+    if setting.sent < 1:
+        update = largest_entries(update, setting.sent)
+    return update
+
+
+def move_server(
+    model: nn.Module, weights: Weights, updates: list[Weights], setting: Setting, unit: Unit, round_: int
+) -> Weights:
+    """The global weights after a round: over the planned number of clients, whoever took part."""
+    groups = [list(weights)] if setting.flat else layers_of(model)
+    deviation = setting.sigma * (setting.noise_clips or setting.clips)[round_]
+    at_server = setting.method == "fed-sdp" and setting.noise_at == "server"
+    moved = {name: value.clone() for name, value in weights.items()}
+    for update in updates:
+        if at_server:
+            update = clipped(update, groups, setting.clips[round_])
+        for name in moved:
+            if setting.averaging:  # the client sends its whole model
+                sent = weights[name] + update[name]
+                moved[name] = moved[name] + setting.server_rate * (sent - weights[name]) / setting.planned
+            else:
+                moved[name] = moved[name] + setting.server_rate * update[name] / setting.planned
+    if at_server:
+        moved = add(moved, unit.server(round_), setting.server_rate * deviation / setting.planned)
+    return moved
+
+
+def batches_in_order(order: list[int], batch: int, steps: int) -> list[list[int]]:
+    """The authors' order: consecutive batches, around the end; never a record twice in one batch."""
+    return [[order[(step * batch + j) % len(order)] for j in range(min(batch, len(order)))] for step in range(steps)]

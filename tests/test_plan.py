@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from fedcdp.errors import PlanError
+from fedcdp.plan import Plan
+from fedcdp.schedules import Schedule, constant, cosine, exponential, linear, proportional
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("method", "fed-xyz"), ("method", None), ("method", 3),
+    ("rounds", 0), ("rounds", -1), ("rounds", 2.0), ("rounds", "2"), ("rounds", True), ("rounds", None),
+    ("per_round", 0), ("per_round", 1.5), ("local_steps", 0), ("local_steps", None),
+    ("batch_size", 0), ("batch_size", -3), ("batch_size", 1.0),
+    ("clip", 0), ("clip", -1), ("clip", math.nan), ("clip", math.inf), ("clip", "linear(6)"), ("clip", "four"),
+    ("clip", [6, 2]), ("clip_mode", "global"),
+    ("noise_multiplier", -0.1), ("noise_multiplier", math.nan), ("noise_multiplier", math.inf), ("noise_multiplier", "6"),
+    ("noise_multiplier", None), ("noise_multiplier", False), ("noise", "record"), ("noise_at", "wire"),
+    ("noise_follows_clip", 1), ("noise_follows_clip", "yes"),
+    ("client_sampling", "partition"), ("record_sampling", "shuffle"),
+    ("slots", 0), ("slots", 4), ("slots", 7.5),
+    ("learning_rate", 0), ("learning_rate", -0.1), ("learning_rate", "fast"), ("learning_rate", None),
+    ("learning_rate", "proportional(4)"),
+    ("server_learning_rate", 0), ("server_learning_rate", math.nan), ("server_learning_rate", math.inf),
+    ("momentum", 1), ("momentum", -0.1), ("momentum", math.nan), ("momentum", "0.9"),
+    ("ema", 1.0), ("ema", -0.5), ("aggregation", "median"),
+    ("compression", 1), ("compression", -0.1), ("compression", math.nan),
+    ("share_fraction", 0), ("share_fraction", 1.1), ("share_fraction", math.nan),
+    ("seed", -1), ("seed", 2**63), ("seed", 0.5), ("seed", None),
+]  # fmt: skip
+
+
+def assert_one_sentence(refused: pytest.ExceptionInfo[PlanError], field: str) -> None:
+    message = str(refused.value)
+    assert message.startswith(f"{field}: ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_VALUES)
+def test_a_bad_value_is_refused_in_one_sentence_that_names_the_field(field, value):
+    with pytest.raises(PlanError) as refused:
+        Plan(**{field: value})
+    assert_one_sentence(refused, field)
+
+
+@pytest.mark.parametrize("field", ["clip", "learning_rate", "noise_multiplier", "server_learning_rate"])
+def test_a_number_beyond_floating_point_is_refused_like_any_other_bad_value(field):
+    with pytest.raises(PlanError) as refused:
+        Plan(**{field: 10**400})
+    assert_one_sentence(refused, field)
+
+
+@pytest.mark.parametrize("field", ["clip", "learning_rate"])
+def test_true_is_no_number_for_a_schedule_either(field):
+    with pytest.raises(PlanError) as refused:
+        Plan(**{field: True})
+    assert_one_sentence(refused, field)
+
+
+def test_fewer_slots_than_the_batch_are_refused_under_poisson_sampling():
+    with pytest.raises(PlanError, match="^slots: 4 .*5"):
+        Plan(record_sampling="poisson", batch_size=5, slots=4)
+
+
+@pytest.mark.parametrize("sampling", ["fixed", "partition"])
+@pytest.mark.parametrize("slots", [4, 6])
+def test_slots_other_than_the_batch_are_refused_without_poisson_sampling(sampling, slots):
+    with pytest.raises(PlanError, match=f"^slots: {slots} .*5"):
+        Plan(record_sampling=sampling, batch_size=5, slots=slots)
+
+
+@pytest.mark.parametrize("bound", [None, "exponential(6, 2)", "cosine(6, 2)", "proportional(6)"])
+def test_fed_cdp_decay_takes_bounds_that_decay(bound):
+    assert Plan(method="fed-cdp-decay", clip=bound).clip.kind != "constant"
+
+
+def test_fed_cdp_decay_refuses_a_constant_bound():
+    with pytest.raises(PlanError) as refused:
+        Plan(method="fed-cdp-decay", clip=4)
+    assert_one_sentence(refused, "clip")
+
+
+def test_fed_cdp_decay_refuses_a_bound_that_grows():
+    with pytest.raises(PlanError) as refused:
+        Plan(method="fed-cdp-decay", clip="linear(2, 6)")
+    assert_one_sentence(refused, "clip")
+
+
+def test_unknown_fields_are_refused():
+    with pytest.raises(PlanError) as refused:
+        Plan().but(epochs=3)
+    assert_one_sentence(refused, "epochs")
+
+
+def test_more_clients_a_round_than_there_are_is_refused():
+    plan = Plan(per_round=10)
+    plan.check_clients(10)
+    with pytest.raises(PlanError) as refused:
+        plan.check_clients(9)
+    assert_one_sentence(refused, "per_round")
+
+
+def test_a_plan_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plan().rounds = 3
+
+
+def test_the_defaults_are_the_papers_bounds_and_the_slots_that_privacy_needs():
+    assert Plan().clip == constant(4)
+    assert Plan(method="fed-cdp-decay").clip == linear(6, 2)
+    assert Plan(batch_size=7).slots == 21
+    assert Plan(batch_size=7, record_sampling="fixed").slots == 7
+    assert Plan(batch_size=7, record_sampling="partition").slots == 7
+
+
+def test_a_whole_number_may_stand_for_a_fraction():
+    plan = Plan(noise_multiplier=6, momentum=0, learning_rate=1, clip=3)
+    assert (plan.noise_multiplier, plan.learning_rate, plan.clip) == (6.0, constant(1.0), constant(3.0))
+    assert type(plan.noise_multiplier) is float
+
+
+def test_which_methods_are_private():
+    methods = ["nonprivate", "dssgd", "fed-sdp", "fed-cdp", "fed-cdp-decay"]
+    assert [Plan(method=method).private for method in methods] == [False, False, True, True, True]
+
+
+def test_bound_rate_and_noise_follow_their_schedules_round_by_round():
+    plan = Plan(rounds=5, clip="linear(6, 2)", learning_rate="linear(0.5, 0.1)", noise_multiplier=3)
+    assert [plan.clip_at(t) for t in range(5)] == pytest.approx([6, 5, 4, 3, 2])
+    assert [plan.noise_scale_at(t) for t in range(5)] == pytest.approx([18, 15, 12, 9, 6])
+    assert [plan.learning_rate_at(t) for t in range(5)] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
+
+
+def test_noise_that_does_not_follow_the_bound_stays_at_that_of_the_first_round():
+    plan = Plan(rounds=5, clip="linear(6, 2)", noise_multiplier=3, noise_follows_clip=False)
+    assert [plan.noise_scale_at(t) for t in range(5)] == pytest.approx([18] * 5)
+    assert plan.clip_at(4) == pytest.approx(2)
+
+
+def test_a_proportional_bound_follows_the_learning_rate():
+    plan = Plan(rounds=3, clip="proportional(4)", learning_rate="exponential(0.4, 0.1)")
+    assert [plan.clip_at(t) for t in range(3)] == pytest.approx([4, 2, 1])
+
+
+@pytest.mark.parametrize("written", ["linear(6, 2)", "exponential(6, 2)", "cosine(6, 2)", "proportional(6)"])
+def test_a_plan_of_one_round_uses_the_first_values(written):
+    plan = Plan(rounds=1, clip=written, learning_rate="linear(0.5, 0.1)")
+    assert (plan.clip_at(0), plan.learning_rate_at(0)) == (6, 0.5)
+
+
+# Written and changed ------------------------------------------------------------------------------------------------
+
+positive = st.floats(1e-6, 1e6)
+fraction = st.floats(0, 1, exclude_max=True)
+rates = st.one_of(
+    positive.map(constant), st.builds(linear, positive, positive), st.builds(exponential, positive, positive),
+    st.builds(cosine, positive, positive),
+)  # fmt: skip
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    batch = draw(st.integers(1, 50))
+    sampling = draw(st.sampled_from(["poisson", "fixed", "partition"]))
+    return Plan(
+        method=draw(st.sampled_from(["nonprivate", "fed-sdp", "fed-cdp", "dssgd"])),
+        rounds=draw(st.integers(1, 1000)),
+        per_round=draw(st.integers(1, 1000)),
+        local_steps=draw(st.integers(1, 1000)),
+        batch_size=batch,
+        clip=draw(st.one_of(rates, positive.map(proportional))),
+        clip_mode=draw(st.sampled_from(["layer", "flat"])),
+        noise_multiplier=draw(st.floats(0, 1e3)),
+        noise=draw(st.sampled_from(["example", "batch", "cohort"])),
+        noise_at=draw(st.sampled_from(["server", "client"])),
+        noise_follows_clip=draw(st.booleans()),
+        client_sampling=draw(st.sampled_from(["fixed", "poisson"])),
+        record_sampling=sampling,
+        slots=draw(st.integers(batch, 5 * batch)) if sampling == "poisson" else None,
+        learning_rate=draw(rates),
+        server_learning_rate=draw(positive),
+        momentum=draw(fraction),
+        ema=draw(fraction),
+        aggregation=draw(st.sampled_from(["fedsgd", "fedaveraging"])),
+        compression=draw(fraction),
+        share_fraction=draw(st.floats(0, 1, exclude_min=True)),
+        seed=draw(st.integers(0, 2**63 - 1)),
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(plan=plans())
+def test_a_written_plan_gives_back_exactly_the_same_plan(plan):
+    assert Plan(**plan.written()) == plan
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(plan=plans())
+def test_a_written_plan_consists_of_plain_values(plan):
+    written = plan.written()
+    assert set(written) == {field.name for field in dataclasses.fields(Plan)}
+    assert {type(value) for value in written.values()} <= {str, int, float, bool}
+    assert json.loads(json.dumps(written)) == written
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(plan=plans())
+def test_a_plan_but_for_nothing_is_the_same(plan):
+    assert plan.but() == plan
+
+
+def test_but_changes_what_is_named_and_nothing_else():
+    plan = Plan(rounds=7, momentum=0.5)
+    changed = plan.but(rounds=9)
+    assert changed.written() | {"rounds": 7} == plan.written()
+    assert changed.rounds == 9
+    assert plan.rounds == 7
+
+
+def test_but_derives_the_slots_anew_from_what_they_derive_from():
+    plan = Plan(batch_size=5)
+    assert plan.but(batch_size=2).slots == 6
+    assert plan.but(record_sampling="partition").slots == 5
+    assert plan.but(record_sampling="partition").but(record_sampling="poisson").slots == 15
+    assert plan.but(batch_size=2, slots=3).slots == 3
+    assert plan.but(rounds=3).slots == 15
+
+
+def test_but_exchanges_the_papers_bounds_with_the_method_and_keeps_any_other():
+    assert Plan().but(method="fed-cdp-decay").clip == linear(6, 2)
+    assert Plan(method="fed-cdp-decay").but(method="fed-cdp").clip == constant(4)
+    assert Plan(clip=2).but(method="fed-sdp").clip == constant(2)
+    assert Plan().but(method="fed-cdp-decay", clip="cosine(3, 1)").clip == cosine(3, 1)
+
+
+def test_but_checks_the_changed_plan():
+    with pytest.raises(PlanError, match="^momentum: "):
+        Plan().but(momentum=2.0)
+    with pytest.raises(PlanError, match="^clip: "):
+        Plan(clip=2).but(method="fed-cdp-decay")
+
+
+def test_a_schedule_may_be_given_as_an_object():
+    plan = Plan(clip=linear(3, 1), learning_rate=constant(0.1))
+    assert isinstance(plan.clip, Schedule)
+    assert plan.written()["clip"] == "linear(3, 1)"

@@ -1,0 +1,181 @@
+"""A trained model: its accuracy on any split and for each client, recomputed by other means; its exports, read back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedcdp.errors import RunError
+from fedcdp.experiment import assemble
+from fedcdp.trained import Trained
+
+QUANTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
+
+
+@pytest.fixture(scope="module")
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("trained")
+    labels = np.arange(150) % 3
+    features = np.random.default_rng(1).normal(size=(150, 4)) + 1.0 * labels[:, None]
+    np.savez(place / "own.npz", x=features, y=labels)
+    experiment = assemble(
+        {
+            "data": {"file": str(place / "own.npz"), "partition": "shards", "clients": 7, "classes_per_client": 2},
+            "plan": {"method": "nonprivate", "per_round": 7, "rounds": 6, "local_steps": 5, "learning_rate": 0.2},
+        }
+    )
+    experiment.train(place / "run")
+    return place / "run"
+
+
+@pytest.fixture
+def run(_trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(_trained, tmp_path / "run"))
+
+
+@pytest.fixture
+def trained(run: Path) -> Trained:
+    return Trained.load(run)
+
+
+def right(trained: Trained, split: str) -> list[bool]:
+    """Whether each example is classified rightly, one at a time."""
+    data = trained.split(split)
+    answers = [int(trained.model(inputs[None]).argmax()) for inputs in data.inputs]
+    return [answer == target for answer, target in zip(answers, data.targets.tolist(), strict=True)]
+
+
+def spread(accuracies: list[float]) -> dict[str, float]:
+    return {"mean": float(np.mean(accuracies))} | {
+        name: float(np.percentile(accuracies, percent)) for name, percent in QUANTILES.items()
+    }
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_accuracy_is_the_share_of_right_answers(trained: Trained, split: str) -> None:
+    answers = right(trained, split)
+    result = trained.evaluate(split)
+    assert result == {"split": split, "examples": len(answers), "accuracy": pytest.approx(np.mean(answers))}
+    assert 0.5 < result["accuracy"] < 1.0
+
+
+def test_a_clients_training_accuracy_is_that_on_its_own_records(trained: Trained) -> None:
+    answers = right(trained, "train")
+    federation = trained.experiment.federation(trained.splits)
+    own = [float(np.mean([answers[record] for record in federation.indices(client)])) for client in range(7)]
+    assert len(set(own)) > 1
+    assert trained.evaluate("train", per_client=True)["per_client"] == pytest.approx(spread(own))
+
+
+def test_a_clients_validation_accuracy_weighs_classes_as_it_holds_them(trained: Trained) -> None:
+    answers = right(trained, "validation")
+    targets = trained.splits.validation.targets.tolist()
+    of_class = [np.mean([ok for ok, target in zip(answers, targets, strict=True) if target == c]) for c in range(3)]
+    federation = trained.experiment.federation(trained.splits)
+    held = trained.splits.train.targets
+    own = [float(np.mean([of_class[int(held[i])] for i in federation.indices(client)])) for client in range(7)]
+    assert len(set(own)) > 1
+    assert trained.evaluate("validation", per_client=True)["per_client"] == pytest.approx(spread(own))
+
+
+@pytest.mark.parametrize("split", ["test", "nosuch"])
+def test_a_split_that_is_not_there_is_named_with_those_that_are(trained: Trained, split: str) -> None:
+    with pytest.raises(RunError, match=f"own has train, validation, not '{split}'"):
+        trained.evaluate(split)
+
+
+def test_an_unfinished_run_is_its_checkpoint(run: Path) -> None:
+    whole = Trained.load(run).model.state_dict()
+    (run / "model.safetensors").unlink()
+    partial = Trained.load(run).model.state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in partial.items())
+
+
+def test_a_run_without_any_round_has_no_model(run: Path) -> None:
+    (run / "model.safetensors").unlink()
+    (run / "checkpoint.safetensors").unlink()
+    with pytest.raises(RunError, match="not one round is done"):
+        Trained.load(run)
+
+
+def test_the_model_of_another_network_is_refused(run: Path) -> None:
+    save_file({"0.weight": torch.zeros(3, 4)}, run / "model.safetensors")
+    with pytest.raises(RunError, match="holds other tensors"):
+        Trained.load(run)
+
+
+def test_tensors_of_another_type_are_refused(run: Path) -> None:
+    tensors = load_file(run / "model.safetensors")
+    save_file({name: value.to(torch.int32) for name, value in tensors.items()}, run / "model.safetensors")
+    with pytest.raises(RunError, match=r"model\.safetensors"):
+        Trained.load(run)
+
+
+# exports -------------------------------------------------------------------------------------------------------------
+
+
+def test_exported_tensors_are_the_models(trained: Trained, tmp_path: Path) -> None:
+    found = load_file(trained.export("safetensors", tmp_path / "out.safetensors"))
+    expected = trained.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_exported_torchscript_answers_as_the_model(trained: Trained, tmp_path: Path) -> None:
+    module = torch.jit.load(str(trained.export("torchscript", tmp_path / "out.pt")))
+    inputs = trained.splits.validation.inputs
+    with torch.no_grad():
+        torch.testing.assert_close(module(inputs), trained.model(inputs))
+
+
+def test_exported_table_has_the_metrics_to_the_last_digit(trained: Trained, tmp_path: Path) -> None:
+    lines = trained.export("csv", tmp_path / "out.csv").read_text().splitlines()
+    rows = trained.directory.read_metrics()
+    assert lines[0].split(",") == list(rows[0])
+    assert [[float(cell) for cell in line.split(",")] for line in lines[1:]] == [list(row.values()) for row in rows]
+
+
+def test_a_round_that_was_not_evaluated_leaves_its_cells_empty(run: Path, tmp_path: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"round": 1, "clients": 7}\n{"round": 2, "clients": 7, "accuracy": 0.5}\n')
+    table = Trained.load(run).export("csv", tmp_path / "out.csv").read_text()
+    assert table == "round,clients,accuracy\n1,7,\n2,7,0.5\n"
+
+
+def test_an_unknown_format_is_refused(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match="format: 'pickle' is not one of safetensors, torchscript, onnx, csv, tensorboard"
+    ):
+        trained.export("pickle", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torchscript", "onnx", "csv", "tensorboard"])
+def test_an_export_never_overwrites(trained: Trained, tmp_path: Path, form: str) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(RunError, match="already exists; nothing was overwritten"):
+        trained.export(form, tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_the_exported_model_of_a_network_with_tied_weights_can_be_read(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tied_network.py").write_text(
+        "from torch import nn\n\n\n"
+        "def make():\n"
+        "    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))\n"
+        "    network[2].weight = network[0].weight\n"
+        "    return network\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    experiment = Trained.load(run).experiment
+    network = {"model": {"network": "tied_network:make"}}
+    data = {name: value for name, value in vars(experiment.data).items() if value is not None}
+    tied = assemble({"data": data, "plan": {"per_round": 7, "rounds": 1, "local_steps": 1}}, network)
+    tied.train(tmp_path / "tied")
+    assert Trained.load(tmp_path / "tied").evaluate()["examples"] == 30
