@@ -150,9 +150,7 @@ def train(job: Job, device: str) -> dict[str, Any]:
 
 def hardware(device: str) -> str:
     """What a run ran on."""
-    return (
-        torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {os.cpu_count()} cores, one thread a run"
-    )
+    return torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {os.cpu_count()} cores, one thread a run"
 
 
 class Progress:

@@ -19,13 +19,9 @@ def one(w: list[float], b: list[float], v: list[float]) -> dict[str, Tensor]:
     return {name: torch.tensor([[value]]) for name, value in (("w", w), ("b", b), ("v", v))}
 
 
-def clipped(
-    gradients: dict[str, Tensor], bound: float, groups=LAYERS, present: Tensor | None = None
-) -> dict[str, list]:
+def clipped(gradients: dict[str, Tensor], bound: float, groups=LAYERS, present: Tensor | None = None) -> dict[str, list]:
     present = torch.ones(gradients["w"].shape[:2], dtype=torch.bool) if present is None else present
-    return {
-        name: value.squeeze((0, 1)).tolist() for name, value in clip(gradients, groups, bound, present).values.items()
-    }
+    return {name: value.squeeze((0, 1)).tolist() for name, value in clip(gradients, groups, bound, present).values.items()}
 
 
 def test_weight_and_bias_of_a_layer_are_clipped_together_and_other_layers_on_their_own():
@@ -134,9 +130,7 @@ number = st.floats(-1e6, 1e6, width=32)
     bound=st.floats(1e-3, 1e3),
     groups=st.sampled_from([LAYERS, FLAT]),
 )
-def test_every_group_ends_within_the_bound_in_its_old_direction_and_within_it_unchanged_to_the_bit(
-    values, bound, groups
-):
+def test_every_group_ends_within_the_bound_in_its_old_direction_and_within_it_unchanged_to_the_bit(values, bound, groups):
     gradients = one(values[:2], values[2:3], values[3:])
     result = clip(gradients, groups, bound, torch.ones(1, 1, dtype=torch.bool)).values
     for group in groups:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedcdp.errors import DataError, FedcdpError, PlanError, RunError
@@ -124,6 +124,15 @@ fractions = st.floats(min_value=0, max_value=1, exclude_max=True)
     alpha=st.floats(0, 1e300),
     seed=st.integers(0, 2**63 - 1),
     standardise=st.booleans(),
+)
+@example(
+    file='a\x7f"\\b\n',
+    clients=3,
+    momentum=0.1,
+    noise_multiplier=1 / 3,
+    alpha=1e-300,
+    seed=2**63 - 1,
+    standardise=True,
 )
 def test_an_experiment_comes_back_from_its_file(
     file: str, clients: int, momentum: float, noise_multiplier: float, alpha: float, seed: int, standardise: bool

@@ -98,9 +98,7 @@ def test_a_step_carries_the_same_noise_whatever_the_batch(convention, sampling, 
     batch = batch_of([[True] * BATCH, [True] + [False] * (BATCH - 1), [False] * BATCH])
     silent = moment(plan.but(noise_multiplier=0.0), [5, 6, 7])
     method = METHODS["fed-cdp"]
-    noise = flat(method.gradient_sum(weights_for(3), batch, at)) - flat(
-        method.gradient_sum(weights_for(3), batch, silent)
-    )
+    noise = flat(method.gradient_sum(weights_for(3), batch, at)) - flat(method.gradient_sum(weights_for(3), batch, silent))
     for of_client in noise:
         assert_deviation(of_client, expected)
     alone = method.gradient_sum(weights_for(1), batch_of([[False] * BATCH]), moment(plan, [5], tap=at.tap))
@@ -121,9 +119,7 @@ def test_the_noise_is_divided_by_the_expected_batch_not_the_real_one(tapped):
 
 @pytest.mark.parametrize(("follows", "expected"), [(True, SIGMA * 2.0), (False, SIGMA * 6.0)])
 @pytest.mark.parametrize("convention", ["example", "batch", "cohort"])
-def test_under_a_decaying_bound_the_noise_shrinks_with_it_or_stays_at_that_of_the_first_round(
-    follows, expected, convention
-):
+def test_under_a_decaying_bound_the_noise_shrinks_with_it_or_stays_at_that_of_the_first_round(follows, expected, convention):
     plan = plan_of(method="fed-cdp-decay", clip="linear(6, 2)", rounds=5, noise_follows_clip=follows, noise=convention)
     factor = {"example": math.sqrt(3 * BATCH), "batch": 1.0, "cohort": 1 / PLANNED}[convention]
     total = METHODS["fed-cdp-decay"].gradient_sum(weights_for(1), batch_of([[False]]), moment(plan, [5], round=4))

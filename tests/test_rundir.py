@@ -43,9 +43,7 @@ def test_a_state_comes_back_to_the_bit(directory: RunDirectory, average: bool) -
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-@pytest.mark.parametrize(
-    "reason", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"]
-)
+@pytest.mark.parametrize("reason", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
 def test_an_interrupted_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, reason: BaseException
 ) -> None:
@@ -67,9 +65,7 @@ def test_an_interrupted_write_leaves_the_old_file(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_an_interrupted_checkpoint_leaves_the_one_before(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_checkpoint_leaves_the_one_before(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.save_state(state(3))
 
     def full(_: int) -> None:

@@ -79,9 +79,7 @@ def test_the_order_and_grouping_of_clients_do_not_matter_even_if_large_updates_c
     results = [
         after_round(plan, [large, small, opposite]),
         after_round(plan, [small, large, opposite]),
-        after_round(
-            plan, [opposite, {n: v[:7] for n, v in small.items()}, large, {n: v[7:] for n, v in small.items()}]
-        ),
+        after_round(plan, [opposite, {n: v[:7] for n, v in small.items()}, large, {n: v[7:] for n, v in small.items()}]),
         after_round(plan, [{n: torch.cat([small[n], opposite[n], large[n]]) for n in small}]),
     ]
     for result in results:

@@ -259,9 +259,7 @@ def test_a_device_that_is_not_there_is_refused(model: nn.Module, federation: Fed
         simulate(model, federation, plan(), device="nosuch")
 
 
-def test_a_network_for_other_inputs_is_refused_before_any_file_is_written(
-    federation: Federation, tmp_path: Path
-) -> None:
+def test_a_network_for_other_inputs_is_refused_before_any_file_is_written(federation: Federation, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be differentiated"):
         simulate(nn.Linear(5, 3), federation, plan(), out=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
@@ -282,9 +280,7 @@ def test_what_is_on_disk_is_what_is_in_the_result(model: nn.Module, federation: 
     assert torch.equal(weights(in_memory.model), weights(run.model))
 
 
-def test_a_run_stopped_by_its_caller_goes_on_where_it_was(
-    model: nn.Module, federation: Federation, tmp_path: Path
-) -> None:
+def test_a_run_stopped_by_its_caller_goes_on_where_it_was(model: nn.Module, federation: Federation, tmp_path: Path) -> None:
     class StopError(Exception):
         pass
 

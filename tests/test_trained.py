@@ -147,9 +147,7 @@ def test_a_round_that_was_not_evaluated_leaves_its_cells_empty(run: Path, tmp_pa
 
 
 def test_an_unknown_format_is_refused(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError, match="format: 'pickle' is not one of safetensors, torchscript, onnx, csv, tensorboard"
-    ):
+    with pytest.raises(RunError, match="format: 'pickle' is not one of safetensors, torchscript, onnx, csv, tensorboard"):
         trained.export("pickle", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

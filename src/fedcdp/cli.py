@@ -44,7 +44,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _global_options(
-    version: Annotated[  # noqa: ARG001
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
@@ -83,7 +83,7 @@ def evaluate(
     trained = Trained.load(run, data_dir)
     result = trained.evaluate(split, per_client)
     if split == "train" and trained.experiment.plan.private:
-        output.console.print("note: computed from training data, so no privacy guarantee covers this figure", style="yellow")
+        output.note("computed from training data, so no privacy guarantee covers this figure")
     if as_json:
         typer.echo(json.dumps(result))
         return
@@ -94,10 +94,10 @@ def evaluate(
 @app.command()
 def export(
     run: RunPath,
+    to: Annotated[Path, typer.Option("--to", help="The file to write (tensorboard: a directory).")],
     form: Annotated[
         str, typer.Option("--format", help="The model: safetensors, torchscript, onnx. Its metrics: csv, tensorboard.")
     ] = "safetensors",
-    to: Annotated[Path, typer.Option("--to", help="The file to write (tensorboard: a directory).")] = ...,  # type: ignore[assignment]
     data_dir: DataDir = None,
 ) -> None:
     """A run's model, or the metrics of its training, in another format."""
@@ -114,8 +114,9 @@ def demo(
     if not quiet:
         plan, data = experiment.plan, experiment.data
         output.console.print(
-            f"5,000 real digits at {data.clients} clients, two classes each; {plan.per_round} clients a round. Every example's "
-            f"gradient is clipped layer by layer at {plan.clip} and noised (σ = {plan.noise_multiplier:g}) before anything uses it."
+            f"5,000 real digits at {data.clients} clients, two classes each; {plan.per_round} clients a round. "
+            f"Every example's gradient is clipped layer by layer at {plan.clip} and noised (σ = {plan.noise_multiplier:g}) "
+            "before anything uses it."
         )
     run = _train(experiment, out, resume=False, data_dir=None, quiet=quiet)
     _show_run(run)
@@ -157,7 +158,7 @@ def _summary(run: Run) -> dict[str, object]:
 def _show_run(run: Run) -> None:
     speed = run.us_per_client_step
     rows = {
-        "federation": str(run.federation),
+        "federation": run.federation.describe(),
         "method": run.plan.method,
         "rounds": str(run.rounds),
         "validation accuracy": "-" if run.accuracy is None else f"{run.accuracy:.4f}",

@@ -37,7 +37,8 @@ def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[T
 
     def norm(name: str) -> Tensor:
         flat = gradients[name].reshape(*gradients[name].shape[:lead], -1)
-        return torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float32)
+        return norms
 
     return [torch.linalg.vector_norm(torch.stack([norm(name) for name in group]), dim=0) for group in groups]
 

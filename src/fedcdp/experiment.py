@@ -43,7 +43,7 @@ class DataSettings(_Checked):
     file: str | None = option(None, "Your own examples: FILE.npz (x, y) or FILE.csv (last column, or `label`).")
     partition: str = option("iid", "How records are dealt out: shards, iid, dirichlet, full.")
     clients: int = option(100, "Clients in all, K.")
-    records: int | None = option(None, "Records at a client, N_i. [default: the data, dealt out disjointly]")
+    records: int | None = option(None, "Records at a client, N_i. Default: the data, dealt out disjointly.")
     classes_per_client: int = option(2, "Classes at a client, for shards.")
     alpha: float = option(0.5, "Concentration, for dirichlet.")
     split_seed: int = option(0, "Fixes which examples are held out for validation.")
@@ -56,7 +56,7 @@ class ModelSettings(_Checked):
     """`[model]`: which network."""
 
     network: str = option("auto", "cnn, mlp, cpl, auto, or your own as package.module:factory.")
-    activation: str | None = option(None, "relu, tanh or sigmoid. [default: the network's own]")
+    activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class MachineSettings(_Checked):
 
     device: str = option("cpu", "cpu, cuda, cuda:1, …")
     engine: Literal["functional"] = option("functional", "How gradients are computed: functional (any network).")
-    chunk: int | None = option(None, "Clients trained at once. [default: what fits a bounded memory]")
+    chunk: int | None = option(None, "Clients trained at once. Default: what fits a bounded memory.")
     evaluate_every: int = option(1, "Rounds between evaluations on the validation split.")
 
 

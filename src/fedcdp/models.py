@@ -22,9 +22,7 @@ ActivationName = Literal["relu", "tanh", "sigmoid"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 
 
-def build(
-    network: str, shape: tuple[int, ...], classes: int, activation: ActivationName | None = None, seed: int = 0
-) -> nn.Module:
+def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
     """A network for inputs of `shape`, initialised from `seed` alone.
 
     `network` is `cnn`, `mlp`, `cpl`, `auto` (cnn for images, mlp for vectors), or `package.module:factory`. Without an
@@ -40,11 +38,13 @@ def build(
         if ":" in network:
             return _from_factory(network, shape, classes, activation)
         if network not in _NETWORKS:
-            raise ModelError(f"model: {network!r} is not one of {', '.join(get_args(NetworkName))} or package.module:factory")
+            raise ModelError(
+                f"model: {network!r} is not one of {', '.join(get_args(NetworkName))} or package.module:factory"
+            )
         return _NETWORKS[network](shape, classes, activation)
 
 
-def paper_cnn(shape: tuple[int, ...], classes: int, activation: ActivationName | None = None) -> nn.Module:
+def paper_cnn(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
     """The paper's CNN: two 3×3 convolutions (32, 64), each pooled, and one dense layer; no biases (authors' release)."""
     channels, height, width = _image_shape("cnn", shape)
     height, width = ((height - 2) // 2 - 2) // 2, ((width - 2) // 2 - 2) // 2
@@ -58,7 +58,7 @@ def paper_cnn(shape: tuple[int, ...], classes: int, activation: ActivationName |
     )  # fmt: skip
 
 
-def paper_mlp(shape: tuple[int, ...], classes: int, activation: ActivationName | None = None) -> nn.Module:
+def paper_mlp(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
     """The paper's network for tables: two hidden layers (64, 32), with biases."""
     act = _ACTIVATIONS[activation or "relu"]
     features = torch.Size(shape).numel()
@@ -67,7 +67,7 @@ def paper_mlp(shape: tuple[int, ...], classes: int, activation: ActivationName |
     )  # fmt: skip
 
 
-def cpl_network(shape: tuple[int, ...], classes: int, activation: ActivationName | None = None) -> nn.Module:
+def cpl_network(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
     """The network that the authors attack (CPL): four 5×5 convolutions of 12 channels and one dense layer.
 
     Every weight and bias is drawn from U(−0.5, 0.5).
@@ -84,7 +84,7 @@ def cpl_network(shape: tuple[int, ...], classes: int, activation: ActivationName
     return network
 
 
-_NETWORKS: dict[str, Callable[[tuple[int, ...], int, ActivationName | None], nn.Module]] = {
+_NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = {
     "cnn": paper_cnn,
     "mlp": paper_mlp,
     "cpl": cpl_network,

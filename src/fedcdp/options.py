@@ -33,7 +33,9 @@ def takes_settings(command: Command) -> Command:
     """
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "given"]
     offered = _shared_parameters() + [
-        _parameter(f"{section}__{each.name}", _FLAGS.get(each.name), types_of(kind)[each.name], each.metadata["help"], section)
+        _parameter(
+            f"{section}__{each.name}", _FLAGS.get(each.name), types_of(kind)[each.name], each.metadata["help"], section
+        )
         for section, kind in SECTIONS.items()
         for each in fields(kind)
     ]
@@ -67,7 +69,7 @@ def _parameter(name: str, flag: str | None, kind: Any, help_: str, panel: str) -
         flag = f"{dashed}/--no-{dashed[2:]}"
     # A choice or a schedule is read as text here and checked where it is used, with the same sentence as from Python.
     shown = kind if kind in (int, float, bool, list[str]) else str
-    annotation = Annotated[shown | None, typer.Option(flag, help=help_, rich_help_panel=_PANELS.get(panel, panel))]
+    annotation: Any = Annotated[shown | None, typer.Option(flag, help=help_, rich_help_panel=_PANELS.get(panel, panel))]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

@@ -35,11 +35,16 @@ def training_progress(plan: Plan, quiet: bool, done: int = 0) -> Iterator[Report
         task = bar.add_task(plan.method, total=plan.rounds, completed=done, accuracy="")
 
         def report(row: dict[str, Any]) -> None:
-            accuracy = row.get("accuracy")
-            shown = {} if accuracy is None else {"accuracy": f"accuracy {accuracy:.4f}"}
-            bar.update(task, completed=row["round"], **shown)
+            bar.update(task, completed=row["round"])
+            if row.get("accuracy") is not None:
+                bar.update(task, accuracy=f"accuracy {row['accuracy']:.4f}")
 
         yield report
+
+
+def note(sentence: str) -> None:
+    """One line that a reader should not miss."""
+    console.print(f"note: {sentence}", style="yellow")
 
 
 def table(title: str, rows: dict[str, str]) -> None:

@@ -36,19 +36,25 @@ class Plan:
     per_round: int = option(100, "Clients in a round, K_t (with Poisson sampling: expected).")
     local_steps: int = option(100, "Local iterations of a client in a round, L.")
     batch_size: int = option(5, "Examples in a local batch, B (with Poisson sampling: expected).")
-    clip: Schedule = option(None, "Clip bound C: a number, linear(6, 2), exponential(6, 2), cosine(6, 2), or "
-                                   "proportional(4) to the learning rate. [default: 4; fed-cdp-decay: linear(6, 2)]")  # fmt: skip
+    clip: Schedule = option(
+        None,
+        "Clip bound C: a number, linear(6, 2), exponential(6, 2), cosine(6, 2), or proportional(4) to the learning rate. "
+        "Default: 4; fed-cdp-decay: linear(6, 2).",
+    )
     clip_mode: ClipMode = option("layer", "Clip each layer at C (the paper), or the whole gradient at once.")
     noise_multiplier: float = option(6.0, "Noise multiplier σ.")
-    noise: NoiseConvention = option("example", "Fed-CDP: where the noise N(0, (σC)²) goes: on every example (the paper's "
-                                                "algorithm), on the batch's sum, or 1/K_t of that.")  # fmt: skip
+    noise: NoiseConvention = option(
+        "example",
+        "Fed-CDP: what the noise N(0, (σC)²) is added to: every example (the paper's algorithm), the batch's sum, "
+        "or cohort: the batch's sum, 1/K_t of it.",
+    )
     noise_at: NoisePlacement = option("server", "Fed-SDP: who adds the noise.")
     noise_follows_clip: bool = option(True, "Noise shrinks with a decaying clip bound; otherwise it stays at σ·C_0.")
     client_sampling: ClientSampling = option("fixed", "How clients are chosen: exactly K_t, or each independently.")
     record_sampling: RecordSampling = option(
         "poisson", "How a step's records are chosen: each independently, exactly B at random, or in a fixed order."
     )
-    slots: int = option(None, "Noise slots of a Poisson step, S. [default: 3 B]")
+    slots: int = option(None, "Noise slots of a Poisson step, S. Default: 3 B.")
     learning_rate: Schedule = option(0.05, "Local learning rate η: a number or a schedule.")
     server_learning_rate: float = option(1.0, "Server learning rate s: W + s·mean(ΔW).")
     momentum: float = option(0.0, "Momentum of the local steps, within a round.")
@@ -119,7 +125,9 @@ class Plan:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("noise_multiplier", math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0, "0 or more")
         self._require(
-            "server_learning_rate", math.isfinite(self.server_learning_rate) and self.server_learning_rate > 0, "positive"
+            "server_learning_rate",
+            math.isfinite(self.server_learning_rate) and self.server_learning_rate > 0,
+            "positive",
         )
         for name in ("momentum", "ema", "compression"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")

@@ -36,7 +36,7 @@ BENCHMARKS = {
     "mnist": Benchmark("shards", 1000, 100, 500, 100, 5, 100, clean_rate=0.1, noisy_rate=1e-3),
     "cifar10": Benchmark("shards", 1000, 100, 400, 100, 4, 100, clean_rate=0.05, noisy_rate=1e-3),
     "lfw": Benchmark("shards", 1000, 100, 300, 100, 3, 60, clean_rate=0.05, noisy_rate=1e-3, classes_per_client=15),
-    "adult": Benchmark("iid", 1000, 100, 300, 100, 3, 10, clean_rate=0.05, noisy_rate=1e-3),
+    "adult": Benchmark("iid", 1000, 100, 300, 100, 3, 10, clean_rate=0.2, noisy_rate=2e-3),
     "cancer": Benchmark("full", 1000, 100, None, 100, 4, 3, clean_rate=0.05, noisy_rate=1e-3),
     # Embedded in a package, for demonstrations and tests; not in the paper. Disjoint: 4,000 digits, 40 a client.
     "mnist5k": Benchmark("shards", 100, 10, 40, 100, 5, 20, clean_rate=0.1, noisy_rate=1e-3),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import types
 from dataclasses import field, fields
-from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedcdp.errors import PlanError
@@ -20,8 +19,7 @@ def option(default: Any, help_: str) -> Any:
     return field(default=default, metadata={"help": help_})
 
 
-@cache
-def types_of(kind: type) -> dict[str, Any]:
+def types_of(kind: type[Any]) -> dict[str, Any]:
     """The type of each field; of `X | None`, the X."""
     return {name: _without_none(hint) for name, hint in get_type_hints(kind).items()}
 

@@ -209,7 +209,11 @@ class Simulator:
 
     def _measure(self, state: State, clients: int, every: int) -> Row:
         """What is written of a round. In a private run nothing here comes from before the noise."""
-        row: Row = {"round": state.round, "clients": clients, "learning_rate": self.plan.learning_rate_at(state.round - 1)}
+        row: Row = {
+            "round": state.round,
+            "clients": clients,
+            "learning_rate": self.plan.learning_rate_at(state.round - 1),
+        }
         if self.plan.private:
             row["clip"] = self.plan.clip_at(state.round - 1)
         if self.validation is not None and (state.round % every == 0 or state.round == self.plan.rounds):
@@ -227,9 +231,7 @@ class Simulator:
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float]:
     """Accuracy and mean loss of the global weights on some data."""
     correct, loss = 0, 0.0
-    for inputs, targets in zip(
-        data.inputs.split(_EVALUATION_BATCH), data.targets.split(_EVALUATION_BATCH), strict=True
-    ):
+    for inputs, targets in zip(data.inputs.split(_EVALUATION_BATCH), data.targets.split(_EVALUATION_BATCH), strict=True):
         outputs = engine.outputs(weights, inputs.to(device))
         targets = targets.to(device)
         correct += int((outputs.argmax(-1) == targets).sum())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -132,7 +131,7 @@ class Trained:
                         writer.add_scalar(name, value, row["round"])
 
 
-def _per_client(correct: Tensor, data: Dataset, federation: Federation, own_records: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _per_client(correct: Tensor, data: Dataset, federation: Federation, own_records: bool) -> NDArray[np.float64]:
     accuracies = []
     classes = data.classes
     by_class = torch.bincount(data.targets[correct], minlength=classes) / torch.bincount(data.targets, minlength=classes)

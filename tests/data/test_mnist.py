@@ -53,9 +53,7 @@ def test_gzip_files_and_files_directly_in_the_data_directory_serve_as_well(small
     assert torch.equal(load("mnist", flat).train.inputs, load("mnist", small.parent).train.inputs)
 
 
-def test_a_missing_file_is_downloaded_once_into_the_cache(
-    small: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_downloaded_once_into_the_cache(small: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     originals = {f"{path.name}.gz": gzip.compress(path.read_bytes()) for path in small.iterdir()}
     for name, content in originals.items():
         monkeypatch.setitem(mnist.SHA256, name.removesuffix(".gz"), hashlib.sha256(content).hexdigest())

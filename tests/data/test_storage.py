@@ -35,9 +35,7 @@ def test_the_argument_comes_before_the_environment(tmp_path: Path, monkeypatch: 
     assert Storage.choose(str(tmp_path), download=True, quiet=True).data_dir == tmp_path
 
 
-def test_the_cache_is_chosen_by_ours_then_the_desktops_then_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_chosen_by_ours_then_the_desktops_then_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "ours"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -49,9 +47,7 @@ def test_the_cache_is_chosen_by_ours_then_the_desktops_then_home(
 
 
 @pytest.mark.parametrize(("download", "reason"), [(True, "the network is down"), (False, "switched off")])
-def test_a_missing_file_is_one_line_saying_what_is_needed_and_where(
-    tmp_path: Path, download: bool, reason: str
-) -> None:
+def test_a_missing_file_is_one_line_saying_what_is_needed_and_where(tmp_path: Path, download: bool, reason: str) -> None:
     storage = Storage(tmp_path, tmp_path / "cached", download=download)
     with pytest.raises(DataError) as caught:
         storage.obtain("set", "file", "file.gz", remote=REMOTE)

@@ -25,9 +25,7 @@ def own_weights(model: nn.Module, clients: int) -> Tree:
     }
 
 
-def by_autograd(
-    model: nn.Module, weights: Tree, client: int, inputs: Tensor, target: Tensor, loss=F.cross_entropy
-) -> Tree:
+def by_autograd(model: nn.Module, weights: Tree, client: int, inputs: Tensor, target: Tensor, loss=F.cross_entropy) -> Tree:
     """The gradient of one example's loss at one client's weights."""
     network = copy.deepcopy(model)
     parameters = dict(network.named_parameters())

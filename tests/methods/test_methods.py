@@ -48,9 +48,7 @@ class Training:
         for step in range(STEPS):
             those = slice(step * 6, step * 6 + 6)
             mask = torch.tensor(present or [[True] * 3] * 2)
-            self.batches.append(
-                Batch(inputs[those].unflatten(0, (2, 3)), problem.targets[those].unflatten(0, (2, 3)), mask)
-            )
+            self.batches.append(Batch(inputs[those].unflatten(0, (2, 3)), problem.targets[those].unflatten(0, (2, 3)), mask))
 
     def run(self, tapped: bool = True, round_: int = 0) -> tuple[Tree, dict[str, list[Tree]]]:
         seen: dict[str, list[Tree]] = defaultdict(list)

@@ -33,8 +33,7 @@ _VALUES = {
     "workclass": "Federal-gov Local-gov Never-worked Private Self-emp-inc Self-emp-not-inc State-gov Without-pay",
     "education": "10th 11th 12th 1st-4th 5th-6th 7th-8th 9th Assoc-acdm Assoc-voc Bachelors Doctorate HS-grad Masters "
     "Preschool Prof-school Some-college",
-    "marital-status": "Divorced Married-AF-spouse Married-civ-spouse Married-spouse-absent Never-married Separated "
-    "Widowed",
+    "marital-status": "Divorced Married-AF-spouse Married-civ-spouse Married-spouse-absent Never-married Separated Widowed",
     "occupation": "Adm-clerical Armed-Forces Craft-repair Exec-managerial Farming-fishing Handlers-cleaners "
     "Machine-op-inspct Other-service Priv-house-serv Prof-specialty Protective-serv Sales Tech-support "
     "Transport-moving",
@@ -99,9 +98,7 @@ def parse_adult(content: bytes, source: str) -> tuple[NDArray[np.float32], NDArr
     return features, labels
 
 
-def _standardised(
-    features: NDArray[np.float32], labels: NDArray[np.int64], train: Indices, validation: Indices
-) -> Splits:
+def _standardised(features: NDArray[np.float32], labels: NDArray[np.int64], train: Indices, validation: Indices) -> Splits:
     numeric = len(NUMERIC)
     train_inputs, validation_inputs = features[train], features[validation]
     train_inputs[:, :numeric], validation_inputs[:, :numeric] = standardise(

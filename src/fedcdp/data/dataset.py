@@ -24,9 +24,7 @@ class Dataset:
         if len(self.targets) == 0:
             raise DataError("the dataset is empty")
         if self.inputs.dtype != torch.float32 or self.targets.dtype != torch.int64:
-            raise DataError(
-                f"inputs must be float32 and labels int64, not {self.inputs.dtype} and {self.targets.dtype}"
-            )
+            raise DataError(f"inputs must be float32 and labels int64, not {self.inputs.dtype} and {self.targets.dtype}")
         low, high = int(self.targets.min()), int(self.targets.max())
         if low < 0 or high >= self.classes:
             raise DataError(f"labels run from {low} to {high}, outside 0 to {self.classes - 1}")

@@ -47,9 +47,7 @@ def _parse(file: TextIO, path: Path) -> tuple[NDArray[np.float32], NDArray[np.st
         labels.append(label)
         record = _numbers(cells)
         if record is None:
-            column, cell = next(
-                (name, cell) for name, cell in zip(names, cells, strict=True) if _numbers([cell]) is None
-            )
+            column, cell = next((name, cell) for name, cell in zip(names, cells, strict=True) if _numbers([cell]) is None)
             raise DataError(f"{where}, column {column!r}: {cell!r} is not a finite number")
         inputs.append(record)
     if not inputs:

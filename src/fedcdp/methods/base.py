@@ -104,4 +104,3 @@ def train_locally(method: Method, weights: Tree, batches: Iterable[Batch], at: M
 
 def _column(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype).view(-1, *(1,) * (like.dim() - 1))
-
