@@ -10,8 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fedcdp.data import load
+from fedcdp.data.partition import partition
 from fedcdp.errors import RunError
 from fedcdp.experiment import assemble
+from fedcdp.models import build
+from fedcdp.plan import Plan
+from fedcdp.simulation import simulate
 from fedcdp.trained import Trained
 
 QUANTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
@@ -114,6 +119,14 @@ def test_tensors_of_another_type_are_refused(run: Path) -> None:
     save_file({name: value.to(torch.int32) for name, value in tensors.items()}, run / "model.safetensors")
     with pytest.raises(RunError, match=r"model\.safetensors"):
         Trained.load(run)
+
+
+def test_a_run_made_in_python_is_not_taken_for_the_default_experiment(tmp_path: Path) -> None:
+    federation = partition(load("mnist5k", quiet=True), clients=100)
+    plan = Plan(method="nonprivate", rounds=1, per_round=2, local_steps=1)
+    simulate(build("cnn", (1, 28, 28), 10), federation, plan, out=tmp_path / "run")
+    with pytest.raises(RunError):
+        Trained.load(tmp_path / "run")
 
 
 # exports -------------------------------------------------------------------------------------------------------------

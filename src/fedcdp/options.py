@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from dataclasses import Field, fields
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
@@ -21,6 +21,8 @@ _FLAGS = {
     "file": "--data",
     "network": "--model",
 }
+# What a dataset has a default of its own for (`presets.population`).
+_FROM_DATASET = {"partition", "clients", "rounds", "per_round", "local_steps", "batch_size", "learning_rate"}
 _PANELS = {"data": "Data", "model": "Network", "plan": "Plan", "run": "Machine"}
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -32,12 +34,9 @@ def takes_settings(command: Command) -> Command:
     The command's own parameters stay. Settings that were not given are in no layer, so that defaults and files count.
     """
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "given"]
-    offered = _shared_parameters() + [
-        _parameter(
-            f"{section}__{each.name}", _FLAGS.get(each.name), types_of(kind)[each.name], each.metadata["help"], section
-        )
-        for section, kind in SECTIONS.items()
-        for each in fields(kind)
+    offered = [
+        *_other_parameters(),
+        *(_from_setting(section, each) for section, kind in SECTIONS.items() for each in fields(kind)),
     ]
 
     def wrapper(**values: Any) -> None:
@@ -52,24 +51,42 @@ def takes_settings(command: Command) -> Command:
     return wrapper  # type: ignore[return-value]
 
 
-def _shared_parameters() -> list[inspect.Parameter]:
-    panel = "Where settings come from"
+def _other_parameters() -> list[inspect.Parameter]:
+    sources = {"rich_help_panel": "Where settings come from"}
     return [
-        _parameter("preset", "--preset", str, "The paper's setting for a dataset; single options override it.", panel),
-        _parameter("config", "--config", str, "A TOML file with [data], [model], [plan], [run].", panel),
-        _parameter("assignments", "--set", list[str], "One setting as key=value; may be repeated.", panel),
-        _parameter("clip_end", "--clip-end", float, "The clip bound of the last round: linear decay from --clip.", "plan"),
+        _parameter(
+            "preset", str, "--preset", help="The paper's setting for a dataset; single options override it.", **sources
+        ),
+        _parameter("config", str, "--config", help="A TOML file with sections data, model, plan and run.", **sources),
+        _parameter("assignments", list[str], "--set", help="One setting as key=value; may be repeated.", **sources),
+        _parameter(
+            "clip_end",
+            float,
+            "--clip-end",
+            help="The clip bound of the last round: linear decay from --clip.",
+            rich_help_panel=_PANELS["plan"],
+        ),
     ]
 
 
-def _parameter(name: str, flag: str | None, kind: Any, help_: str, panel: str) -> inspect.Parameter:
-    dashed = "--" + name.rpartition("__")[2].replace("_", "-")
-    flag = flag or dashed
+def _from_setting(section: str, setting: Field[Any]) -> inspect.Parameter:
+    kind, help_ = types_of(SECTIONS[section])[setting.name], setting.metadata["help"]
+    flag = _FLAGS.get(setting.name, "--" + setting.name.replace("_", "-"))
+    if setting.name in _FROM_DATASET:
+        help_ += " Default: the dataset's."
+    elif setting.default is not None:
+        help_ += f" Default: {str(setting.default).lower()}."
+    choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else None
     if kind is bool:
-        flag = f"{dashed}/--no-{dashed[2:]}"
+        flag = f"{flag}/--no-{flag[2:]}"
     # A choice or a schedule is read as text here and checked where it is used, with the same sentence as from Python.
-    shown = kind if kind in (int, float, bool, list[str]) else str
-    annotation: Any = Annotated[shown | None, typer.Option(flag, help=help_, rich_help_panel=_PANELS.get(panel, panel))]
+    shown = kind if kind in (int, float, bool) else str
+    name = f"{section}__{setting.name}"
+    return _parameter(name, shown, flag, help=help_, metavar=choices, rich_help_panel=_PANELS[section])
+
+
+def _parameter(name: str, kind: Any, flag: str, **look: Any) -> inspect.Parameter:
+    annotation: Any = Annotated[kind | None, typer.Option(flag, show_default=False, **look)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

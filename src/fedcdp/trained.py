@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcdp.data.dataset import Dataset, Splits

@@ -1,0 +1,33 @@
+# `make demo` and `make test` each set everything up from nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types check wheel clean
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report]'
+	touch $@
+
+demo: .venv/.installed
+	rm -rf runs/demo
+	$(BIN)/fedcdp demo --out runs/demo
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+check: lint types test
+
+wheel: .venv/.installed
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf .venv runs build dist
