@@ -57,7 +57,8 @@ def _frozen() -> nn.Module:
 
 def _normalised() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()),
+        nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)),
     )
 
 
@@ -70,7 +71,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], T
     "mlp with biases": (lambda: build("mlp", (4,), CLASSES), _vectors),
     "tied weights": (Tied, _vectors),
     "frozen layer and frozen bias": (_frozen, _vectors),
-    "group norm": (_normalised, lambda g: torch.randn(EXAMPLES, 1, 6, 6, generator=g)),
+    "group norm in blocks": (_normalised, lambda g: torch.randn(EXAMPLES, 1, 6, 6, generator=g)),
     "embedding and scalar": (
         Sentences,
         lambda g: torch.randint(7, (EXAMPLES, 5), generator=g).float(),

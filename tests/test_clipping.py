@@ -108,7 +108,7 @@ def test_the_sensitivity_is_attained_when_every_layer_is_large():
 
 
 def test_a_layer_of_a_million_weights_ends_within_the_bound():
-    """A running float32 sum loses every square that is small beside it: the norm comes out short, the result too long."""
+    """A running float32 sum loses the squares that are small beside it: a norm too short leaves a result too long."""
     gradients = {"w": torch.full((1, 1, 1_000_000), 2.4e-4)}
     gradients["w"][0, 0, 0] = 1.0
     result = clip(gradients, (("w",),), 0.5, torch.ones(1, 1, dtype=torch.bool)).values["w"]

@@ -170,6 +170,8 @@ def draws() -> dict[str, np.ndarray]:
         "the update": flat(NOISE.for_update(2, one, 1.0))[0],
         "another client's update": flat(NOISE.for_update(2, other, 1.0))[0],
         "another round's update": flat(NOISE.for_update(3, one, 1.0))[0],
+        "the update of client 0": flat(NOISE.for_update(2, torch.tensor([0]), 1.0))[0],
+        "the first step of client 0": flat(NOISE.for_step(2, torch.tensor([0]), 0, 1.0))[0],
         "the server": flat(NOISE.for_server(2, torch.device("cpu"), 1.0), lead=0),
         "the server in another round": flat(NOISE.for_server(3, torch.device("cpu"), 1.0), lead=0),
     }

@@ -20,8 +20,9 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("batch_size", 0), ("batch_size", -3), ("batch_size", 1.0),
     ("clip", 0), ("clip", -1), ("clip", math.nan), ("clip", math.inf), ("clip", "linear(6)"), ("clip", "four"),
     ("clip", [6, 2]), ("clip_mode", "global"),
-    ("noise_multiplier", -0.1), ("noise_multiplier", math.nan), ("noise_multiplier", math.inf), ("noise_multiplier", "6"),
-    ("noise_multiplier", None), ("noise_multiplier", False), ("noise", "record"), ("noise_at", "wire"),
+    ("noise_multiplier", -0.1), ("noise_multiplier", math.nan), ("noise_multiplier", math.inf),
+    ("noise_multiplier", "6"), ("noise_multiplier", None), ("noise_multiplier", False),
+    ("noise", "record"), ("noise_at", "wire"),
     ("noise_follows_clip", 1), ("noise_follows_clip", "yes"),
     ("client_sampling", "partition"), ("record_sampling", "shuffle"),
     ("slots", 0), ("slots", 4), ("slots", 7.5),
@@ -64,7 +65,7 @@ def test_true_is_no_number_for_a_schedule_either(field):
 
 
 def test_fewer_slots_than_the_batch_are_refused_under_poisson_sampling():
-    with pytest.raises(PlanError, match="^slots: 4 .*5"):
+    with pytest.raises(PlanError, match=r"^slots: 4 .*5"):
         Plan(record_sampling="poisson", batch_size=5, slots=4)
 
 
@@ -240,9 +241,9 @@ def test_but_exchanges_the_papers_bounds_with_the_method_and_keeps_any_other():
 
 
 def test_but_checks_the_changed_plan():
-    with pytest.raises(PlanError, match="^momentum: "):
+    with pytest.raises(PlanError, match=r"^momentum: "):
         Plan().but(momentum=2.0)
-    with pytest.raises(PlanError, match="^clip: "):
+    with pytest.raises(PlanError, match=r"^clip: "):
         Plan(clip=2).but(method="fed-cdp-decay")
 
 

@@ -156,6 +156,16 @@ def test_each_of_a_blocks_four_values_is_standard_normal(position):
     assert stats.kstest(drawn, "norm").pvalue > 1e-4
 
 
+def test_the_smallest_word_gives_the_largest_normal_not_infinity():
+    """The place was found by running Philox backwards from an output whose first word is 0."""
+    key, block, first, second, row = 7, 2704, 594373248, 21166754, torch.tensor([2051736219])
+    radius_word, angle_word = words(key, row, first, second, 4 * block + 4)[0, 4 * block : 4 * block + 2].tolist()
+    assert radius_word == 0
+    drawn = normals(key, row, first, second, 4 * block + 2)[0, 4 * block :].tolist()
+    radius, angle = math.sqrt(2 * 33 * math.log(2)), 2 * math.pi * angle_word / 2**32
+    assert drawn == pytest.approx([radius * math.cos(angle), radius * math.sin(angle)], rel=1e-5)
+
+
 def test_normals_are_float32_and_always_finite():
     drawn = normals(0, torch.arange(1000), 0, 0, 2000)
     assert drawn.dtype == torch.float32

@@ -14,6 +14,7 @@ from fedcdp.data import load
 from fedcdp.data.partition import partition
 from fedcdp.errors import RunError
 from fedcdp.experiment import assemble
+from fedcdp.files import save_tensors
 from fedcdp.models import build
 from fedcdp.plan import Plan
 from fedcdp.simulation import simulate
@@ -109,7 +110,7 @@ def test_a_run_without_any_round_has_no_model(run: Path) -> None:
 
 
 def test_the_model_of_another_network_is_refused(run: Path) -> None:
-    save_file({"0.weight": torch.zeros(3, 4)}, run / "model.safetensors")
+    save_tensors(run / "model.safetensors", {"0.weight": torch.zeros(3, 4)}, {"format": "model-1"})
     with pytest.raises(RunError, match="holds other tensors"):
         Trained.load(run)
 

@@ -24,6 +24,15 @@ def test_nested_modules_are_layers_of_their_own_beside_their_owners_weights():
     assert Layout.of(outer).layers == (("scale",), ("inner.weight", "inner.bias"))
 
 
+def test_modules_inside_one_block_are_layers_of_their_own():
+    block = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2)))
+    assert Layout.of(nn.Sequential(block)).layers == (
+        ("0.0.weight", "0.0.bias"),
+        ("0.1.0.weight", "0.1.0.bias"),
+        ("0.1.1.weight", "0.1.1.bias"),
+    )
+
+
 @pytest.mark.parametrize(
     ("network", "shape", "layers"), [("cnn", (1, 28, 28), 3), ("mlp", (30,), 3), ("cpl", (3, 16, 16), 5)]
 )

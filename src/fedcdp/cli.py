@@ -12,7 +12,7 @@ import typer
 
 import fedcdp
 from fedcdp import output
-from fedcdp.errors import FedcdpError
+from fedcdp.errors import FedcdpError, StoppedError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
 from fedcdp.presets import Settings
@@ -141,8 +141,11 @@ DEMO: Settings = {
 
 def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | None, quiet: bool) -> Run:
     state = RunDirectory(out).load_state() if resume else None
-    with output.training_progress(experiment.plan, quiet, state.round if state else 0) as progress:
-        return experiment.train(out, resume=resume, data_dir=data_dir, quiet=quiet, progress=progress)
+    try:
+        with output.training_progress(experiment.plan, quiet, state.round if state else 0) as progress:
+            return experiment.train(out, resume=resume, data_dir=data_dir, quiet=quiet, progress=progress)
+    except KeyboardInterrupt:
+        raise StoppedError(f"stopped; fedcdp train --resume --out {out} goes on from the last whole round") from None
 
 
 def _summary(run: Run) -> dict[str, object]:
@@ -168,11 +171,18 @@ def _show_run(run: Run) -> None:
     output.table("Trained", rows)
 
 
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
+
+
 def main() -> None:
     """Run a command: exit 0 done, 2 bad input (one line says what), 1 failure."""
     try:
         status = app(standalone_mode=False)
+        if status == _INTERRUPTED:
+            _fail("stopped", 1)
         sys.exit(status if isinstance(status, int) else 0)
+    except StoppedError as error:
+        _fail(str(error), 1)
     except FedcdpError as error:
         _fail(str(error), 2)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -181,7 +191,7 @@ def main() -> None:
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, click.Abort):
-        _fail("stopped; what was done is kept, and train --resume continues it", 1)
+        _fail("stopped", 1)
 
 
 def _fail(message: str, status: int) -> None:

@@ -17,5 +17,9 @@ class ModelError(FedcdpError):
     """A network that cannot be trained under the chosen method."""
 
 
+class StoppedError(FedcdpError):
+    """The user stopped long work; what was done is kept."""
+
+
 class RunError(FedcdpError):
     """A run directory or checkpoint that cannot be used as asked."""

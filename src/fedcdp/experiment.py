@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -159,7 +159,11 @@ def assemble(*layers: presets.Settings) -> Experiment:
     elif "dataset" in merged["data"]:
         raise PlanError("data: give a dataset or a file of your own, not both")
     dataset = merged["data"].get("dataset")
-    for section, settings in presets.population(dataset).items():
+    defaults = presets.population(dataset)
+    clients = merged["data"].get("clients")
+    if isinstance(clients, int):  # a smaller federation should not need to say that a round is smaller, too
+        defaults["plan"]["per_round"] = max(1, min(defaults["plan"]["per_round"], clients))
+    for section, settings in defaults.items():
         merged[section] = settings | merged[section]
     rate = presets.learning_rate(dataset, merged["plan"])
     if rate is not None:
@@ -189,6 +193,8 @@ def read_toml(path: Path | str) -> presets.Settings:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{path} is not a TOML file: {error}") from error
+    if "python" in settings:
+        raise RunError(f"{path} is of a run whose network and data came from Python; use it from there")
     for section, values in settings.items():
         if section not in SECTIONS or not isinstance(values, dict):
             raise PlanError(f"{path}: {section} is not one of the sections {', '.join(SECTIONS)}")
@@ -200,8 +206,10 @@ def read_assignment(written: str) -> presets.Settings:
     name, equals, value = written.partition("=")
     section, _, key = name.strip().rpartition(".")
     sections = [section] if section else [each for each, kind in SECTIONS.items() if key in _names(kind)]
-    if not equals or not sections or sections[0] not in SECTIONS:
-        raise PlanError(f"--set {written}: give key=value with a key of {', '.join(SECTIONS)}")
+    if not equals:
+        raise PlanError(f"--set {written}: write it as key=value")
+    if not sections or key not in _names(SECTIONS.get(sections[0], type(None))):
+        raise PlanError(f"--set {written}: there is no setting called {name.strip()!r}; train --help lists them")
     try:
         return {sections[0]: {key: tomllib.loads(f"value = {value}")["value"]}}
     except tomllib.TOMLDecodeError:
@@ -209,9 +217,9 @@ def read_assignment(written: str) -> presets.Settings:
 
 
 def _names(kind: type) -> set[str]:
-    return {each.name for each in fields(kind)}
+    return {each.name for each in fields(kind)} if is_dataclass(kind) else set()
 
 
 def _toml_value(value: str | int | float | bool) -> str:
     # A JSON text without escaped slashes or surrogates is a TOML text, and so are JSON's numbers and booleans.
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -100,15 +100,14 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the network has no trainable parameter")
-    for name, module in model.named_modules():
+    for name, module in mixing_layers(model):
         kind = type(module).__name__
-        mixes = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if mixes and plan.private:
+        if plan.private:
             raise ModelError(
                 f"layer {name or '(the network itself)'} is {kind}, which mixes examples, so that no {plan.method} "
                 "guarantee would hold; use GroupNorm or LayerNorm instead"
             )
-        if mixes and plan.record_sampling == "poisson":
+        if plan.record_sampling == "poisson":
             raise ModelError(
                 f"layer {name or '(the network itself)'} is {kind}, whose batch statistics would count the empty slots of "
                 "Poisson record sampling; use record_sampling fixed or partition, or GroupNorm"
@@ -119,6 +118,11 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
     return ready
+
+
+def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers in which an example's output depends on the other examples of its batch."""
+    return [each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm)]
 
 
 def _image_shape(network: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -133,11 +137,16 @@ def _from_factory(path: str, shape: tuple[int, ...], classes: int, activation: s
         sys.path.insert(0, str(Path.cwd()))
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"model: {path} cannot be imported: {error}") from error
+        accepted = inspect.signature(factory).parameters
+    except Exception as error:
+        raise ModelError(f"model: {path} cannot be imported as a function: {error}") from error
+    if activation is not None and "activation" not in accepted:
+        raise ModelError(f"activation: {path} takes no activation; leave it out")
     known = {"input_shape": shape, "classes": classes, "activation": activation}
-    taken = {name: value for name, value in known.items() if name in inspect.signature(factory).parameters}
-    model = factory(**taken)
+    try:
+        model = factory(**{name: value for name, value in known.items() if name in accepted})
+    except Exception as error:
+        raise ModelError(f"model: {path} failed: {error}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model: {path} returned {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
@@ -103,8 +104,11 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
         if separator and value is not None:
             single.setdefault(section, {})[key] = value
     if chosen["clip_end"] is not None:
-        start = single.get("plan", {}).get("clip")
-        if start is None:
-            raise PlanError("--clip-end: say with --clip where the decay starts")
-        single["plan"]["clip"] = f"linear({start}, {chosen['clip_end']})"
+        start = single.get("plan", {}).get("clip", "")
+        try:
+            single["plan"]["clip"] = f"linear({float(start)!r}, {chosen['clip_end']!r})"
+        except ValueError:
+            raise PlanError("--clip-end: give the bound of the first round as a number with --clip") from None
+    if "file" in single.get("data", {}):  # the run directory must find it from anywhere
+        single["data"]["file"] = str(Path(single["data"]["file"]).absolute())
     return [*layers, single]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedcdp.plan import Plan
+from fedcdp.rundir import Row
 from fedcdp.simulation import Progress as Report
 
 console = Console(stderr=True)
@@ -18,11 +18,14 @@ console = Console(stderr=True)
 
 @contextmanager
 def training_progress(plan: Plan, quiet: bool, done: int = 0) -> Iterator[Report | None]:
-    """A bar with the round, the accuracy and the time left; reports a line each round where there is no terminal."""
+    """A bar with the round, the accuracy and the time left, from the first round on; without a terminal, a line a round."""
     if quiet:
         yield None
         return
-    with Progress(
+    if not console.is_terminal:
+        yield lambda row: console.print(f"round {row['round']}/{plan.rounds} {_accuracy(row)}".rstrip())
+        return
+    bar = Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(),
         TextColumn("round {task.completed}/{task.total}"),
@@ -31,15 +34,24 @@ def training_progress(plan: Plan, quiet: bool, done: int = 0) -> Iterator[Report
         TextColumn("left"),
         TimeRemainingColumn(elapsed_when_finished=False),
         console=console,
-    ) as bar:
-        task = bar.add_task(plan.method, total=plan.rounds, completed=done, accuracy="")
+    )
+    task = bar.add_task(plan.method, total=plan.rounds, completed=done, accuracy="")
 
-        def report(row: dict[str, Any]) -> None:
-            bar.update(task, completed=row["round"])
-            if row.get("accuracy") is not None:
-                bar.update(task, accuracy=f"accuracy {row['accuracy']:.4f}")
+    def report(row: Row) -> None:
+        bar.start()
+        bar.update(task, completed=row["round"])
+        if _accuracy(row):
+            bar.update(task, accuracy=_accuracy(row))
 
+    try:
         yield report
+    finally:
+        bar.stop()
+
+
+def _accuracy(row: Row) -> str:
+    accuracy = row.get("accuracy")
+    return "" if accuracy is None else f"accuracy {accuracy:.4f}"
 
 
 def note(sentence: str) -> None:

@@ -6,7 +6,8 @@ else. A plan checks itself when it is made and says in a sentence what is wrong.
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -108,6 +109,10 @@ class Plan:
         """The plan as plain values, for a configuration file; `Plan(**written)` gives it back."""
         return {name: str(value) if isinstance(value, Schedule) else value for name, value in vars(self).items()}
 
+    def digest(self) -> str:
+        """A short name of the plan that differs for different plans."""
+        return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()[:16]
+
     def check_clients(self, clients: int) -> None:
         """Refuse a plan that a federation of this many clients cannot carry out."""
         if self.per_round > clients:
@@ -123,12 +128,8 @@ class Plan:
     def _check_values(self) -> None:
         for name in ("rounds", "per_round", "local_steps", "batch_size", "slots"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("noise_multiplier", math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0, "0 or more")
-        self._require(
-            "server_learning_rate",
-            math.isfinite(self.server_learning_rate) and self.server_learning_rate > 0,
-            "positive",
-        )
+        self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
+        self._require("server_learning_rate", self.server_learning_rate > 0, "positive")
         for name in ("momentum", "ema", "compression"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("share_fraction", 0 < self.share_fraction <= 1, "above 0 and at most 1")
@@ -140,7 +141,8 @@ class Plan:
             self._require("slots", self.slots == self.batch_size, fixed)
         if self.learning_rate.kind == "proportional":
             raise PlanError("learning_rate: only a clip bound can be proportional, to the learning rate")
-        if self.method == "fed-cdp-decay" and self.clip.kind == "constant":
+        leader = self.learning_rate if self.clip.kind == "proportional" else self.clip
+        if self.method == "fed-cdp-decay" and leader.end >= leader.start:
             raise PlanError(f"clip: fed-cdp-decay needs a bound that decays, such as linear(6, 2), not {self.clip}")
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:

@@ -51,7 +51,7 @@ def population(dataset: str | None) -> Settings:
         return {"data": {"partition": "iid", "clients": 10}, "plan": {"per_round": 10, "rounds": 20}}
     found = BENCHMARKS.get(dataset)
     if found is None:
-        return {}
+        return {"plan": {"per_round": 100}}
     data = {"partition": found.partition, "clients": found.clients, "classes_per_client": found.classes_per_client}
     if found.records is not None:
         data["records"] = found.records

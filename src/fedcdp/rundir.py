@@ -3,29 +3,26 @@
 ```
 RUN/config.toml              what was run: enough to run it again
 RUN/metrics.jsonl            one line a round
-RUN/checkpoint.safetensors   the latest round's state; never pickle
+RUN/checkpoint.safetensors   the latest round's state
 RUN/model.safetensors        the trained model, once the run is done
+RUN/lock                     held by the process that is at work
 ```
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fedcdp.errors import RunError
+from fedcdp.files import PARTIAL, load_tensors, save_tensors, write_atomically
 from fedcdp.tree import Tree
-
-CHECKPOINT_FORMAT = "fedcdp-checkpoint-1"
 
 Row = dict[str, Any]
 
@@ -42,7 +39,7 @@ class State:
 
 
 class RunDirectory:
-    """One training run on disk."""
+    """One training run on disk. What cannot be read or written is said in a sentence (`RunError`)."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -52,26 +49,27 @@ class RunDirectory:
         self.model = self.path / "model.safetensors"
 
     def create(self, config: str) -> None:
-        """Start a new run; refuses a directory that holds anything."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise RunError(f"{self.path} already exists; resume it with --resume, or choose another directory")
-        try:
+        """Start a new run; refuses a directory that holds anything but what a killed start left behind."""
+        with _said_in_a_sentence(self.path, "written"):
+            if self.path.exists() and not self.path.is_dir():
+                raise RunError(f"{self.path} is a file; choose another name for the run directory")
+            if self.path.is_dir() and any(not each.name.endswith(PARTIAL) for each in self.path.iterdir()):
+                raise RunError(f"{self.path} already exists; resume it with --resume, or choose another directory")
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, config.encode())
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def require(self) -> None:
         """Refuse a directory that is not a run's."""
-        if not self.config.is_file():
-            raise RunError(f"{self.path} is not a run directory: it has no config.toml")
+        with _said_in_a_sentence(self.path, "read"):
+            if not self.config.is_file():
+                raise RunError(f"{self.path} is not a run directory: it has no config.toml")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for one process; the lock goes with the process, however it ends."""
-        import fcntl
-
-        with (self.path / "lock").open("w") as lock:
+        with _said_in_a_sentence(self.path, "written"):
+            lock = (self.path / "lock").open("w")
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -80,43 +78,47 @@ class RunDirectory:
 
     # The state -------------------------------------------------------------------------------------------------------
 
-    def save_state(self, state: State) -> None:
-        """Replace the checkpoint by a newer one."""
+    def save_state(self, state: State, plan: str) -> None:
+        """Replace the checkpoint by a newer one; `plan` says which plan it belongs to."""
         tensors = {f"weights/{name}": value for name, value in state.weights.items()}
         if state.average is not None:
             tensors |= {f"average/{name}": value for name, value in state.average.items()}
-        save_tensors(self.checkpoint, tensors, {"format": CHECKPOINT_FORMAT, "round": str(state.round)})
+        with _said_in_a_sentence(self.path, "written"):
+            save_tensors(self.checkpoint, tensors, {"format": "checkpoint-1", "round": state.round, "plan": plan})
 
-    def load_state(self) -> State | None:
-        """The latest state, or None where the run did not finish a round."""
+    def load_state(self, plan: str | None = None) -> State | None:
+        """The latest state, or None where the run did not finish a round; refuses that of another plan."""
         if not self.checkpoint.exists():
             return None
-        tensors, metadata = load_tensors(self.checkpoint)
-        if metadata.get("format") != CHECKPOINT_FORMAT or not metadata.get("round", "").isdecimal():
-            raise RunError(f"{self.checkpoint} is not a checkpoint of this program")
+        tensors, about = load_tensors(self.checkpoint, "checkpoint-1")
+        if plan is not None and about.get("plan") != plan:
+            raise RunError(f"{self.checkpoint} belongs to another plan; resume a run with the plan that started it")
+        if type(about.get("round")) is not int or about["round"] < 0:
+            raise RunError(f"{self.checkpoint} does not say how many rounds it has")
         parts: dict[str, Tree] = {"weights": {}, "average": {}}
         for name, value in tensors.items():
             part, _, parameter = name.partition("/")
             parts.setdefault(part, {})[parameter] = value
-        return State(int(metadata["round"]), parts["weights"], parts["average"] or None)
+        return State(about["round"], parts["weights"], parts["average"] or None)
 
     # The metrics -----------------------------------------------------------------------------------------------------
 
     def append_metrics(self, row: Row) -> None:
-        """Add one round's line."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """Add one round's line; it is on the disk before the round's checkpoint is."""
+        with _said_in_a_sentence(self.path, "written"), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def read_metrics(self) -> list[Row]:
         """All complete lines; a torn last line, left by a crash, is passed over."""
-        if not self.metrics.exists():
-            return []
-        rows = []
-        lines = self.metrics.read_bytes().split(b"\n")
+        with _said_in_a_sentence(self.path, "read"):
+            lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
+        rows: list[Row] = []
         for number, line in enumerate(lines, start=1):
             try:
                 if line:
-                    rows.append(json.loads(line))
+                    rows.append(_as_row(line))
             except ValueError:
                 if number != len(lines):
                     raise RunError(f"{self.metrics}, line {number}, is damaged") from None
@@ -125,48 +127,25 @@ class RunDirectory:
     def forget_metrics_after(self, rounds: int) -> list[Row]:
         """Drop the lines of rounds that the checkpoint does not have, so that they are not there twice."""
         rows = [row for row in self.read_metrics() if row["round"] <= rounds]
-        write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        if [row["round"] for row in rows] != list(range(1, rounds + 1)):
+            raise RunError(f"{self.metrics} does not have one line for each of the {rounds} rounds in the checkpoint")
+        with _said_in_a_sentence(self.path, "written"):
+            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
         return rows
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, also when the machine stops in between."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
+def _as_row(line: bytes) -> Row:
+    row = json.loads(line)
+    if not isinstance(row, dict) or type(row.get("round")) is not int:
+        raise ValueError
+    return row
+
+
+@contextmanager
+def _said_in_a_sentence(path: Path, what: str) -> Iterator[None]:
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def save_tensors(path: Path, tensors: Tree, metadata: dict[str, str]) -> None:
-    """Write tensors in the safetensors format, atomically."""
-    from safetensors.torch import save
-
-    write_atomically(path, save({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, metadata))
-
-
-def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file, or say in a sentence that it is damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        content = path.read_bytes()
-        header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
-        return load(content), header.get("__metadata__", {})
+        yield
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
-    except (SafetensorError, ValueError, struct.error, AttributeError):
-        raise RunError(f"{path} is damaged or truncated") from None
-
-
-def check_tensors(path: Path, found: Tree, wanted: dict[str, torch.Size]) -> None:
-    """Refuse tensors that are not those of the network."""
-    if {name: value.shape for name, value in found.items()} != dict(wanted):
-        raise RunError(f"{path} holds other tensors than the network that config.toml describes")
+        raise RunError(f"{path} cannot be {what}: {error.strerror or error}") from error
+    except UnicodeEncodeError:
+        raise RunError(f"{path} cannot be {what}: a setting holds a text that is not UTF-8") from None

@@ -40,7 +40,7 @@ class Schedule:
     def __post_init__(self) -> None:
         for value in (self.start, self.end):
             if not (math.isfinite(value) and value > 0):
-                raise PlanError(f"schedule {self}: {value:g} is not a positive finite number")
+                raise PlanError(f"schedule {self}: {_number(value)} is not a positive finite number")
 
     def value(self, round_: int, rounds: int, leader: Schedule | None = None) -> float:
         """The value in round `round_` (counted from 0) of `rounds`."""
@@ -52,11 +52,15 @@ class Schedule:
         return _SHAPES[self.kind](self.start, self.end, progress)
 
     def __str__(self) -> str:
+        start, end = _number(self.start), _number(self.end)
         if self.kind == "constant":
-            return f"{self.start:g}"
-        if self.kind == "proportional":
-            return f"proportional({self.start:g})"
-        return f"{self.kind}({self.start:g}, {self.end:g})"
+            return start
+        return f"proportional({start})" if self.kind == "proportional" else f"{self.kind}({start}, {end})"
+
+
+def _number(value: float) -> str:
+    # Every digit counts: a configuration file must give the same schedule back.
+    return repr(value).removesuffix(".0")
 
 
 def constant(value: float) -> Schedule:
@@ -101,10 +105,12 @@ def as_schedule(value: Schedule | float | str, field: str) -> Schedule:
     try:
         if isinstance(value, str) and (written := _WRITTEN.fullmatch(value)):
             return _MAKERS[written[1]](*(float(part) for part in written[2].split(",")))
+        if isinstance(value, bool):
+            raise TypeError
         return constant(float(value))
     except PlanError as error:
         raise PlanError(f"{field}: {error}") from None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise PlanError(
             f"{field}: {value!r} is neither a positive number nor one of "
             "linear(start, end), exponential(start, end), cosine(start, end), proportional(start)"

@@ -5,6 +5,8 @@ The command line and the configuration file are made of them, so that a name, it
 
 from __future__ import annotations
 
+import math
+import sys
 import types
 from dataclasses import field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -33,10 +35,12 @@ def check_types(settings: Any) -> None:
         if get_origin(wanted) is Literal:
             if value not in get_args(wanted):
                 raise PlanError(f"{name}: {value!r} is not one of {', '.join(get_args(wanted))}")
-        elif wanted is float and type(value) is int:
+        elif wanted is float and type(value) is int and abs(value) <= sys.float_info.max:
             object.__setattr__(settings, name, float(value))
         elif wanted in _WORDS and type(value) is not wanted:
             raise PlanError(f"{name}: {value!r} is not {_WORDS[wanted]}")
+        elif wanted is float and not math.isfinite(value):
+            raise PlanError(f"{name}: {value} is not a finite number")
 
 
 def _without_none(hint: Any) -> Any:

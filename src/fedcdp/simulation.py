@@ -7,6 +7,8 @@ seed and the round, so that a stopped run continues exactly where it was.
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,12 +21,13 @@ from torch import Tensor, nn
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
-from fedcdp.errors import PlanError, RunError
+from fedcdp.errors import ModelError, PlanError, RunError
+from fedcdp.files import check_tensors, save_tensors
 from fedcdp.methods import METHODS, Moment, train_locally
-from fedcdp.models import prepare
+from fedcdp.models import mixing_layers, prepare
 from fedcdp.noise import SeededNoise
 from fedcdp.plan import Plan
-from fedcdp.rundir import Row, RunDirectory, State, check_tensors, save_tensors
+from fedcdp.rundir import Row, RunDirectory, State
 from fedcdp.sampling import Draw, choose_clients, choose_records
 from fedcdp.server import Aggregate, moving_average, server_update
 from fedcdp.tree import Tree
@@ -79,7 +82,7 @@ def simulate(
     chunk: int | None = None,
     evaluate_every: int = 1,
     out: Path | str | None = None,
-    config: str = "",
+    config: str | None = None,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> Run:
@@ -98,9 +101,14 @@ def simulate(
         raise PlanError(f"evaluate_every: {evaluate_every} is not allowed; it must be at least 1")
     device = usable_device(device)
     network = prepare(model, plan, device)
+    if mixing_layers(model) and federation.smallest < plan.batch_size:
+        raise ModelError(
+            f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves slots of "
+            f"a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
+        )
     simulator = Simulator(FunctionalEngine(network, loss), federation, plan, device, chunk)
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
-    simulator.engine.check(weights, simulator.inputs, simulator.targets)
+    simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.method.startswith("fed-cdp"))
     fresh = State(0, weights, dict(weights) if plan.ema else None)
     if out is None:
         return simulator.run(network, fresh, None, evaluate_every, progress)
@@ -108,23 +116,29 @@ def simulate(
     if resume:
         directory.require()
     else:
-        directory.create(config)
+        directory.create(_config_of_python(plan, federation) if config is None else config)
     with directory.locked():
-        if resume and (stored := directory.load_state()) is not None:
+        if resume and (stored := directory.load_state(plan.digest())) is not None:
             for tree in (stored.weights, stored.average or stored.weights):
-                check_tensors(directory.checkpoint, tree, dict(simulator.engine.layout.shapes))
+                check_tensors(directory.checkpoint, tree, weights)
             if stored.round > plan.rounds or (stored.average is None) != (fresh.average is None):
                 raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
             fresh = stored
         return simulator.run(network, fresh, directory, evaluate_every, progress)
 
 
+def _config_of_python(plan: Plan, federation: Federation) -> str:
+    """What is written of a run whose network and data came from Python: no command can build them again."""
+    lines = ["# network and data came from Python", f'python = "{federation.describe()}"', "", "[plan]"]
+    return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in plan.written().items())]) + "\n"
+
+
 def usable_device(device: str | torch.device) -> torch.device:
     """The device, or a sentence that says it is not there."""
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
         return torch.device(device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise PlanError(f"device: {device} cannot be used: {reason}") from None
 
@@ -161,13 +175,13 @@ class Simulator:
             metrics.append(row)
             if directory:
                 directory.append_metrics(row)
-                directory.save_state(state)
+                directory.save_state(state, self.plan.digest())
             if progress:
                 progress(row)
         released = state.average or state.weights
         network.load_state_dict(released, strict=False)
         if directory:
-            save_tensors(directory.model, network.state_dict(), {"format": "fedcdp-model-1", "round": str(state.round)})
+            save_tensors(directory.model, network.state_dict(), {"format": "model-1", "round": state.round})
         seconds = time.perf_counter() - started
         return Run(self.plan, self.federation, network, metrics, seconds, steps, directory.path if directory else None)
 
@@ -176,7 +190,7 @@ class Simulator:
         method, plan, round_ = METHODS[self.plan.method], self.plan, state.round
         chosen = torch.from_numpy(choose_clients(plan, self.federation.clients, round_))
         received = Aggregate(state.weights, plan)
-        for clients in chosen.split(self.chunk):
+        for clients in chosen.split(self.chunk) if len(chosen) else ():
             table, sizes = self._records_of(clients)
             at = self._moment(round_, clients.to(self.device), sizes)
             batches = self._batches(at, table, sizes)
@@ -186,6 +200,14 @@ class Simulator:
         weights = server_update(method, state.weights, received, self._moment(round_, nobody, nobody))
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
         return len(chosen), State(round_ + 1, weights, average)
+
+    def batch_of_first_client(self) -> Batch:
+        """What the first client would train on in its first step."""
+        clients = torch.zeros(1, dtype=torch.int64)
+        table, sizes = self._records_of(clients)
+        width = min(self.plan.batch_size, int(sizes[0]))
+        everything = torch.ones(1, width, dtype=torch.bool, device=self.device)
+        return Batch(self.inputs[table[:, :width]], self.targets[table[:, :width]], everything)
 
     def _moment(self, round_: int, clients: Tensor, sizes: Tensor) -> Moment:
         expected = sizes.clamp(max=self.plan.batch_size)
@@ -228,7 +250,7 @@ class Simulator:
         return int(min(most, max(1, _MEMORY_FOR_GRADIENTS.get(self.device.type, 2**30) // a_client)))
 
 
-def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float]:
+def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:
     """Accuracy and mean loss of the global weights on some data."""
     correct, loss = 0, 0.0
     for inputs, targets in zip(data.inputs.split(_EVALUATION_BATCH), data.targets.split(_EVALUATION_BATCH), strict=True):
@@ -236,7 +258,8 @@ def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device)
         targets = targets.to(device)
         correct += int((outputs.argmax(-1) == targets).sum())
         loss += float(engine.loss(outputs.double(), targets)) * len(targets)
-    return {"accuracy": correct / len(data), "loss": loss / len(data)}
+    # JSON has no NaN: a loss that is not finite is written as null.
+    return {"accuracy": correct / len(data), "loss": loss / len(data) if math.isfinite(loss) else None}
 
 
 def _to(state: State, device: torch.device) -> State:

@@ -17,8 +17,9 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.errors import RunError
 from fedcdp.experiment import Experiment, stored
+from fedcdp.files import check_tensors, load_tensors, save_tensors, write_atomically
 from fedcdp.models import prepare
-from fedcdp.rundir import RunDirectory, check_tensors, load_tensors, save_tensors, write_atomically
+from fedcdp.rundir import RunDirectory
 
 ExportFormat = Literal["safetensors", "torchscript", "onnx", "csv", "tensorboard"]
 _BATCH = 1000
@@ -41,14 +42,14 @@ class Trained:
         splits = experiment.splits(data_dir, quiet)
         model = prepare(experiment.network(splits), experiment.plan, "cpu").eval()
         if directory.model.exists():
-            weights, source = load_tensors(directory.model)[0], directory.model
+            weights, source = load_tensors(directory.model, "model-1")[0], directory.model
             expected = dict(model.state_dict())
         elif (state := directory.load_state()) is not None:
             weights, source = state.average or state.weights, directory.checkpoint
             expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
         else:
             raise RunError(f"{directory.path} has no model yet: not one round is done")
-        check_tensors(source, weights, {name: value.shape for name, value in expected.items()})
+        check_tensors(source, weights, expected)
         model.load_state_dict(weights, strict=False)
         return Trained(directory, experiment, splits, model)
 
@@ -86,9 +87,11 @@ class Trained:
         """Write the model, or the metrics of its training, in another format."""
         if form not in get_args(ExportFormat):
             raise RunError(f"format: {form!r} is not one of {', '.join(get_args(ExportFormat))}")
-        if to.exists():
-            raise RunError(f"{to} already exists; nothing was overwritten")
         try:
+            if to.exists():
+                raise RunError(f"{to} already exists; nothing was overwritten")
+            if not to.parent.is_dir():
+                raise RunError(f"{to} cannot be written: there is no directory {to.parent}")
             getattr(self, f"_export_{form}")(to)
         except ImportError as error:
             raise RunError(f"format: {form} needs {error.name}; install it with pip install 'fedcdp[report]'") from error
@@ -97,7 +100,7 @@ class Trained:
         return to
 
     def _export_safetensors(self, to: Path) -> None:
-        save_tensors(to, self.model.state_dict(), {"format": "pt"})
+        save_tensors(to, self.model.state_dict(), {"format": "model-1"})
 
     def _export_torchscript(self, to: Path) -> None:
         buffer = torch.jit.trace(self.model, self.splits.validation.inputs[:1]).save_to_buffer()
@@ -136,10 +139,13 @@ def _per_client(correct: Tensor, data: Dataset, federation: Federation, own_reco
     accuracies = []
     classes = data.classes
     by_class = torch.bincount(data.targets[correct], minlength=classes) / torch.bincount(data.targets, minlength=classes)
-    scores = correct.double() if own_records else by_class.double()[federation.train.targets]
+    scores = (correct.double() if own_records else by_class.double()[federation.train.targets]).numpy()
     for clients in np.array_split(np.arange(federation.clients), -(-federation.clients // _BATCH)):
         table, sizes = federation.table(clients)
         held = np.arange(table.shape[1]) < sizes[:, None]
-        scored = np.where(held, scores.numpy()[table], 0.0)
-        accuracies.append(scored.sum(1) / sizes)
+        # A class that the split does not hold has no accuracy; it counts neither for nor against a client.
+        counted = held & np.isfinite(scores[table])
+        scored = np.where(counted, scores[table], 0.0).sum(1)
+        judged = counted.any(1)
+        accuracies.append(scored[judged] / counted[judged].sum(1))
     return np.concatenate(accuracies)

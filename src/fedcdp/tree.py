@@ -47,7 +47,7 @@ class Layout:
 
     def flatten(self, tree: Tree, lead: int) -> Tensor:
         """All coordinates of a tree with `lead` leading axes as one last axis, in the layout's order."""
-        return torch.cat([tree[name].flatten(lead) for name in self.shapes], dim=-1)
+        return torch.cat([tree[name].reshape(*tree[name].shape[:lead], -1) for name in self.shapes], dim=-1)
 
     def unflatten(self, flat: Tensor) -> Tree:
         """The inverse of `flatten`: views of `flat` in the layout's shapes."""

@@ -8,9 +8,9 @@ from typing import IO
 import pytest
 
 from fedcdp.data import download
-from fedcdp.data.atomic import atomic_write
 from fedcdp.data.download import Remote, fetch
 from fedcdp.errors import DataError
+from fedcdp.files import atomic_write
 
 CONTENT = b"original " * 1000
 open_https = download.open_https

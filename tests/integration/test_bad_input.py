@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedcdp.experiment import assemble
+from fedcdp.files import load_tensors, save_tensors
 
 CANCER = ["train", "--quiet", "--dataset", "cancer", "--clients", "8", "--per-round", "4", "--local-steps", "2"]
 NEW = [*CANCER, "--out", "new"]
@@ -115,7 +116,7 @@ def test_a_device_that_is_not_there_is_refused(refused: Callable[..., str]) -> N
     [
         ["train", "--dataset", "nosuch", "--out", "new"],
         ["train", "--data", "nosuch.csv", "--out", "new"],
-        ["train", "--dataset", "cancer", "--clients", "4", "--out", "new"],
+        ["train", "--dataset", "cancer", "--per-round", "4000", "--out", "new"],
         ["train", "--dataset", "cancer", "--model", "cnn", "--out", "new"],
     ],
     ids=lambda command: " ".join(command[1:5]),
@@ -301,18 +302,6 @@ def _without_metadata(header: dict[str, Any]) -> None:
     del header["__metadata__"]
 
 
-def _other_program(header: dict[str, Any]) -> None:
-    header["__metadata__"]["format"] = "somebody-elses-1"
-
-
-def _no_round(header: dict[str, Any]) -> None:
-    header["__metadata__"]["round"] = "three"
-
-
-def _later_round(header: dict[str, Any]) -> None:
-    header["__metadata__"]["round"] = "4000"
-
-
 def _fewer(header: dict[str, Any]) -> None:
     del header[next(name for name in header if name != "__metadata__")]
 
@@ -335,20 +324,30 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "a tensor left out": lambda content: with_header(content, _fewer),
     "a list for a header": lambda content: with_header(content, lambda header: list(header)),
     "no tensors": lambda content: struct.pack("<Q", 2) + b"{}",  # noqa: ARG005
+    "no metadata": lambda content: with_header(content, _without_metadata),
     "tensors said to be whole numbers": lambda content: with_header(content, _whole_numbers),
 }
-OF_ANOTHER_RUN: dict[str, Callable[[bytes], bytes]] = {
-    "no metadata": lambda content: with_header(content, _without_metadata),
-    "of another program": lambda content: with_header(content, _other_program),
-    "of no round": lambda content: with_header(content, _no_round),
-    "of a round that the plan does not have": lambda content: with_header(content, _later_round),
+OTHER_WORDS: dict[str, dict[str, Any]] = {
+    "of another program": {"format": "somebody-elses-1"},
+    "of no round": {"round": "three"},
+    "of a round before the first": {"round": -1},
+    "of a round that the plan does not have": {"round": 4000},
+    "of another plan": {"plan": "0123456789abcdef"},
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE | OF_ANOTHER_RUN)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_and_kept(refused: Callable[..., str], run: Path, damage: str) -> None:
     checkpoint = run / "checkpoint.safetensors"
-    checkpoint.write_bytes((DAMAGE | OF_ANOTHER_RUN)[damage](checkpoint.read_bytes()))
+    checkpoint.write_bytes(DAMAGE[damage](checkpoint.read_bytes()))
+    assert str(checkpoint) in refused("train", "--quiet", "--resume", "--out", run)
+
+
+@pytest.mark.parametrize("words", OTHER_WORDS)
+def test_a_whole_checkpoint_that_does_not_belong_is_refused(refused: Callable[..., str], run: Path, words: str) -> None:
+    checkpoint = run / "checkpoint.safetensors"
+    tensors, about = load_tensors(checkpoint, "checkpoint-1")
+    save_tensors(checkpoint, tensors, about | OTHER_WORDS[words])
     assert str(checkpoint) in refused("train", "--quiet", "--resume", "--out", run)
 
 
@@ -363,7 +362,9 @@ def test_the_checkpoint_of_another_network_is_refused(refused: Callable[..., str
     other = {"data": {"dataset": "cancer", "clients": 8}, "plan": {"per_round": 4, "rounds": 1, "local_steps": 1}}
     Path("narrow.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(30, 2)\n")
     assemble(other, {"model": {"network": "narrow:make"}}).train(tmp_path / "other", quiet=True)
-    (run / "checkpoint.safetensors").write_bytes((tmp_path / "other/checkpoint.safetensors").read_bytes())
+    tensors, _ = load_tensors(tmp_path / "other/checkpoint.safetensors", "checkpoint-1")
+    _, about = load_tensors(run / "checkpoint.safetensors", "checkpoint-1")
+    save_tensors(run / "checkpoint.safetensors", tensors, about)
     assert "holds other tensors" in refused("train", "--quiet", "--resume", "--out", run)
 
 

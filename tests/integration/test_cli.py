@@ -68,7 +68,7 @@ def test_a_run_directory_holds_safetensors_and_texts_and_nothing_pickled(cli: Cl
     files = {path.name for path in Path("run").iterdir()}
     assert files - {"lock"} == {"config.toml", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors"}
     with safe_open("run/checkpoint.safetensors", "pt") as checkpoint:
-        assert checkpoint.metadata()["round"] == "3"
+        assert json.loads(checkpoint.metadata()["fedcdp"])["round"] == 3
         assert all(name.startswith("weights/") for name in checkpoint.keys())  # noqa: SIM118
     wanted = build("mlp", (30,), 2).state_dict()
     found = load_tensors("run/model.safetensors")

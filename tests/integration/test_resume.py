@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from fedcdp.files import load_tensors, save_tensors
 from fedcdp.experiment import assemble
 from fedcdp.rundir import RunDirectory
 
@@ -87,6 +88,8 @@ def stop_after(run: Path, whole: Path, rounds: int) -> None:
     shorter.train(run, quiet=True)
     (run / "model.safetensors").unlink()
     (run / "config.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    tensors, about = load_tensors(run / "checkpoint.safetensors", "checkpoint-1")
+    save_tensors(run / "checkpoint.safetensors", tensors, about | {"plan": experiment.plan.digest()})
 
 
 def _settings(run: Path) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ draws themselves are tested where they are made. It scales, clips, adds and divi
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -242,7 +243,7 @@ def networks(draw: st.DrawFn) -> nn.Module:
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(draw(st.integers(0, 1000)))
-        for before, after in zip(widths[:-1], widths[1:], strict=True):
+        for before, after in itertools.pairwise(widths):
             layers += [nn.Linear(before, after, bias=draw(st.booleans())), activation()]
     for layer in layers[:-2:2]:
         layer.requires_grad_(draw(st.booleans()))

@@ -10,8 +10,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
-from fedcdp.data.atomic import atomic_write
 from fedcdp.errors import DataError
+from fedcdp.files import atomic_write
 
 TIMEOUT_SECONDS = 30
 CHUNK_BYTES = 1 << 18

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcdp.data.atomic import atomic_write
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.scaling import PIXELS_TO_UNIT, unit_pixels
 from fedcdp.data.splitting import stratified_split
 from fedcdp.data.storage import Storage
 from fedcdp.errors import DataError
+from fedcdp.files import atomic_write
 
 PACKED = "lfw62_funneled_square_32.npz"
 PICTURES = 3_023

@@ -50,15 +50,14 @@ class FunctionalEngine:
         with torch.no_grad():
             return self._call(weights, inputs)
 
-    def check(self, weights: Tree, inputs: Tensor, targets: Tensor) -> None:
-        """Try one example, so that a network that cannot be trained is refused in one sentence before any work."""
+    def check(self, weights: Tree, batch: Batch, per_example: bool) -> None:
+        """Try a batch of one client, so that a network that cannot be trained is refused in a sentence before any work."""
         single = {name: value[None] for name, value in weights.items()}
-        batch = Batch(inputs[None, :1], targets[None, :1], torch.ones(1, 1, dtype=torch.bool, device=inputs.device))
         try:
-            self.per_example_gradients(single, batch)
+            (self.per_example_gradients if per_example else self.summed_gradients)(single, batch)
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ModelError(f"the network cannot be differentiated example by example: {first_line}") from error
+            raise ModelError(f"the network cannot be differentiated by torch.func: {first_line}") from error
 
     def _call(self, weights: Tree, inputs: Tensor) -> Tensor:
         outputs: Tensor = functional_call(self._model, (weights, self._constants), (inputs,))
