@@ -16,7 +16,6 @@ import json
 import os
 import shlex
 import statistics
-import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -158,7 +157,7 @@ class Progress:
 
     def __init__(self, rows: list[Row], out: Path, workers: int) -> None:
         self.rows, self.out = rows, out
-        self.about = {"command": "python " + " ".join(sys.argv), "torch": torch.__version__, "workers": workers}
+        self.about = {"torch": torch.__version__, "workers": workers}
         known = json.loads(out.read_text())["rows"] if out.exists() else []
         self.known = {(each["dataset"], each["name"]): each for each in known}
         self.started: set[tuple[str, str, float | str, int, bool]] = set()

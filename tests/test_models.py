@@ -277,7 +277,7 @@ def test_batch_norm_over_vectors_can_be_trained_without_privacy():
 
 
 def test_batch_norm_is_refused_where_a_small_client_would_leave_slots_empty():
-    with pytest.raises(ModelError, match="mixes examples.*3 records"):
+    with pytest.raises(ModelError, match=r"mixes examples.*3 records"):
         train(Mixing(nn.BatchNorm2d(4)), images(11), [8, 3])
 
 

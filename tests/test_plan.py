@@ -78,7 +78,13 @@ def test_slots_other_than_the_batch_are_refused_without_poisson_sampling(samplin
 
 @pytest.mark.parametrize("bound", [None, "exponential(6, 2)", "cosine(6, 2)", "proportional(6)"])
 def test_fed_cdp_decay_takes_bounds_that_decay(bound):
-    assert Plan(method="fed-cdp-decay", clip=bound).clip.kind != "constant"
+    plan = Plan(method="fed-cdp-decay", clip=bound, learning_rate="linear(0.2, 0.1)")
+    assert plan.clip_at(plan.rounds - 1) < plan.clip_at(0)
+
+
+def test_fed_cdp_decay_refuses_a_bound_proportional_to_a_constant_rate():
+    with pytest.raises(PlanError, match=r"^clip: .*decays"):
+        Plan(method="fed-cdp-decay", clip="proportional(6)", learning_rate=0.1)
 
 
 def test_fed_cdp_decay_refuses_a_constant_bound():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedcdp.tree import Group, Tree
+from fedcdp.tree import Group, Tree, masked
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ def clip(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tens
         factor = bound / norm.clamp(min=bound)
         for name in group:
             value = gradients[name]
-            shape = usable.shape + (1,) * (value.dim() - usable.dim())
-            scaled = value * factor.view(shape).to(value.dtype)
-            clipped[name] = torch.where(usable.view(shape), scaled, 0.0)
+            scaled = value * factor.view(factor.shape + (1,) * (value.dim() - factor.dim())).to(value.dtype)
+            clipped[name] = masked(scaled, usable)
     return Clipped(clipped, bound * math.sqrt(len(groups)))

@@ -34,7 +34,7 @@ def build(network: str, shape: tuple[int, ...], classes: int, activation: str | 
     if network == "auto":
         network = "cnn" if len(shape) == 3 else "mlp"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not that of a GPU, which nothing here draws from
         if ":" in network:
             return _from_factory(network, shape, classes, activation)
         if network not in _NETWORKS:

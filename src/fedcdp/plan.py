@@ -70,8 +70,7 @@ class Plan:
         default_clip = _PAPER_DECAY if self.method == "fed-cdp-decay" else _PAPER_CLIP
         self._set("clip", as_schedule(default_clip if self.clip is None else self.clip, "clip"))
         self._set("learning_rate", as_schedule(self.learning_rate, "learning_rate"))
-        default_slots = _SLOTS_PER_EXAMPLE * self.batch_size if self.record_sampling == "poisson" else self.batch_size
-        self._set("slots", default_slots if self.slots is None else self.slots)
+        self._set("slots", self._default_slots() if self.slots is None else self.slots)
         self._check_values()
 
     # What the methods read -------------------------------------------------------------------------------------------
@@ -97,8 +96,8 @@ class Plan:
         """The same plan with some fields changed; what was derived from a changed field is derived anew."""
         for name in changes.keys() - {each.name for each in fields(self)}:
             raise PlanError(f"{name}: a plan has no such field")
-        if "slots" not in changes and {"batch_size", "record_sampling"} & changes.keys():
-            changes["slots"] = None
+        if self.slots == self._default_slots():
+            changes.setdefault("slots", None)
         if "clip" not in changes and changes.get("method", self.method) != self.method:
             paper = (as_schedule(_PAPER_CLIP, "clip"), as_schedule(_PAPER_DECAY, "clip"))
             if self.clip in paper:
@@ -121,6 +120,9 @@ class Plan:
             )
 
     # Checks ----------------------------------------------------------------------------------------------------------
+
+    def _default_slots(self) -> int:
+        return _SLOTS_PER_EXAMPLE * self.batch_size if self.record_sampling == "poisson" else self.batch_size
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -19,7 +19,7 @@ Kind = Literal["constant", "linear", "exponential", "cosine", "proportional"]
 # How far the value has travelled from start to end after a fraction `x` of the rounds.
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "constant": lambda start, end, x: start,  # noqa: ARG005
-    "linear": lambda start, end, x: start + (end - start) * x,
+    "linear": lambda start, end, x: (1 - x) * start + x * end,
     "exponential": lambda start, end, x: start * (end / start) ** x,
     "cosine": lambda start, end, x: end + (start - end) * (1 + math.cos(math.pi * x)) / 2,
 }

@@ -11,6 +11,8 @@ import types
 from dataclasses import field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from fedcdp.errors import PlanError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -30,6 +32,9 @@ def check_types(settings: Any) -> None:
     """Refuse a value of the wrong type in one sentence; a whole number where a fraction may stand becomes a fraction."""
     for setting in fields(settings):
         name, value, wanted = setting.name, getattr(settings, setting.name), types_of(type(settings))[setting.name]
+        if isinstance(value, np.generic):
+            value = value.item()
+            object.__setattr__(settings, name, value)
         if value is None and setting.default is None:
             continue
         if get_origin(wanted) is Literal:

@@ -103,8 +103,8 @@ def simulate(
     network = prepare(model, plan, device)
     if mixing_layers(model) and federation.smallest < plan.batch_size:
         raise ModelError(
-            f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves slots of "
-            f"a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
+            f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
+            f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
         )
     simulator = Simulator(FunctionalEngine(network, loss), federation, plan, device, chunk)
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}

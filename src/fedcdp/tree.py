@@ -58,6 +58,11 @@ class Layout:
         }
 
 
+def masked(values: Tensor, usable: Tensor) -> Tensor:
+    """The values where `usable` (whose axes are the leading ones) holds, zero elsewhere, also in place of NaN."""
+    return torch.where(usable.view(usable.shape + (1,) * (values.dim() - usable.dim())), values, 0.0)
+
+
 def combine(left: Tree, right: Tree, alpha: float = 1.0) -> Tree:
     """left + alpha · right, tensor by tensor."""
     return {name: torch.add(left[name], right[name], alpha=alpha) for name in left}

@@ -225,10 +225,15 @@ class Branching(nn.Module):
 def test_a_network_that_cannot_be_differentiated_example_by_example_is_refused_in_one_sentence(model, small):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     with pytest.raises(ModelError) as refused:
-        FunctionalEngine(model, F.cross_entropy).check(weights, small.inputs, small.targets)
+        FunctionalEngine(model, F.cross_entropy).check(weights, one_client(small), per_example=True)
     assert "\n" not in str(refused.value)
 
 
-def test_a_network_that_can_be_trained_passes_the_check(problem):
+@pytest.mark.parametrize("per_example", [True, False])
+def test_a_network_that_can_be_trained_passes_the_check(problem, per_example):
     weights = {name: p.detach() for name, p in problem.model.named_parameters() if p.requires_grad}
-    FunctionalEngine(problem.model, F.cross_entropy).check(weights, problem.inputs, problem.targets)
+    FunctionalEngine(problem.model, F.cross_entropy).check(weights, one_client(problem), per_example)
+
+
+def one_client(problem):
+    return Batch(problem.inputs[None, :3], problem.targets[None, :3], torch.ones(1, 3, dtype=torch.bool))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fedcdp.files import load_tensors, save_tensors
 from fedcdp.experiment import assemble
+from fedcdp.files import load_tensors, save_tensors
 from fedcdp.rundir import RunDirectory
 
 ROUNDS = 60

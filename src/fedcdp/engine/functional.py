@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 from fedcdp.engine.base import Batch, Loss
 from fedcdp.errors import ModelError
-from fedcdp.tree import Layout, Tree
+from fedcdp.tree import Layout, Tree, masked
 
 
 class FunctionalEngine:
@@ -77,7 +77,4 @@ def _sum_of_finite(gradients: Tree, present: Tensor) -> Tree:
     lead = present.shape
     finite = [torch.isfinite(value.reshape(*lead, -1)).all(-1) for value in gradients.values()]
     usable = present & torch.stack(finite).all(0)
-    return {
-        name: torch.where(usable.view(*lead, *(1,) * (value.dim() - 2)), value, 0.0).sum(1)
-        for name, value in gradients.items()
-    }
+    return {name: masked(value, usable).sum(1) for name, value in gradients.items()}

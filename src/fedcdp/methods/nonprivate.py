@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedcdp.engine.base import Batch
 from fedcdp.methods.base import Method, Moment
-from fedcdp.tree import Tree
+from fedcdp.tree import Tree, masked
 
 
 class NonPrivate(Method):
@@ -13,5 +13,6 @@ class NonPrivate(Method):
     def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> Tree:
         """The plain sum of the gradients of the batch."""
         if at.tap is not None:
-            at.show("type2", at.engine.per_example_gradients(weights, batch))
+            gradients = at.engine.per_example_gradients(weights, batch)
+            at.show("type2", {name: masked(value, batch.present) for name, value in gradients.items()})
         return at.engine.summed_gradients(weights, batch)
