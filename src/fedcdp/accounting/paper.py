@@ -1,0 +1,54 @@
+"""What the paper prints, for comparison: **not a guarantee**.
+
+The printed ε come out of the moments accountant of TensorFlow Privacy before 2021, for a mechanism that is not the one
+described: a sampling rate of 0.01 whatever the federation, one layer's sensitivity, and one step too many.
+"""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import numpy as np
+
+from fedcdp.accounting.renyi import Curve, curve_of_event
+from fedcdp.plan import Plan
+
+BANNER = "paper mode: the paper's printed figures, not a guarantee; an attack exceeds them (see docs/guarantees.md)"
+ORDERS: Curve = np.array(
+    [1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *range(5, 64), 128, 256, 512], dtype=np.float64
+)
+_RECORD_RATE, _CLIENT_RATE = 0.01, 0.1  # constants in the authors' scripts
+
+
+def moments_epsilon(rate: float, noise_multiplier: float, steps: int, delta: float) -> float:
+    """The moments accountant as it was: min over orders of rdp + ln(1/δ)/(α − 1)."""
+    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise_multiplier))
+    curve = steps * curve_of_event(event, ORDERS, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return float(np.min(curve + math.log(1 / delta) / (ORDERS - 1)))
+
+
+def printed_epsilon(plan: Plan) -> float:
+    """The figure that the paper prints for a plan: only the method, T, L, σ and δ count."""
+    if plan.method == "fed-sdp":
+        return moments_epsilon(_CLIENT_RATE, plan.noise_multiplier, plan.rounds + 1, plan.delta)
+    return moments_epsilon(_RECORD_RATE, plan.noise_multiplier, plan.rounds * plan.local_steps + 1, plan.delta)
+
+
+def classical_epsilons(plan: Plan) -> dict[str, float]:
+    """The five composition methods of the authors' scripts, at a rate of 0.01 over T·L steps.
+
+    The first three give ε at a total δ of at least steps·q·δ, a hundred or more times the δ that is printed beside them.
+    """
+    steps, sigma, delta, rate = plan.rounds * plan.local_steps, plan.noise_multiplier, plan.delta, _RECORD_RATE
+    one = math.sqrt(2 * math.log(1.25 / delta)) / sigma  # the Gaussian mechanism's textbook ε
+    step = math.log1p(rate * math.expm1(one))  # amplified by sampling
+    drift = steps * step * math.expm1(step) / (math.exp(step) + 1)
+    rho = steps * rate**2 / sigma**2
+    return {
+        "base composition": steps * step,
+        "advanced composition": drift + step * math.sqrt(2 * steps * math.log(1 / delta)),
+        "optimal composition": drift + step * math.sqrt(2 * steps * math.log(math.e + math.sqrt(steps) * step / delta)),
+        "zCDP": rho + 2 * math.sqrt(rho * math.log(1 / delta)),
+        "moments accountant": moments_epsilon(rate, sigma, steps, delta),
+    }

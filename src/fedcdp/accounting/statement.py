@@ -1,0 +1,164 @@
+"""The privacy statement: ε against every adversary, with what it rests on, for people and for programs."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from fedcdp.accounting import paper, renyi, tight
+from fedcdp.accounting.adversaries import View, noise_multipliers, views
+from fedcdp.accounting.population import Population
+from fedcdp.accounting.releases import Release
+from fedcdp.errors import PlanError
+from fedcdp.plan import Plan
+
+Mode = Literal["tight", "rdp", "paper"]
+_VACUOUS = 50.0  # an ε from here on says nothing, and the table says so
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a ledger has counted so far: rounds charged, and how often the most-used clients took part, descending."""
+
+    rounds: int
+    participations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One ε, with its adversary, its unit, its neighbouring relation and the assumption that it rests on."""
+
+    adversary: str
+    unit: str
+    relation: str
+    epsilon: float
+    """Before it is known who takes part in which round."""
+    epsilon_used: float | None
+    """Of the most-used client so far."""
+    epsilon_worst: float
+    """Of a client that takes part in every round."""
+    assumption: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for programs: an infinite ε is written as a word, since JSON has no number for it."""
+        return {name: "inf" if value == math.inf else value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What a plan guarantees against whom."""
+
+    delta: float
+    mode: Mode
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def row(self, adversary: str, unit: str = "record", relation: str = "zero-out") -> Row:
+        """One of the rows."""
+        for row in self.rows:
+            if (row.adversary, row.unit, row.relation) == (adversary, unit, relation):
+                return row
+        known = ", ".join(f"{row.adversary}/{row.unit}/{row.relation}" for row in self.rows)
+        raise PlanError(f"there is no row {adversary}/{unit}/{relation}; there are {known}")
+
+    def as_json(self) -> dict[str, Any]:
+        """The statement for programs (a contract: these keys stay)."""
+        return {"delta": self.delta, "mode": self.mode, "rows": [row.as_json() for row in self.rows]}
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table's cells, as texts."""
+        return [
+            (row.adversary, row.unit, row.relation, *(_shown(e) for e in (row.epsilon, row.epsilon_used, row.epsilon_worst)),
+             row.assumption)
+            for row in self.rows
+        ]  # fmt: skip
+
+    HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "it rests on")
+
+    def __str__(self) -> str:
+        lines = [self.HEADINGS, *self.cells()]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.HEADINGS) - 1)]
+        table = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
+        return "\n".join([f"ε at δ = {self.delta:g} ({self.mode})", *table, *(f"note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in self.HEADINGS)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>" for line in self.cells())
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<p>ε at δ = {self.delta:g} ({self.mode})</p><table><tr>{head}</tr>{body}</table>{notes}"
+
+
+def state(
+    plan: Plan, population: Population, *, mode: Mode = "tight", rounds: int | None = None, usage: Usage | None = None
+) -> Privacy:
+    """The privacy statement of a plan, for all its rounds or the first `rounds`.
+
+    With a ledger's `usage`, also what the most-used client has spent so far.
+    """
+    if mode not in get_args(Mode):
+        raise PlanError(f"mode: {mode!r} is not one of {', '.join(get_args(Mode))}")
+    if mode == "paper":
+        return _as_printed(plan)
+    rows = tuple(_row(view, plan, population, mode, rounds, usage) for view in views(plan, population))
+    return Privacy(plan.delta, mode, rows, _notes(plan, population, rows))
+
+
+def epsilon_after(view: View, plan: Plan, rounds: int, mode: Mode = "tight") -> float:
+    """The ε of a row after so many rounds, before it is known who takes part in them."""
+    return _smallest(view, lambda row: row.before(noise_multipliers(plan, rounds)), plan.delta, mode)
+
+
+def _smallest(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
+    """The smallest ε that holds: the row's own, or that of another row which bounds it."""
+    epsilon = tight.epsilon if mode == "tight" else renyi.epsilon
+    rows = [view] if view.fallback is None else [view, view.fallback]
+    return min(epsilon(release(row), delta) for row in rows)
+
+
+def _row(view: View, plan: Plan, population: Population, mode: Mode, rounds: int | None, usage: Usage | None) -> Row:
+    multipliers = noise_multipliers(plan, rounds)
+    worst = _smallest(view, lambda row: row.worst(multipliers), plan.delta, mode)
+    used = None
+    if usage is not None:
+        charged = noise_multipliers(plan, min(usage.rounds, plan.rounds))
+        charged += charged[-1:] * (usage.rounds - len(charged))  # rounds that were repeated under fresh noise
+        participations = sum(usage.participations[: population.copies if view.unit == "unique" else 1])
+        used = _smallest(view, lambda row: row.used(charged, participations), plan.delta, mode)
+    # To take part in every round is the worst that can happen, so its ε holds before anything has happened, too.
+    epsilon = min(worst, epsilon_after(view, plan, len(multipliers), mode))
+    return Row(view.adversary, view.unit, view.relation, epsilon, used, worst, view.assumption)
+
+
+def _as_printed(plan: Plan) -> Privacy:
+    units = {"fed-sdp": ["client"], "fed-cdp": ["record", "client"], "fed-cdp-decay": ["record", "client"]}.get(
+        plan.method, []
+    )
+    epsilon = paper.printed_epsilon(plan) if units else math.inf
+    rows = [Row("model", unit, "zero-out", epsilon, None, epsilon, paper.BANNER) for unit in units]
+    if not units:
+        rows = [Row("model", "record", "zero-out", math.inf, None, math.inf, "the paper prints no ε for this method")]
+    return Privacy(plan.delta, "paper", tuple(rows), (paper.BANNER,))
+
+
+def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[str, ...]:
+    notes = []
+    if plan.clip_mode == "layer" and plan.private:
+        notes.append(f"{population.layers} layers clipped at C each move together by C·√{population.layers}")
+    if population.copies > 1:
+        notes.append(f"a record may lie at {population.copies} clients: the row `unique` is that of the person behind it")
+    if any(_VACUOUS <= row.epsilon < math.inf for row in rows):
+        notes.append(f"an ε above {_VACUOUS:g} is no protection at all")
+    if plan.private and plan.compression:
+        notes.append("pruning comes after the noise and costs nothing")
+    return tuple(notes)
+
+
+def _shown(epsilon: float | None) -> str:
+    if epsilon is None:
+        return "-"
+    return "∞" if epsilon == math.inf else f"{epsilon:.4g}"
