@@ -15,7 +15,7 @@ demo: .venv/.installed
 	$(BIN)/fedcdp demo --out runs/demo
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

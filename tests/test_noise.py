@@ -20,7 +20,7 @@ from fedcdp import partition, simulate
 from fedcdp.engine import Batch, FunctionalEngine
 from fedcdp.methods import METHODS, Moment, train_locally
 from fedcdp.models import build
-from fedcdp.noise import SeededNoise, deviation_of_step_sum
+from fedcdp.noise import SeededNoise, deviation_of_count, deviation_of_step_sum
 from fedcdp.plan import Plan
 from fedcdp.tree import Layout, Tree
 
@@ -175,6 +175,50 @@ def draws() -> dict[str, np.ndarray]:
         "the server": flat(NOISE.for_server(2, torch.device("cpu"), 1.0), lead=0),
         "the server in another round": flat(NOISE.for_server(3, torch.device("cpu"), 1.0), lead=0),
     }
+
+
+def counts() -> dict[str, np.ndarray]:
+    """The same for a quantile's indicators: 4,000 clients, or the first of as many slots."""
+    clients = torch.arange(4000)
+    first, second, *_ = NOISE.for_indicators(2, clients, 9, 1.0).numpy().T
+    server = [NOISE.for_server_count(round_, torch.device("cpu"), 1.0) for round_ in range(4000)]
+    return {
+        "a count": NOISE.for_count(2, clients, 1.0).numpy(),
+        "another round": NOISE.for_count(3, clients, 1.0).numpy(),
+        "another seed": SeededNoise(4, LAYOUT).for_count(2, clients, 1.0).numpy(),
+        "its first slot": first,
+        "its second slot": second,
+        "another round's first slot": NOISE.for_indicators(3, clients, 9, 1.0).numpy()[:, 0],
+        "the server": np.array(server),
+        "the first coordinate of a step": flat(NOISE.for_step(2, clients[:500], 0, 1.0))[:, :8].ravel(),
+    }
+
+
+def test_the_noise_of_indicators_is_standard_normal_and_independent_of_all_else():
+    drawn = list(counts().values())
+    for index, left in enumerate(drawn):
+        assert_deviation(left, 1.0)
+        assert stats.kstest(left, "norm").pvalue > 1e-4
+        for right in drawn[index + 1 :]:
+            assert_uncorrelated(left, right)
+    first = torch.arange(4000)
+    updates = flat(NOISE.for_update(2, first[:500], 1.0))[:, 0]
+    assert_uncorrelated(counts()["a count"][:500], updates)
+
+
+def test_the_noise_of_a_count_does_not_depend_on_who_is_asked_for_with_it():
+    clients = torch.tensor([4, 9, 2])
+    for draw in (lambda those: NOISE.for_count(1, those, 2.0), lambda those: NOISE.for_indicators(1, those, 3, 2.0)):
+        for row in range(3):
+            assert torch.equal(draw(clients[row : row + 1])[0], draw(clients)[row])
+    assert torch.equal(NOISE.for_indicators(1, clients, 2, 2.0), NOISE.for_indicators(1, clients, 5, 2.0)[:, :2])
+
+
+@pytest.mark.parametrize(("convention", "sampling", "expected"), CONVENTIONS)
+def test_the_deviation_of_a_count_by_convention(convention, sampling, expected):
+    plan = plan_of(noise=convention, record_sampling=sampling, clip="quantile(0.5, 2)", quantile_noise=7.0)
+    assert deviation_of_count(plan) == pytest.approx(expected / (SIGMA * BOUND) * 7.0)
+    assert deviation_of_step_sum(plan, 3, 5.0) == pytest.approx(expected / BOUND * 5.0)
 
 
 def test_rounds_clients_steps_slots_purposes_and_seeds_are_independent():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from fedcdp.errors import PlanError
 from fedcdp.plan import Plan
-from fedcdp.schedules import Schedule, constant, cosine, exponential, linear, proportional
+from fedcdp.schedules import Quantile, Schedule, constant, cosine, exponential, linear, proportional, quantile
 
 BAD_VALUES: list[tuple[str, Any]] = [
     ("method", "fed-xyz"), ("method", None), ("method", 3),
@@ -23,6 +23,10 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("noise_multiplier", -0.1), ("noise_multiplier", math.nan), ("noise_multiplier", math.inf),
     ("noise_multiplier", "6"), ("noise_multiplier", None), ("noise_multiplier", False),
     ("noise", "record"), ("noise_at", "wire"),
+    ("clip", "quantile(1, 4)"), ("clip", "quantile(0.5, 0)"), ("clip", "median"),
+    ("quantile_noise", 0), ("quantile_noise", -1.0), ("quantile_noise", math.nan), ("quantile_noise", "5"),
+    ("quantile_rate", 0), ("quantile_rate", math.inf), ("secure_noise", 1), ("secure_noise", "yes"),
+    ("noise_generator", "chacha20"), ("noise_generator", "mt19937"),
     ("noise_follows_clip", 1), ("noise_follows_clip", "yes"),
     ("client_sampling", "partition"), ("record_sampling", "shuffle"),
     ("slots", 0), ("slots", 4), ("slots", 7.5),
@@ -161,6 +165,38 @@ def test_a_plan_of_one_round_uses_the_first_values(written):
     assert (plan.clip_at(0), plan.learning_rate_at(0)) == (6, 0.5)
 
 
+def test_a_bound_that_follows_a_quantile_is_known_only_as_far_as_the_training_went():
+    plan = Plan(rounds=5, clip=quantile(0.5, 4), noise_multiplier=3)
+    assert (plan.clip_at(0), plan.noise_scale_at(0)) == (4, 12)
+    assert (plan.clip_at(3, 2.5), plan.noise_scale_at(3, 2.5)) == (2.5, 7.5)
+    with pytest.raises(PlanError) as refused:
+        plan.clip_at(1)
+    assert_one_sentence(refused, "clip")
+
+
+def test_a_scheduled_bound_has_no_state():
+    assert Plan(clip=4).clip_at(0, 2.5) == 4
+
+
+def test_what_a_plan_follows():
+    assert Plan(clip="quantile(0.5, 4)").quantile == quantile(0.5, 4)
+    assert Plan(clip="quantile(0.5, 4)", method="fed-sdp").quantile == quantile(0.5, 4)
+    assert Plan().quantile is None
+    for method in ("nonprivate", "dssgd"):
+        assert Plan(clip="quantile(0.5, 4)", method=method).quantile is None
+
+
+def test_noise_that_could_not_follow_a_quantile_is_refused():
+    with pytest.raises(PlanError) as refused:
+        Plan(clip="quantile(0.5, 4)", noise_follows_clip=False)
+    assert_one_sentence(refused, "noise_follows_clip")
+
+
+def test_fed_cdp_decay_refuses_a_quantile():
+    with pytest.raises(PlanError, match=r"^clip: .*decays.*quantile\(0\.5, 4\)"):
+        Plan(method="fed-cdp-decay", clip="quantile(0.5, 4)")
+
+
 # Written and changed ------------------------------------------------------------------------------------------------
 
 positive = st.floats(1e-6, 1e6)
@@ -175,18 +211,24 @@ rates = st.one_of(
 def plans(draw: st.DrawFn) -> Plan:
     batch = draw(st.integers(1, 50))
     sampling = draw(st.sampled_from(["poisson", "fixed", "partition"]))
+    clip = draw(st.one_of(rates, positive.map(proportional), st.builds(quantile, st.floats(0.001, 0.999), positive)))
+    secure = draw(st.booleans())
     return Plan(
         method=draw(st.sampled_from(["nonprivate", "fed-sdp", "fed-cdp", "dssgd"])),
         rounds=draw(st.integers(1, 1000)),
         per_round=draw(st.integers(1, 1000)),
         local_steps=draw(st.integers(1, 1000)),
         batch_size=batch,
-        clip=draw(st.one_of(rates, positive.map(proportional))),
+        clip=clip,
+        quantile_noise=draw(positive),
+        quantile_rate=draw(positive),
         clip_mode=draw(st.sampled_from(["layer", "flat"])),
         noise_multiplier=draw(st.floats(0, 1e3)),
         noise=draw(st.sampled_from(["example", "batch", "cohort"])),
         noise_at=draw(st.sampled_from(["server", "client"])),
-        noise_follows_clip=draw(st.booleans()),
+        noise_follows_clip=isinstance(clip, Quantile) or draw(st.booleans()),
+        secure_noise=secure,
+        noise_generator=draw(st.sampled_from(["philox", "chacha20"])) if secure else "philox",
         client_sampling=draw(st.sampled_from(["fixed", "poisson"])),
         record_sampling=sampling,
         slots=draw(st.integers(batch, 5 * batch)) if sampling == "poisson" else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,26 @@ def test_a_state_comes_back_to_the_bit(directory: RunDirectory, average: bool) -
         assert torch.equal(found.weights[name], value)
         if found.average is not None:
             assert torch.equal(found.average[name], value + 1)
+
+
+@pytest.mark.parametrize("clip", [0.1 + 0.2, 1 / 3, 4.0, 1e-300, 1.7976931348623157e308])
+def test_a_clip_bound_comes_back_to_the_bit(directory: RunDirectory, clip: float) -> None:
+    directory.save_state(replace(state(), clip=clip), "plan")
+    found = directory.load_state()
+    assert found is not None
+    assert found.clip == clip
+    directory.save_state(state(), "plan")
+    found = directory.load_state()
+    assert found is not None
+    assert found.clip is None
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, 4, "4", None, float("inf"), True])
+def test_a_clip_bound_that_is_none_is_refused(directory: RunDirectory, clip: object) -> None:
+    about = {"format": "checkpoint-1", "round": 1, "plan": "plan", "clip": clip}
+    save_tensors(directory.checkpoint, {"weights/a": torch.zeros(1)}, about)
+    with pytest.raises(RunError, match="clip bound that is not a positive number"):
+        directory.load_state()
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])

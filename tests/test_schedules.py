@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 
 from fedcdp.errors import PlanError
-from fedcdp.schedules import Schedule, as_schedule, constant, cosine, exponential, linear, proportional
+from fedcdp.schedules import (
+    Quantile,
+    Schedule,
+    as_bound,
+    as_schedule,
+    constant,
+    cosine,
+    exponential,
+    linear,
+    proportional,
+    quantile,
+)
 
 MOVING = [linear, exponential, cosine]
 positive = st.floats(1e-3, 1e3)
@@ -116,3 +127,60 @@ def test_schedules_hold_positive_finite_values_only(make, value):
         make(value, 1.0)
     with pytest.raises(PlanError, match="positive finite"):
         make(1.0, value)
+
+
+# Quantiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["quantile(0.5, 4)", " quantile (0.5,4.0) ", quantile(0.5, start=4)])
+def test_a_bound_may_be_a_quantile(written):
+    assert as_bound(written, "clip") == Quantile(0.5, 4.0)
+    assert str(as_bound(written, "clip")) == "quantile(0.5, 4)"
+
+
+@pytest.mark.parametrize("written", [4, "linear(6, 2)", "proportional(4)", cosine(6, 2)])
+def test_a_bound_may_be_any_schedule(written):
+    assert as_bound(written, "clip") == as_schedule(written, "clip")
+
+
+@settings(deadline=None, derandomize=True)
+@given(target=st.floats(0, 1, exclude_min=True, exclude_max=True), start=st.floats(1e-30, 1e30))
+def test_the_written_form_gives_back_exactly_the_same_quantile(target, start):
+    assert as_bound(str(quantile(target, start)), "clip") == quantile(target, start)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "quantile(0, 4)", "quantile(1, 4)", "quantile(-0.5, 4)", "quantile(nan, 4)", "quantile(0.5, 0)", "quantile(0.5, -1)",
+        "quantile(0.5, inf)", "quantile(0.5, nan)", "quantile(0.5, 1e31)", "quantile(0.5)", "quantile(0.5, 4, 1)",
+        "quantile(half, 4)", "quantile", "median", "median(4)", "median(", "four", None,
+    ],
+)  # fmt: skip
+def test_what_is_no_bound_is_refused_in_one_sentence_that_names_the_field(bad):
+    with pytest.raises(PlanError) as refused:
+        as_bound(bad, "clip")
+    assert str(refused.value).startswith("clip: ")
+    assert "\n" not in str(refused.value)
+    assert "quantile" in str(refused.value)
+
+
+def test_a_learning_rate_follows_no_quantile():
+    with pytest.raises(PlanError, match="learning_rate: 'quantile"):
+        as_schedule("quantile(0.5, 4)", "learning_rate")
+
+
+@pytest.mark.parametrize(
+    ("within", "expected"), [(0.5, 2.0), (1.0, 2 * math.exp(-0.1)), (0.0, 2 * math.exp(0.1)), (3.5, 2 * math.exp(-0.6))]
+)
+def test_a_bound_moves_against_the_share_within_it(within, expected):
+    assert quantile(0.5, 4).moved(2.0, within, 0.2) == pytest.approx(expected, rel=1e-12)
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    bound=st.floats(0.01, 100), within=st.floats(-1e300, 1e300), rate=st.floats(1e-3, 1e300), start=st.floats(1e-30, 1e30)
+)
+def test_whatever_the_noise_says_a_bound_stays_within_a_million_times_its_start(bound, within, rate, start):
+    moved = quantile(0.3, start).moved(bound * start, within, rate)
+    assert start * 1e-6 <= moved <= start * 1e6

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import typer
 
 import fedcdp
-from fedcdp import output
-from fedcdp.errors import FedcdpError, StoppedError
+from fedcdp import cli_privacy, output, spending
+from fedcdp.errors import FedcdpError, PlanError, StoppedError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
+from fedcdp.plan import Plan
 from fedcdp.presets import Settings
 from fedcdp.rundir import RunDirectory
 from fedcdp.simulation import Run
 from fedcdp.trained import Trained
+
+if TYPE_CHECKING:
+    from fedcdp.accounting.statement import Privacy
 
 app = typer.Typer(
     help="Gradient-leakage resilient federated learning for PyTorch.",
@@ -26,6 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.command()(cli_privacy.account)
+app.command()(cli_privacy.calibrate)
 
 DataDir = Annotated[
     Path | None,
@@ -58,17 +65,34 @@ def train(
     given: list[Settings],
     out: Annotated[Path, typer.Option("--out", help="The run directory: a new one, or with --resume an existing one.")],
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out as it was started.")] = False,
+    target_epsilon: Annotated[
+        float | None, typer.Option("--target-epsilon", help="Choose the noise for this ε against --adversary.")
+    ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a model over many clients, into a run directory that can be resumed, compared and trusted."""
-    experiment = stored(out, given) if resume else assemble(*given)
+    if resume:
+        if target_epsilon is not None:
+            raise PlanError("--target-epsilon: a run that is resumed keeps its noise; leave it out")
+        experiment = stored(out, given)
+    elif target_epsilon is not None:
+        experiment, reached = cli_privacy.calibrated(
+            given, target_epsilon, "tight", lambda each: each.population(each.splits(data_dir, quiet))
+        )
+        if not quiet:
+            output.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {reached:.4g}")
+    else:
+        experiment = assemble(*given)
     run = _train(experiment, out, resume, data_dir, quiet)
+    privacy = spending.statement(run)
+    if not quiet:
+        _say_whether_noise_is_secret(run.plan)
     if as_json:
-        typer.echo(json.dumps(_summary(run)))
+        typer.echo(json.dumps(_summary(run, privacy)))
     elif not quiet:
-        _show_run(run)
+        _show_run(run, privacy)
 
 
 @app.command()
@@ -119,7 +143,8 @@ def demo(
             "before anything uses it."
         )
     run = _train(experiment, out, resume=False, data_dir=None, quiet=quiet)
-    _show_run(run)
+    _say_whether_noise_is_secret(run.plan)
+    _show_run(run, spending.statement(run))
     output.console.print(f"Look at it again with: fedcdp evaluate {out} --per-client")
 
 
@@ -141,34 +166,46 @@ DEMO: Settings = {
 
 def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | None, quiet: bool) -> Run:
     state = RunDirectory(out).load_state() if resume else None
+    splits = experiment.splits(data_dir, quiet)
+    budget = spending.Budget(experiment, experiment.population(splits))
     try:
-        with output.training_progress(experiment.plan, quiet, state.round if state else 0) as progress:
-            return experiment.train(out, resume=resume, data_dir=data_dir, quiet=quiet, progress=progress)
+        with output.training_progress(experiment.plan, quiet, state.round if state else 0, budget.shown_after) as progress:
+            return experiment.train(out, resume=resume, splits=splits, most_releases=budget.most_releases, progress=progress)
     except KeyboardInterrupt:
         raise StoppedError(f"stopped; fedcdp train --resume --out {out} goes on from the last whole round") from None
 
 
-def _summary(run: Run) -> dict[str, object]:
+def _say_whether_noise_is_secret(plan: Plan) -> None:
+    if plan.private and not plan.secure_noise:
+        output.note("reproducible research: whoever has the seed can subtract the noise (--secure-noise draws it in secret)")
+
+
+def _summary(run: Run, privacy: Privacy | None) -> dict[str, object]:
     return {
         "accuracy": run.accuracy,
         "rounds": run.rounds,
         "seconds": round(run.seconds, 3),
         "us_per_client_step": None if run.us_per_client_step is None else round(run.us_per_client_step, 2),
-        "epsilon": None,
+        "epsilon": None if privacy is None else privacy.as_json()["rows"],
     }
 
 
-def _show_run(run: Run) -> None:
+def _show_run(run: Run, privacy: Privacy | None) -> None:
     speed = run.us_per_client_step
+    ended = "" if run.rounds == run.plan.rounds else f" of {run.plan.rounds}: one more would exceed the largest ε"
     rows = {
         "federation": run.federation.describe(),
         "method": run.plan.method,
-        "rounds": str(run.rounds),
+        "rounds": f"{run.rounds}{ended}",
         "validation accuracy": "-" if run.accuracy is None else f"{run.accuracy:.4f}",
         "time": f"{run.seconds:.1f} s" + ("" if speed is None else f", {speed:.0f} µs a client step"),
         "run directory": str(run.directory),
     }
     output.table("Trained", rows)
+    if privacy is None:
+        output.note("dp-accounting is not installed; fedcdp account --run computes ε from the ledger where it is")
+    else:
+        output.privacy_table(privacy)
 
 
 _INTERRUPTED = 130  # what typer makes of Ctrl-C

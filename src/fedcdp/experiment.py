@@ -17,15 +17,17 @@ from torch import nn
 
 import fedcdp
 from fedcdp import presets
+from fedcdp.accounting.population import Population
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import PlanError, RunError
-from fedcdp.models import build
+from fedcdp.models import build, prepare
 from fedcdp.plan import Plan
 from fedcdp.rundir import RunDirectory
 from fedcdp.settings import check_types, option
 from fedcdp.simulation import Progress, Run, simulate
+from fedcdp.tree import Layout
 
 DEFAULT_DATASET = "mnist5k"
 
@@ -67,6 +69,9 @@ class MachineSettings(_Checked):
     engine: Literal["functional"] = option("functional", "How gradients are computed: functional (any network).")
     chunk: int | None = option(None, "Clients trained at once. Default: what fits a bounded memory.")
     evaluate_every: int = option(1, "Rounds between evaluations on the validation split.")
+    max_epsilon: float | None = option(None, "End training before the release that would exceed this ε.")
+    adversary: str = option("server", "Whose ε that is, and the progress shows: server, update, example or model.")
+    unit: str = option("record", "Of which unit: record, client or unique.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,11 @@ class Experiment:
         """Build the network, initialised from the plan's seed."""
         return build(self.model.network, splits.train.shape, splits.train.classes, self.model.activation, self.plan.seed)
 
+    def population(self, splits: Splits) -> Population:
+        """What the accountant must know of the federation and the network."""
+        network = prepare(self.network(splits), self.plan, "cpu")
+        return Population.of(self.federation(splits), Layout.of(network), self.plan)
+
     def train(
         self,
         out: Path | str | None,
@@ -114,10 +124,12 @@ class Experiment:
         resume: bool = False,
         data_dir: Path | str | None = None,
         quiet: bool = False,
+        most_releases: int | None = None,
         progress: Progress | None = None,
+        splits: Splits | None = None,
     ) -> Run:
-        """Run the experiment into a directory (None: in memory only)."""
-        splits = self.splits(data_dir, quiet)
+        """Run the experiment into a directory (None: in memory only), on `splits` where they are loaded already."""
+        splits = splits or self.splits(data_dir, quiet)
         return simulate(
             self.network(splits),
             self.federation(splits),
@@ -128,6 +140,7 @@ class Experiment:
             out=out,
             config=self.to_toml(),
             resume=resume,
+            most_releases=most_releases,
             progress=progress,
         )
 

@@ -1,25 +1,32 @@
 """Noise: where the Gaussian is added, with what scale, and from which stream.
 
 The noise of a simulation is a pure function of (seed, round, client, step, slot, coordinate), drawn from streams that
-nothing else uses. Whoever has the seed can subtract it: a seeded run is reproducible research, not protection.
+nothing else uses. Whoever has the seed can subtract it: a seeded run is reproducible research, not protection. Under
+`secure_noise` it comes from the operating system instead, and nothing that is kept can give it back.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedcdp.plan import Plan
-from fedcdp.randomness import normals, stream_key
+from fedcdp.errors import PlanError
+from fedcdp.plan import NoiseGenerator, Plan
+from fedcdp.randomness import box_muller, normals, philox, stream_key
 from fedcdp.tree import Layout, Tree
 
 _WHOLE_SUM = 0  # the slot number of a draw that stands for all of a step; single examples count from 1
 
 
-def deviation_of_step_sum(plan: Plan, round_: int) -> float:
+def deviation_of_step_sum(plan: Plan, round_: int, current: float | None = None) -> float:
     """Standard deviation of the noise on the *sum* of a client's clipped gradients in one local step of Fed-CDP.
 
     | convention | the noise is added to | on the sum |
@@ -29,38 +36,130 @@ def deviation_of_step_sum(plan: Plan, round_: int) -> float:
     | `cohort` (what fits the paper's printed accuracy) | the sum, 1/K_t of it | σC / K_t |
 
     It never depends on how many records a step drew: noise whose energy shows the batch size would void the
-    amplification by sampling.
+    amplification by sampling. `current` is the bound, where it follows a quantile.
     """
-    scale = plan.noise_scale_at(round_)
-    factor = {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1.0 / plan.per_round}
-    return scale * factor[plan.noise]
+    return plan.noise_scale_at(round_, current) * _on_sum(plan)
+
+
+def deviation_of_count(plan: Plan) -> float:
+    """Standard deviation of the noise on a Fed-CDP client's sum of indicators: the same convention, σ_b in place of σC."""
+    return plan.quantile_noise * _on_sum(plan)
+
+
+def _on_sum(plan: Plan) -> float:
+    return {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1.0 / plan.per_round}[plan.noise]
+
+
+def noise_of(plan: Plan, layout: Layout) -> Noise:
+    """The noise that a plan asks for."""
+    return SecureNoise(layout, plan.noise_generator) if plan.secure_noise else SeededNoise(plan.seed, layout)
+
+
+class Noise(ABC):
+    """Gaussian noise for every place where a method adds some; no two draws share a value."""
+
+    layout: Layout
+
+    def for_step(self, round_: int, clients: Tensor, step: int, deviation: float) -> Tree:
+        """One draw a client [clients, ...] for the whole of a local step."""
+        return self._tree("step-noise", round_, clients, step, _WHOLE_SUM, deviation)
+
+    def for_examples(self, round_: int, clients: Tensor, step: int, slots: int, deviation: float) -> Tree:
+        """One draw for each slot of a local step [clients, slots, ...]: what a type-2 reader sees is noised one by one."""
+        draws = [self._tree("step-noise", round_, clients, step, 1 + slot, deviation) for slot in range(slots)]
+        return {name: torch.stack([draw[name] for draw in draws], dim=1) for name in self.layout.shapes}
+
+    def for_update(self, round_: int, clients: Tensor, deviation: float) -> Tree:
+        """One draw a client [clients, ...] for the update that it sends."""
+        return self._tree("update-noise", round_, clients, 0, 0, deviation)
+
+    def for_server(self, round_: int, device: torch.device, deviation: float) -> Tree:
+        """One draw for the server's sum."""
+        draw = self._tree("server-noise", round_, _nobody(device), 0, 0, deviation)
+        return {name: value[0] for name, value in draw.items()}
+
+    # Of a clip bound that follows a quantile: in streams of their own, in float64
+
+    def for_count(self, round_: int, clients: Tensor, deviation: float) -> Tensor:
+        """One draw a client [clients] for the indicators that it sends: their sum, or its only one."""
+        return self._unit("indicator-noise", round_, clients, 0, _WHOLE_SUM, 1).double()[:, 0] * deviation
+
+    def for_indicators(self, round_: int, clients: Tensor, slots: int, deviation: float) -> Tensor:
+        """One draw for the indicator of each slot [clients, slots]."""
+        return self._unit("indicator-noise", round_, clients, 0, 1, slots).double() * deviation
+
+    def for_server_count(self, round_: int, device: torch.device, deviation: float) -> float:
+        """One draw for the server's sum of indicators."""
+        return self._unit("server-indicator-noise", round_, _nobody(device), 0, 0, 1).item() * deviation
+
+    def _tree(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, deviation: float) -> Tree:
+        drawn = self._unit(purpose, round_, clients, step, slot, self.layout.size)
+        return self.layout.unflatten(drawn.mul_(deviation).float())
+
+    @abstractmethod
+    def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:
+        """`length` standard normal values for each client."""
 
 
 @dataclass(frozen=True)
-class SeededNoise:
+class SeededNoise(Noise):
     """Gaussian noise by counters: the same for any engine, chunking or machine that asks with the same arguments."""
 
     seed: int
     layout: Layout
 
-    def for_step(self, round_: int, clients: Tensor, step: int, deviation: float) -> Tree:
-        """One draw a client [clients, ...] for the whole of a local step."""
-        return self._draw("step-noise", round_, clients, step, _WHOLE_SUM, deviation)
+    def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:
+        return normals(stream_key(self.seed, purpose, round_), clients, step, slot, length)
 
-    def for_examples(self, round_: int, clients: Tensor, step: int, slots: int, deviation: float) -> Tree:
-        """One draw for each slot of a local step [clients, slots, ...]: what a type-2 reader sees is noised one by one."""
-        draws = [self._draw("step-noise", round_, clients, step, 1 + slot, deviation) for slot in range(slots)]
-        return {name: torch.stack([draw[name] for draw in draws], dim=1) for name in self.layout.shapes}
 
-    def for_update(self, round_: int, clients: Tensor, deviation: float) -> Tree:
-        """One draw a client [clients, ...] for the update that it sends."""
-        return self._draw("update-noise", round_, clients, 0, 0, deviation)
+@dataclass(frozen=True)
+class SecureNoise(Noise):
+    """Gaussian noise from the operating system's entropy, fresh for every draw; it keeps no key and no other state.
 
-    def for_server(self, round_: int, device: torch.device, deviation: float) -> Tree:
-        """One draw for the server's sum."""
-        draw = self._draw("server-noise", round_, torch.zeros(1, dtype=torch.int64, device=device), 0, 0, deviation)
-        return {name: value[0] for name, value in draw.items()}
+    `philox` expands a fresh 64-bit key for every draw, from a fresh place in its stream; it passes the usual statistical
+    tests but is not made to withstand cryptanalysis. `chacha20` expands a fresh 256-bit key with a cipher that is.
 
-    def _draw(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, deviation: float) -> Tree:
-        key = stream_key(self.seed, purpose, round_)
-        return self.layout.unflatten(normals(key, clients, step, slot, self.layout.size).mul_(deviation))
+    A value is half the sum of four independent normal ones, computed in float64 and rounded once to float32. The values
+    that one transform of finitely many random bits can take have gaps, in a pattern that depends on what is added to them
+    (Mironov, CCS 2012; Jin et al., IEEE S&P 2022); the sum of several fills the gaps and has too many origins to be
+    searched (Holohan and Braghin, ESORICS 2021, which Opacus' secure mode follows, too). What that does not guard against:
+    the rounding of gradient plus noise to float32 where the two nearly cancel, and how long anything takes. Only a
+    discrete Gaussian on integers is exact; this is not one.
+    """
+
+    layout: Layout
+    generator: NoiseGenerator = "philox"
+
+    def __post_init__(self) -> None:
+        if self.generator == "chacha20":
+            _chacha20_words(0, 0, torch.device("cpu"))  # says what is missing before any work is done
+
+    def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:  # noqa: ARG002
+        words = _chacha20_words if self.generator == "chacha20" else _philox_words
+        total = torch.zeros(1, dtype=torch.float64, device=clients.device)
+        for _ in range(_TERMS):
+            total = total + box_muller(words(len(clients), -(-length // 4), clients.device), torch.float64)[:, :length]
+        return total / math.sqrt(_TERMS)
+
+
+_TERMS = 4
+
+
+def _philox_words(rows: int, blocks: int, device: torch.device) -> Sequence[Tensor]:
+    key, first, second = struct.unpack("<QII", os.urandom(16))
+    return philox(key, (torch.arange(blocks, device=device), first, second, torch.arange(rows, device=device)[:, None]))
+
+
+def _chacha20_words(rows: int, blocks: int, device: torch.device) -> Sequence[Tensor]:
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    except ImportError:
+        raise PlanError("noise_generator: chacha20 needs the package cryptography; install it, or use philox") from None
+    cipher = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None)  # a key for one use needs no nonce
+    keystream = cipher.encryptor().update(bytes(16 * rows * blocks))
+    words = torch.from_numpy(np.frombuffer(keystream, dtype="<u4").astype(np.int64)).to(device)
+    return words.view(rows, blocks, 4).unbind(-1)
+
+
+def _nobody(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)

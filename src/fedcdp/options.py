@@ -81,7 +81,8 @@ def _from_setting(section: str, setting: Field[Any]) -> inspect.Parameter:
     if kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
     # A choice or a schedule is read as text here and checked where it is used, with the same sentence as from Python.
-    shown = kind if kind in (int, float, bool) else str
+    shown = kind if kind in (int, float, bool) and setting.name != "slots" else str
+    choices = "INTEGER|auto" if setting.name == "slots" else choices
     name = f"{section}__{setting.name}"
     return _parameter(name, shown, flag, help=help_, metavar=choices, rich_help_panel=_PANELS[section])
 
@@ -109,6 +110,16 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
             single["plan"]["clip"] = f"linear({float(start)!r}, {chosen['clip_end']!r})"
         except ValueError:
             raise PlanError("--clip-end: give the bound of the first round as a number with --clip") from None
+    slots = single.get("plan", {}).get("slots")
+    if slots not in (None, "auto"):
+        single["plan"]["slots"] = _whole_number("--slots", slots)
     if "file" in single.get("data", {}):  # the run directory must find it from anywhere
         single["data"]["file"] = str(Path(single["data"]["file"]).absolute())
     return [*layers, single]
+
+
+def _whole_number(flag: str, written: str) -> int:
+    try:
+        return int(written)
+    except ValueError:
+        raise PlanError(f"{flag}: {written!r} is not a whole number, and auto is only for a target ε") from None

@@ -1,11 +1,13 @@
-"""What people see in a terminal: the progress of long work, and tables. Everything here goes to standard error."""
+"""What people see in a terminal: progress and short tables on standard error, answers on standard output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -13,35 +15,39 @@ from fedcdp.plan import Plan
 from fedcdp.rundir import Row
 from fedcdp.simulation import Progress as Report
 
+if TYPE_CHECKING:
+    from fedcdp.accounting.statement import Privacy
+
 console = Console(stderr=True)
+stdout = Console()
 
 
 @contextmanager
-def training_progress(plan: Plan, quiet: bool, done: int = 0) -> Iterator[Report | None]:
-    """A bar with the round, the accuracy and the time left, from the first round on; without a terminal, a line a round."""
+def training_progress(
+    plan: Plan, quiet: bool, done: int = 0, epsilon_after: Callable[[int], str] = lambda _: ""
+) -> Iterator[Report | None]:
+    """A bar with the round, the accuracy, ε so far and the time left; without a terminal, a line a round."""
     if quiet:
         yield None
         return
     if not console.is_terminal:
-        yield lambda row: console.print(f"round {row['round']}/{plan.rounds} {_accuracy(row)}".rstrip())
+        yield lambda row: console.print(" ".join(_told(row, plan, epsilon_after)))
         return
     bar = Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(),
         TextColumn("round {task.completed}/{task.total}"),
-        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("{task.fields[told]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(elapsed_when_finished=False),
         console=console,
     )
-    task = bar.add_task(plan.method, total=plan.rounds, completed=done, accuracy="")
+    task = bar.add_task(plan.method, total=plan.rounds, completed=done, told="")
 
     def report(row: Row) -> None:
         bar.start()
-        bar.update(task, completed=row["round"])
-        if _accuracy(row):
-            bar.update(task, accuracy=_accuracy(row))
+        bar.update(task, completed=row["round"], told="  ".join(_told(row, plan, epsilon_after)[1:]))
 
     try:
         yield report
@@ -49,9 +55,10 @@ def training_progress(plan: Plan, quiet: bool, done: int = 0) -> Iterator[Report
         bar.stop()
 
 
-def _accuracy(row: Row) -> str:
+def _told(row: Row, plan: Plan, epsilon_after: Callable[[int], str]) -> list[str]:
     accuracy = row.get("accuracy")
-    return "" if accuracy is None else f"accuracy {accuracy:.4f}"
+    parts = [f"round {row['round']}/{plan.rounds}", "" if accuracy is None else f"accuracy {accuracy:.4f}"]
+    return [part for part in (*parts, epsilon_after(row["round"])) if part]
 
 
 def note(sentence: str) -> None:
@@ -65,3 +72,20 @@ def table(title: str, rows: dict[str, str]) -> None:
     for name, value in rows.items():
         shown.add_row(name, value)
     console.print(shown)
+
+
+def privacy_table(privacy: Privacy, to_stdout: bool = False) -> None:
+    """The privacy statement: each ε with its adversary, unit and relation, and below the assumption that it rests on."""
+    shown = Table(title=f"ε at δ = {privacy.delta:g} ({privacy.mode})", title_justify="left", title_style="bold")
+    for heading in privacy.HEADINGS[:-1]:
+        shown.add_column(heading, justify="right" if heading.startswith("ε") else "left")
+    shown.add_column("rests on", justify="center")
+    assumptions = list(dict.fromkeys(row.assumption for row in privacy.rows))
+    for row, cells in zip(privacy.rows, privacy.cells(), strict=True):
+        shown.add_row(*cells[:-1], str(1 + assumptions.index(row.assumption)))
+    target = stdout if to_stdout else console
+    target.print(shown)
+    for number, assumption in enumerate(assumptions, start=1):
+        target.print(f"{number}. {escape(assumption)}")
+    for sentence in privacy.notes:
+        target.print(f"note: {escape(sentence)}", style="yellow")

@@ -9,11 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedcdp.errors import PlanError
-from fedcdp.schedules import Schedule, as_schedule
+from fedcdp.schedules import Quantile, Schedule, as_bound, as_schedule
 from fedcdp.settings import check_types, option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fedcdp.accounting.statement import Mode, Privacy
+    from fedcdp.data.partition import Federation
 
 MethodName = Literal["nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd"]
 ClipMode = Literal["layer", "flat"]
@@ -22,6 +28,7 @@ NoisePlacement = Literal["server", "client"]
 ClientSampling = Literal["fixed", "poisson"]
 RecordSampling = Literal["poisson", "fixed", "partition"]
 Aggregation = Literal["fedsgd", "fedaveraging"]
+NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
 _PAPER_DECAY = "linear(6, 2)"
@@ -37,9 +44,10 @@ class Plan:
     per_round: int = option(100, "Clients in a round, K_t (with Poisson sampling: expected).")
     local_steps: int = option(100, "Local iterations of a client in a round, L.")
     batch_size: int = option(5, "Examples in a local batch, B (with Poisson sampling: expected).")
-    clip: Schedule = option(
+    clip: Schedule | Quantile = option(
         None,
-        "Clip bound C: a number, linear(6, 2), exponential(6, 2), cosine(6, 2), or proportional(4) to the learning rate. "
+        "Clip bound C: a number, linear(6, 2), exponential(6, 2), cosine(6, 2), proportional(4) to the learning rate, or "
+        "quantile(0.5, 4), which starts at 4 and follows the median norm privately. "
         "Default: 4; fed-cdp-decay: linear(6, 2).",
     )
     clip_mode: ClipMode = option("layer", "Clip each layer at C (the paper), or the whole gradient at once.")
@@ -51,6 +59,8 @@ class Plan:
     )
     noise_at: NoisePlacement = option("server", "Fed-SDP: who adds the noise.")
     noise_follows_clip: bool = option(True, "Noise shrinks with a decaying clip bound; otherwise it stays at σ·C_0.")
+    quantile_noise: float = option(5.0, "Quantile clip: standard deviation σ_b of the noise on one yes or no.")
+    quantile_rate: float = option(0.2, "Quantile clip: how fast the bound follows.")
     client_sampling: ClientSampling = option("fixed", "How clients are chosen: exactly K_t, or each independently.")
     record_sampling: RecordSampling = option(
         "poisson", "How a step's records are chosen: each independently, exactly B at random, or in a fixed order."
@@ -63,12 +73,20 @@ class Plan:
     aggregation: Aggregation = option("fedsgd", "Clients send updates (fedsgd) or whole models (fedaveraging).")
     compression: float = option(0.0, "Share of an update's smallest entries that is pruned before it is sent.")
     share_fraction: float = option(0.1, "DSSGD: share of an update's largest entries that is sent.")
-    seed: int = option(0, "Fixes all randomness of a simulation.")
+    secure_aggregation: bool = option(False, "Assume that the server sees only the sum of the updates (for `model`).")
+    delta: float = option(1e-5, "δ of the privacy guarantee.")
+    secure_noise: bool = option(False, "Draw noise from the operating system; nothing stored can give it back.")
+    noise_generator: NoiseGenerator = option(
+        "philox",
+        "With secure noise: a fast generator with a fresh 64-bit key for every draw from the operating system, or a "
+        "cryptographic one.",
+    )
+    seed: int = option(0, "Fixes all randomness of a simulation; with secure noise, all but the noise.")
 
     def __post_init__(self) -> None:
         check_types(self)
         default_clip = _PAPER_DECAY if self.method == "fed-cdp-decay" else _PAPER_CLIP
-        self._set("clip", as_schedule(default_clip if self.clip is None else self.clip, "clip"))
+        self._set("clip", as_bound(default_clip if self.clip is None else self.clip, "clip"))
         self._set("learning_rate", as_schedule(self.learning_rate, "learning_rate"))
         self._set("slots", self._default_slots() if self.slots is None else self.slots)
         self._check_values()
@@ -80,13 +98,24 @@ class Plan:
         """Whether the method clips and noises what it releases."""
         return self.method in ("fed-sdp", "fed-cdp", "fed-cdp-decay")
 
-    def clip_at(self, round_: int) -> float:
-        """The clip bound C of a round."""
-        return self.clip.value(round_, self.rounds, leader=self.learning_rate)
+    @property
+    def quantile(self) -> Quantile | None:
+        """What the clip bound follows; None where it is scheduled, or where nothing is clipped."""
+        return self.clip if self.private and isinstance(self.clip, Quantile) else None
 
-    def noise_scale_at(self, round_: int) -> float:
-        """σC, the standard deviation of one noise draw in a round."""
-        return self.noise_multiplier * self.clip_at(round_ if self.noise_follows_clip else 0)
+    def clip_at(self, round_: int, current: float | None = None) -> float:
+        """The clip bound C of a round. One that follows a quantile is `current`, to which the rounds before moved it."""
+        if isinstance(self.clip, Schedule):
+            return self.clip.value(round_, self.rounds, leader=self.learning_rate)
+        if current is not None:
+            return current
+        if round_ == 0:
+            return self.clip.start
+        raise PlanError(f"clip: {self.clip} in round {round_ + 1} is not known before the rounds until then are done")
+
+    def noise_scale_at(self, round_: int, current: float | None = None) -> float:
+        """σC, the standard deviation of one noise draw in a round; of a bound that follows a quantile, `current`."""
+        return self.noise_multiplier * self.clip_at(round_ if self.noise_follows_clip else 0, current)
 
     def learning_rate_at(self, round_: int) -> float:
         """The local learning rate η of a round."""
@@ -104,9 +133,32 @@ class Plan:
                 changes["clip"] = None
         return replace(self, **changes)
 
+    def privacy(
+        self,
+        federation: Federation,
+        *,
+        rounds: int | None = None,
+        per_round: int | None = None,
+        model: nn.Module | None = None,
+        mode: Mode = "tight",
+    ) -> Privacy:
+        """ε against every adversary, before a single gradient is computed; `rounds` and `per_round` as in `simulate`.
+
+        Without a `model`, for the paper's network on such data: each layer that is clipped apart counts.
+        """
+        from fedcdp.accounting.population import Population
+        from fedcdp.accounting.statement import state
+        from fedcdp.models import build
+        from fedcdp.tree import Layout
+
+        given = {"rounds": rounds, "per_round": per_round}
+        plan = self.but(**{name: value for name, value in given.items() if value is not None})
+        network = model or build("auto", federation.train.shape, federation.train.classes)
+        return state(plan, Population.of(federation, Layout.of(network), plan), mode=mode)
+
     def written(self) -> dict[str, str | int | float | bool]:
         """The plan as plain values, for a configuration file; `Plan(**written)` gives it back."""
-        return {name: str(value) if isinstance(value, Schedule) else value for name, value in vars(self).items()}
+        return {name: str(value) if isinstance(value, Schedule | Quantile) else value for name, value in vars(self).items()}
 
     def digest(self) -> str:
         """A short name of the plan that differs for different plans."""
@@ -134,6 +186,7 @@ class Plan:
         self._require("server_learning_rate", self.server_learning_rate > 0, "positive")
         for name in ("momentum", "ema", "compression"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        self._require("delta", 0 < self.delta < 1, "above 0 and below 1")
         self._require("share_fraction", 0 < self.share_fraction <= 1, "above 0 and at most 1")
         self._require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2^63")
         if self.record_sampling == "poisson":
@@ -143,9 +196,20 @@ class Plan:
             self._require("slots", self.slots == self.batch_size, fixed)
         if self.learning_rate.kind == "proportional":
             raise PlanError("learning_rate: only a clip bound can be proportional, to the learning rate")
-        leader = self.learning_rate if self.clip.kind == "proportional" else self.clip
-        if self.method == "fed-cdp-decay" and leader.end >= leader.start:
+        for name in ("quantile_noise", "quantile_rate"):
+            self._require(name, getattr(self, name) > 0, "positive")
+        if self.noise_generator != "philox" and not self.secure_noise:
+            raise PlanError(f"noise_generator: {self.noise_generator} is for secure noise; set secure_noise, too")
+        if isinstance(self.clip, Quantile) and not self.noise_follows_clip:
+            raise PlanError(f"noise_follows_clip: the noise must follow a bound that follows a quantile, {self.clip}")
+        if self.method == "fed-cdp-decay" and not self._decays():
             raise PlanError(f"clip: fed-cdp-decay needs a bound that decays, such as linear(6, 2), not {self.clip}")
+
+    def _decays(self) -> bool:
+        if isinstance(self.clip, Quantile):
+            return False
+        leader = self.learning_rate if self.clip.kind == "proportional" else self.clip
+        return leader.end < leader.start
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

@@ -18,6 +18,8 @@ Settings = dict[str, dict[str, Any]]
 class Benchmark:
     """A dataset's federation and lengths, and the local learning rates found for it (results/accuracy.md)."""
 
+    train: int
+    """Records in the training split."""
     partition: str
     clients: int
     per_round: int
@@ -33,13 +35,13 @@ class Benchmark:
 
 
 BENCHMARKS = {
-    "mnist": Benchmark("shards", 1000, 100, 500, 100, 5, 100, clean_rate=0.1, noisy_rate=1e-3),
-    "cifar10": Benchmark("shards", 1000, 100, 400, 100, 4, 100, clean_rate=0.05, noisy_rate=1e-3),
-    "lfw": Benchmark("shards", 1000, 100, 300, 100, 3, 60, clean_rate=0.05, noisy_rate=1e-3, classes_per_client=15),
-    "adult": Benchmark("iid", 1000, 100, 300, 100, 3, 10, clean_rate=0.2, noisy_rate=2e-3),
-    "cancer": Benchmark("full", 1000, 100, None, 100, 4, 3, clean_rate=0.05, noisy_rate=1e-3),
+    "mnist": Benchmark(50_000, "shards", 1000, 100, 500, 100, 5, 100, clean_rate=0.1, noisy_rate=1e-3),
+    "cifar10": Benchmark(40_000, "shards", 1000, 100, 400, 100, 4, 100, clean_rate=0.05, noisy_rate=1e-3),
+    "lfw": Benchmark(2267, "shards", 1000, 100, 300, 100, 3, 60, clean_rate=0.05, noisy_rate=1e-3, classes_per_client=15),
+    "adult": Benchmark(36_631, "iid", 1000, 100, 300, 100, 3, 10, clean_rate=0.2, noisy_rate=2e-3),
+    "cancer": Benchmark(426, "full", 1000, 100, None, 100, 4, 3, clean_rate=0.05, noisy_rate=1e-3),
     # Embedded in a package, for demonstrations and tests; not in the paper. Disjoint: 4,000 digits, 40 a client.
-    "mnist5k": Benchmark("shards", 100, 10, 40, 100, 5, 20, clean_rate=0.1, noisy_rate=1e-3),
+    "mnist5k": Benchmark(4000, "shards", 100, 10, 40, 100, 5, 20, clean_rate=0.1, noisy_rate=1e-3),
 }
 
 _PAPER_MECHANISM = {"record_sampling": "partition", "noise": "example", "noise_multiplier": 6.0}

@@ -11,6 +11,7 @@ A stream is named by its purpose ("noise", "records", ...). Streams have unrelat
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -63,11 +64,15 @@ def words(key: int, rows: Tensor, first: int, second: int, length: int) -> Tenso
 def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
     """`length` standard normal values (float32) for each row, by Box and Muller's transform of the same words."""
     blocks = torch.arange(-(-length // 4), device=rows.device)
-    drawn = philox(key, (blocks[None, :], first, second, rows[:, None]))
+    return box_muller(philox(key, (blocks[None, :], first, second, rows[:, None])))[:, :length]
+
+
+def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Four standard normal values of four 32-bit words: of tensors [rows, blocks], values [rows, 4 · blocks]."""
     pairs = []
     for radius_word, angle_word in ((drawn[0], drawn[1]), (drawn[2], drawn[3])):
         # +½ keeps the logarithm finite; small words keep their full precision, so the tail reaches 6.7 deviations.
-        radius = radius_word.float().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-        angle = angle_word.float().mul_(2.0**-32 * 2 * torch.pi)
+        radius = radius_word.to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = angle_word.to(dtype).mul_(2.0**-32 * 2 * torch.pi)
         pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
-    return torch.stack(pairs, dim=-1).flatten(1)[:, :length]
+    return torch.stack(pairs, dim=-1).flatten(1)

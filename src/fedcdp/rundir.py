@@ -5,6 +5,7 @@ RUN/config.toml              what was run: enough to run it again
 RUN/metrics.jsonl            one line a round
 RUN/checkpoint.safetensors   the latest round's state
 RUN/model.safetensors        the trained model, once the run is done
+RUN/ledger.jsonl             what was released, and who took part: written before a release is used
 RUN/lock                     held by the process that is at work
 ```
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,13 +31,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """All that a run needs to go on: everything random is derived from the plan's seed and the round."""
+    """All that a run needs to go on: what else is random is derived from the plan's seed and the round, or drawn anew."""
 
     round: int
     """Rounds that are done."""
     weights: Tree
     average: Tree | None
     """The moving average of the global model, where the plan asks for one."""
+    clip: float | None = None
+    """The clip bound of the next round, where it follows a quantile."""
 
 
 class RunDirectory:
@@ -47,6 +51,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.model = self.path / "model.safetensors"
+        self.ledger = self.path / "ledger.jsonl"
 
     def create(self, config: str) -> None:
         """Start a new run; refuses a directory that holds anything but what a killed start left behind."""
@@ -83,8 +88,11 @@ class RunDirectory:
         tensors = {f"weights/{name}": value for name, value in state.weights.items()}
         if state.average is not None:
             tensors |= {f"average/{name}": value for name, value in state.average.items()}
+        about = {"format": "checkpoint-1", "round": state.round, "plan": plan}
+        if state.clip is not None:
+            about["clip"] = state.clip  # JSON keeps every digit
         with _said_in_a_sentence(self.path, "written"):
-            save_tensors(self.checkpoint, tensors, {"format": "checkpoint-1", "round": state.round, "plan": plan})
+            save_tensors(self.checkpoint, tensors, about)
 
     def load_state(self, plan: str | None = None) -> State | None:
         """The latest state, or None where the run did not finish a round; refuses that of another plan."""
@@ -95,11 +103,13 @@ class RunDirectory:
             raise RunError(f"{self.checkpoint} belongs to another plan; resume a run with the plan that started it")
         if type(about.get("round")) is not int or about["round"] < 0:
             raise RunError(f"{self.checkpoint} does not say how many rounds it has")
+        if "clip" in about and not (type(about["clip"]) is float and 0 < about["clip"] < math.inf):
+            raise RunError(f"{self.checkpoint} holds a clip bound that is not a positive number")
         parts: dict[str, Tree] = {"weights": {}, "average": {}}
         for name, value in tensors.items():
             part, _, parameter = name.partition("/")
             parts.setdefault(part, {})[parameter] = value
-        return State(about["round"], parts["weights"], parts["average"] or None)
+        return State(about["round"], parts["weights"], parts["average"] or None, about.get("clip"))
 
     # The metrics -----------------------------------------------------------------------------------------------------
 

@@ -1,20 +1,22 @@
 """Schedules: one value per round, for the clip bound and the learning rate.
 
 A schedule is a frozen value with a written form, so that a configuration file, the command line and Python say the same
-thing: `4`, `linear(6, 2)`, `exponential(6, 2)`, `cosine(6, 2)`, `proportional(4)`.
+thing: `4`, `linear(6, 2)`, `exponential(6, 2)`, `cosine(6, 2)`, `proportional(4)`. A clip bound may also be a
+`quantile(0.5, 4)`, whose values are not known before the training.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fedcdp.errors import PlanError
 
 Kind = Literal["constant", "linear", "exponential", "cosine", "proportional"]
+_Made = TypeVar("_Made")
 
 # How far the value has travelled from start to end after a fraction `x` of the rounds.
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
@@ -58,6 +60,32 @@ class Schedule:
         return f"proportional({start})" if self.kind == "proportional" else f"{self.kind}({start}, {end})"
 
 
+@dataclass(frozen=True)
+class Quantile:
+    """A clip bound that follows a quantile of the norms that it clips (Andrew et al., NeurIPS 2021).
+
+    It begins at `start`. Every round tells, under noise, what share of the norms lay within the bound; the bound grows
+    where that share is below `target` and shrinks where it is above.
+    """
+
+    target: float
+    start: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1:
+            raise PlanError(f"{self}: {_number(self.target)} is not a quantile above 0 and below 1")
+        if not 1e-30 <= self.start <= 1e30:  # the norms that it is compared with are float32
+            raise PlanError(f"{self}: {_number(self.start)} is not a bound from 1e-30 to 1e30")
+
+    def moved(self, bound: float, within: float, rate: float) -> float:
+        """The bound of the next round: C · exp(−rate · (within − target)), from a millionth to a million times `start`."""
+        exponent = min(max(-rate * (within - self.target), -100.0), 100.0)
+        return min(max(bound * math.exp(exponent), self.start * 1e-6), self.start * 1e6)
+
+    def __str__(self) -> str:
+        return f"quantile({_number(self.target)}, {_number(self.start)})"
+
+
 def _number(value: float) -> str:
     # Every digit counts: a configuration file must give the same schedule back.
     return repr(value).removesuffix(".0")
@@ -88,6 +116,11 @@ def proportional(start: float) -> Schedule:
     return Schedule("proportional", start, start)
 
 
+def quantile(target: float, start: float) -> Quantile:
+    """A clip bound that starts at `start` and follows the `target` quantile of the norms, privately (0.5: the median)."""
+    return Quantile(target, start)
+
+
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     "constant": constant,
     "linear": linear,
@@ -95,23 +128,40 @@ _MAKERS: dict[str, Callable[..., Schedule]] = {
     "cosine": cosine,
     "proportional": proportional,
 }
+_FORMS = "linear(start, end), exponential(start, end), cosine(start, end), proportional(start)"
 _WRITTEN = re.compile(r"\s*([a-z]+)\s*\(([^()]*)\)\s*")
+_MEDIAN = re.compile(r"\s*median\s*(\(.*\))?\s*")
+
+
+def as_bound(value: Schedule | Quantile | float | str, field: str) -> Schedule | Quantile:
+    """Read a clip bound: a schedule, or a quantile to follow."""
+    if isinstance(value, Quantile):
+        return value
+    if isinstance(value, str) and _MEDIAN.fullmatch(value):
+        raise PlanError(
+            f"{field}: the median norm is computed from the data and shows through the bound, so that no finite ε holds; "
+            "quantile(0.5, 4) starts at 4 and follows the median privately"
+        )
+    return _read(value, field, {**_MAKERS, "quantile": quantile}, f"{_FORMS}, quantile(target, start)")
 
 
 def as_schedule(value: Schedule | float | str, field: str) -> Schedule:
     """Read a schedule from a number or its written form; `field` is named if that fails."""
+    return _read(value, field, _MAKERS, _FORMS)
+
+
+def _read(
+    value: Schedule | float | str, field: str, makers: Mapping[str, Callable[..., _Made]], forms: str
+) -> _Made | Schedule:
     if isinstance(value, Schedule):
         return value
     try:
         if isinstance(value, str) and (written := _WRITTEN.fullmatch(value)):
-            return _MAKERS[written[1]](*(float(part) for part in written[2].split(",")))
+            return makers[written[1]](*(float(part) for part in written[2].split(",")))
         if isinstance(value, bool):
             raise TypeError
         return constant(float(value))
     except PlanError as error:
         raise PlanError(f"{field}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise PlanError(
-            f"{field}: {value!r} is neither a positive number nor one of "
-            "linear(start, end), exponential(start, end), cosine(start, end), proportional(start)"
-        ) from None
+        raise PlanError(f"{field}: {value!r} is neither a positive number nor one of {forms}") from None

@@ -1,8 +1,9 @@
 """The simulator: rounds of many virtual clients on one device.
 
 A round is four steps: choose the clients, train them locally (in chunks, so that memory is bounded), add up what they
-send, move the global model. Nothing carries over from round to round but the weights: all randomness is derived from the
-seed and the round, so that a stopped run continues exactly where it was.
+send, move the global model. Nothing carries over from round to round but the weights and a clip bound that follows a
+quantile: all randomness is derived from the seed and the round, so that a stopped run continues exactly where it was
+(under secure noise: as it might have).
 """
 
 from __future__ import annotations
@@ -11,26 +12,35 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedcdp.accounting.ledger import Ledger
+from fedcdp.accounting.ledger import Noise as NoiseKind
+from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files import check_tensors, save_tensors
-from fedcdp.methods import METHODS, Moment, train_locally
+from fedcdp.methods import METHODS, Moment, take_part
 from fedcdp.models import mixing_layers, prepare
-from fedcdp.noise import SeededNoise
+from fedcdp.noise import noise_of
 from fedcdp.plan import Plan
 from fedcdp.rundir import Row, RunDirectory, State
 from fedcdp.sampling import Draw, choose_clients, choose_records
-from fedcdp.server import Aggregate, moving_average, server_update
-from fedcdp.tree import Tree
+from fedcdp.server import Aggregate, moving_average, next_clip, server_update
+from fedcdp.tree import Layout, Tree
+
+if TYPE_CHECKING:
+    from fedcdp.accounting.statement import Mode, Privacy
 
 _EVALUATION_BATCH = 1000
 _MEMORY_FOR_GRADIENTS = {"cpu": 256 * 2**20, "cuda": 8 * 2**30}  # bytes; on a CPU, larger chunks fall out of its caches
@@ -51,6 +61,10 @@ class Run:
     """Time spent in this process."""
     client_steps: int
     """Local iterations of single clients computed in this process."""
+    releases: int
+    """Rounds released so far; under secure noise, a round that was repeated after a crash counts again."""
+    participations: NDArray[np.int64] = field(repr=False)
+    """In how many of them each client took part."""
     directory: Path | None = None
 
     @property
@@ -63,6 +77,15 @@ class Run:
         """Accuracy on the validation split after the last evaluated round."""
         measured = [row["accuracy"] for row in self.metrics if row.get("accuracy") is not None]
         return measured[-1] if measured else None
+
+    def privacy(self, mode: Mode = "tight") -> Privacy:
+        """ε against every adversary for what was released, and what the most-used client has spent of it."""
+        from fedcdp.accounting.statement import Usage, state
+
+        population = Population.of(self.federation, Layout.of(self.model), self.plan)
+        most_used = np.sort(self.participations)[::-1][: population.copies]
+        usage = Usage(self.releases, tuple(int(count) for count in most_used))
+        return state(self.plan, population, mode=mode, rounds=self.releases, usage=usage)
 
     @property
     def us_per_client_step(self) -> float | None:
@@ -84,13 +107,15 @@ def simulate(
     out: Path | str | None = None,
     config: str | None = None,
     resume: bool = False,
+    most_releases: int | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Train `model` over `federation` by `plan`; `rounds` and `per_round` override the plan's.
 
     The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
     every round, and `resume` continues it. `chunk` is how many clients are trained at once (default: what fits a bounded
-    amount of memory); it does not change the result beyond rounding.
+    amount of memory); it does not change the result beyond rounding. With `most_releases`, training ends before one more
+    round would be released (see `accounting.calibrate.rounds_within`), with the model so far.
     """
     changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
     plan = plan.but(**changes) if changes else plan
@@ -109,9 +134,9 @@ def simulate(
     simulator = Simulator(FunctionalEngine(network, loss), federation, plan, device, chunk)
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
     simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.method.startswith("fed-cdp"))
-    fresh = State(0, weights, dict(weights) if plan.ema else None)
+    fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
     if out is None:
-        return simulator.run(network, fresh, None, evaluate_every, progress)
+        return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
     directory = RunDirectory(out)
     if resume:
         directory.require()
@@ -121,10 +146,43 @@ def simulate(
         if resume and (stored := directory.load_state(plan.digest())) is not None:
             for tree in (stored.weights, stored.average or stored.weights):
                 check_tensors(directory.checkpoint, tree, weights)
-            if stored.round > plan.rounds or (stored.average is None) != (fresh.average is None):
+            if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
                 raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
             fresh = stored
-        return simulator.run(network, fresh, directory, evaluate_every, progress)
+        releases = Releases(federation.clients, _ledger_of(directory, simulator, fresh.round))
+        return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
+
+
+def _ledger_of(directory: RunDirectory, simulator: Simulator, rounds_done: int) -> Ledger:
+    plan = simulator.plan
+    noise: NoiseKind = "secure" if plan.secure_noise else "seeded"
+    population = asdict(Population.of(simulator.federation, simulator.engine.layout, plan))
+    ledger = Ledger.open_or_create(directory.ledger, plan.written(), population, noise)
+    ledger.check(plan.written(), population, noise, rounds_done)
+    return ledger
+
+
+class Releases:
+    """What has been released so far: kept in the run's ledger where there is one, before a release is used."""
+
+    def __init__(self, clients: int, ledger: Ledger | None = None) -> None:
+        self.count = ledger.rounds_charged if ledger else 0
+        self.participations = ledger.participations() if ledger else np.zeros(clients, dtype=np.int64)
+        self._ledger = ledger
+
+    def charge(self, round_: int, chosen: NDArray[np.int64], bound: float) -> None:
+        """Record a round's release; only then may anything of it be used."""
+        before = self.count
+        if self._ledger:
+            self._ledger.charge(round_, chosen, bound)
+        self.count = self._ledger.rounds_charged if self._ledger else self.count + 1
+        if self.count > before:  # not the same release once more, after a crash
+            self.participations[chosen] += 1
+
+    def may_go_on(self, round_: int, most: int | None) -> bool:
+        """Whether one more round keeps within the largest number of releases; one that is charged already does."""
+        charged = self._ledger is not None and self._ledger.noise == "seeded" and self._ledger.rounds_charged > round_
+        return most is None or charged or self.count < most
 
 
 def _config_of_python(plan: Plan, federation: Federation) -> str:
@@ -156,21 +214,31 @@ class Simulator:
         self.inputs = federation.train.inputs.to(device)
         self.targets = federation.train.targets.to(device)
         self.validation = federation.validation
-        self.noise = SeededNoise(plan.seed, engine.layout)
+        self.noise = noise_of(plan, engine.layout)
         self.chunk = chunk or self._chunk_that_fits()
 
     def run(
-        self, network: nn.Module, state: State, directory: RunDirectory | None, every: int, progress: Progress | None
+        self,
+        network: nn.Module,
+        state: State,
+        directory: RunDirectory | None,
+        releases: Releases,
+        most_releases: int | None,
+        every: int,
+        progress: Progress | None,
     ) -> Run:
-        """All rounds that are left, each kept on disk before the next begins."""
+        """All rounds that are left, each charged before it begins and kept on disk before the next one does."""
         started, steps = time.perf_counter(), 0
         metrics = directory.forget_metrics_after(state.round) if directory else []
         state = _to(state, self.device)
-        while state.round < self.plan.rounds:
+        while state.round < self.plan.rounds and releases.may_go_on(state.round, most_releases):
             round_started = time.perf_counter()
-            clients, state = self.round(state)
-            steps += clients * self.plan.local_steps
-            row = self._measure(state, clients, every)
+            clip = state.clip
+            chosen = choose_clients(self.plan, self.federation.clients, state.round)
+            releases.charge(state.round, chosen, self.plan.clip_at(state.round, clip) if self.plan.private else 0.0)
+            state = self.round(state, torch.from_numpy(chosen))
+            steps += len(chosen) * self.plan.local_steps
+            row = self._measure(state, len(chosen), clip, every)
             row["seconds"] = round(time.perf_counter() - round_started, 4)
             metrics.append(row)
             if directory:
@@ -183,23 +251,25 @@ class Simulator:
         if directory:
             save_tensors(directory.model, network.state_dict(), {"format": "model-1", "round": state.round})
         seconds = time.perf_counter() - started
-        return Run(self.plan, self.federation, network, metrics, seconds, steps, directory.path if directory else None)
+        kept = directory.path if directory else None
+        return Run(
+            self.plan, self.federation, network, metrics, seconds, steps, releases.count, releases.participations, kept
+        )
 
-    def round(self, state: State) -> tuple[int, State]:
-        """One global round: how many clients took part, and the state after it."""
+    def round(self, state: State, chosen: Tensor) -> State:
+        """One global round with the chosen clients: the state after it."""
         method, plan, round_ = METHODS[self.plan.method], self.plan, state.round
-        chosen = torch.from_numpy(choose_clients(plan, self.federation.clients, round_))
         received = Aggregate(state.weights, plan)
         for clients in chosen.split(self.chunk) if len(chosen) else ():
             table, sizes = self._records_of(clients)
-            at = self._moment(round_, clients.to(self.device), sizes)
-            batches = self._batches(at, table, sizes)
-            updates = train_locally(method, state.weights, batches, at)
-            received.add(method.admit(updates, at))
+            at = self._moment(state, clients.to(self.device), sizes)
+            sent = take_part(method, state.weights, self._batches(at, table, sizes), at)
+            received.add(method.admit(sent.update, at), method.admit_count(sent, at))
         nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
-        weights = server_update(method, state.weights, received, self._moment(round_, nobody, nobody))
+        at = self._moment(state, nobody, nobody)
+        weights = server_update(method, state.weights, received, at)
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
-        return len(chosen), State(round_ + 1, weights, average)
+        return State(round_ + 1, weights, average, next_clip(method, received, at))
 
     def batch_of_first_client(self) -> Batch:
         """What the first client would train on in its first step."""
@@ -209,9 +279,9 @@ class Simulator:
         everything = torch.ones(1, width, dtype=torch.bool, device=self.device)
         return Batch(self.inputs[table[:, :width]], self.targets[table[:, :width]], everything)
 
-    def _moment(self, round_: int, clients: Tensor, sizes: Tensor) -> Moment:
+    def _moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
         expected = sizes.clamp(max=self.plan.batch_size)
-        return Moment(self.plan, self.engine, self.noise, round_, clients, expected)
+        return Moment(self.plan, self.engine, self.noise, state.round, clients, expected, current_clip=state.clip)
 
     def _records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
         table, sizes = self.federation.table(clients.numpy())
@@ -229,7 +299,7 @@ class Simulator:
         records = table.gather(1, draw.positions[:, :width])
         return Batch(self.inputs[records], self.targets[records], draw.present[:, :width])
 
-    def _measure(self, state: State, clients: int, every: int) -> Row:
+    def _measure(self, state: State, clients: int, clip: float | None, every: int) -> Row:
         """What is written of a round. In a private run nothing here comes from before the noise."""
         row: Row = {
             "round": state.round,
@@ -237,7 +307,7 @@ class Simulator:
             "learning_rate": self.plan.learning_rate_at(state.round - 1),
         }
         if self.plan.private:
-            row["clip"] = self.plan.clip_at(state.round - 1)
+            row["clip"] = self.plan.clip_at(state.round - 1, clip)
         if self.validation is not None and (state.round % every == 0 or state.round == self.plan.rounds):
             row |= evaluate(self.engine, state.average or state.weights, self.validation, self.device)
         return row
@@ -262,8 +332,13 @@ def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device)
     return {"accuracy": correct / len(data), "loss": loss / len(data) if math.isfinite(loss) else None}
 
 
+def _missing(state: State) -> list[bool]:
+    return [part is None for part in (state.average, state.clip)]
+
+
 def _to(state: State, device: torch.device) -> State:
     def moved(tree: Tree) -> Tree:
         return {name: value.to(device) for name, value in tree.items()}
 
-    return State(state.round, moved(state.weights), None if state.average is None else moved(state.average))
+    average = None if state.average is None else moved(state.average)
+    return replace(state, weights=moved(state.weights), average=average)

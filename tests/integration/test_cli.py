@@ -54,7 +54,7 @@ def test_training_prints_one_json_line_and_leaves_a_run_directory(cli: Cli, meth
     result = summary(cli(*CANCER, "--method", method, "--json", "--out", "run"))
     assert list(result) == ["accuracy", "rounds", "seconds", "us_per_client_step", "epsilon"]
     assert result["rounds"] == 3
-    assert result["epsilon"] is None
+    assert {row["adversary"] for row in result["epsilon"]} == {"server", "update", "example", "model"}
     assert 0 < result["seconds"] < 60
     assert result["us_per_client_step"] == pytest.approx(result["seconds"] / 24 * 1e6, rel=0.05)
     rows = metrics("run")
@@ -66,7 +66,9 @@ def test_training_prints_one_json_line_and_leaves_a_run_directory(cli: Cli, meth
 def test_a_run_directory_holds_safetensors_and_texts_and_nothing_pickled(cli: Cli) -> None:
     assert cli(*CANCER, "--quiet", "--out", "run").status == 0
     files = {path.name for path in Path("run").iterdir()}
-    assert files - {"lock"} == {"config.toml", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors"}
+    assert files - {"lock"} == {
+        "config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoint.safetensors", "model.safetensors"
+    }  # fmt: skip
     with safe_open("run/checkpoint.safetensors", "pt") as checkpoint:
         assert json.loads(checkpoint.metadata()["fedcdp"])["round"] == 3
         assert all(name.startswith("weights/") for name in checkpoint.keys())  # noqa: SIM118

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from fedcdp.experiment import assemble
-from fedcdp.files import load_tensors, save_tensors
 from fedcdp.rundir import RunDirectory
 
 ROUNDS = 60
@@ -78,18 +77,10 @@ def assert_same(one: Path | str, other: Path | str) -> None:
 
 
 def stop_after(run: Path, whole: Path, rounds: int) -> None:
-    """Leave `run` as a process that was killed after some rounds of `whole` left it; `whole` is in the meantime done.
-
-    The state is that of a real shorter run whose schedules are constant, which is the same up to there.
-    """
+    """Leave `run` as a process that was killed after some rounds of `whole` left it; `whole` is in the meantime done."""
     shutil.rmtree(run, ignore_errors=True)
-    experiment = assemble(_settings(whole))
-    shorter = assemble(_settings(whole), {"plan": {"rounds": rounds}})
-    shorter.train(run, quiet=True)
+    assemble(_settings(whole)).train(run, quiet=True, most_releases=rounds)
     (run / "model.safetensors").unlink()
-    (run / "config.toml").write_text(experiment.to_toml(), encoding="utf-8")
-    tensors, about = load_tensors(run / "checkpoint.safetensors", "checkpoint-1")
-    save_tensors(run / "checkpoint.safetensors", tensors, about | {"plan": experiment.plan.digest()})
 
 
 def _settings(run: Path) -> dict[str, dict[str, Any]]:
@@ -176,8 +167,17 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(cli: Cl
     whole = Path(shutil.copytree(run, tmp_path / "whole"))
     for name in ("checkpoint.safetensors", "model.safetensors", "metrics.jsonl"):
         (run / name).unlink()
+    header, first, *_ = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_bytes(header + first)  # its first round was charged, and not finished
     assert cli("train", "--resume", "--quiet", "--out", run).status == 0
     assert_same(run, whole)
+
+
+def test_a_run_whose_checkpoint_is_lost_is_not_started_again(cli: Cli, run: Path) -> None:
+    (run / "checkpoint.safetensors").unlink()
+    refused = cli("train", "--resume", "--quiet", "--out", run)
+    assert refused.status == 2
+    assert "do not fit" in refused.stderr
 
 
 def test_a_run_that_was_killed_while_it_was_created_can_be_started(cli: Cli) -> None:

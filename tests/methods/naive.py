@@ -21,16 +21,20 @@ Example = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Unit:
-    """Where noise of standard deviation 1 is read from: for a step, for an update, for the server's sum."""
+    """Where noise of standard deviation 1 is read from: for a step, for an update, for the server's sum; and for the
+    count of a quantile clip, at a client and at the server."""
 
     step: Callable[[int, int, int], Weights]
     update: Callable[[int, int], Weights]
     server: Callable[[int], Weights]
+    count: Callable[[int, int], float]
+    server_count: Callable[[int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A training in plain numbers. `clips` and `rates` have one entry a round."""
+    """A training in plain numbers. `clips` and `rates` have one entry a round; with a quantile to follow, the loop appends
+    to `clips` what each round gives for the next."""
 
     method: str
     clips: list[float]
@@ -47,6 +51,9 @@ class Setting:
     server_rate: float = 1.0
     averaging: bool = False
     sent: float = 1.0
+    quantile: float | None = None
+    quantile_noise: float = 0.0
+    quantile_rate: float = 0.0
 
 
 def trainable(model: nn.Module) -> Weights:
@@ -98,6 +105,31 @@ def clipped(vector: Weights, groups: list[list[str]], bound: float) -> Weights:
     return result
 
 
+def indicator(vector: Weights, groups: list[list[str]], bound: float) -> float:
+    """The share of the groups that are within the bound, less a half; 0 of a vector that is not finite somewhere."""
+    if any(not math.isfinite(x) for value in vector.values() for x in value.flatten().tolist()):
+        return 0.0
+    inside = 0
+    for group in groups:
+        squares = 0.0
+        for name in group:
+            squares += float((vector[name] ** 2).sum())
+        if math.sqrt(squares) <= bound:
+            inside += 1
+    return inside / len(groups) - 0.5
+
+
+def next_clip(counts: list[float], setting: Setting, unit: Unit, round_: int) -> float:
+    """Andrew et al.: C · exp(−η (b − γ)), b = ½ + (noised sum of the indicators) / (their planned number)."""
+    total, planned = sum(counts), setting.planned
+    if setting.method == "fed-cdp":
+        planned *= setting.batch
+    elif setting.noise_at == "server":
+        total += setting.quantile_noise * unit.server_count(round_)
+    assert setting.quantile is not None
+    return setting.clips[round_] * math.exp(-setting.quantile_rate * (0.5 + total / planned - setting.quantile))
+
+
 def largest_entries(update: Weights, fraction: float) -> Weights:
     """All but the largest `fraction` of the entries set to zero, at least one kept, the earlier of two equals."""
     entries = [
@@ -122,28 +154,33 @@ def add(left: Weights, right: Weights, factor: float = 1.0) -> Weights:
 
 def step_deviation(setting: Setting, round_: int) -> float:
     """Standard deviation of the noise on the sum of a Fed-CDP step (privacy.md, section 2)."""
-    bound = (setting.noise_clips or setting.clips)[round_]
+    return on_sum(setting, setting.sigma * (setting.noise_clips or setting.clips)[round_])
+
+
+def on_sum(setting: Setting, deviation: float) -> float:
+    """What a deviation becomes on the sum of a step."""
     if setting.convention == "example":
-        return setting.sigma * bound * math.sqrt(setting.slots)
-    if setting.convention == "batch":
-        return setting.sigma * bound
-    return setting.sigma * bound / setting.planned
+        return deviation * math.sqrt(setting.slots)
+    return deviation if setting.convention == "batch" else deviation / setting.planned
 
 
 def train_client(
     model: nn.Module, start: Weights, steps: list[list[Example]], records: int, setting: Setting,
     unit: Unit, round_: int, client: int,
-) -> Weights:  # fmt: skip
-    """What one client sends in one round: its steps, then what its method does to the update."""
+) -> tuple[Weights, float]:  # fmt: skip
+    """What one client sends in one round: its steps, then what its method does to the update; and its count."""
     groups = [list(start)] if setting.flat else layers_of(model)
     bound, rate = setting.clips[round_], setting.rates[round_]
     deviation = setting.sigma * (setting.noise_clips or setting.clips)[round_]
+    count = 0.0
     weights, velocity = start, {name: torch.zeros_like(value) for name, value in start.items()}
     for step, examples in enumerate(steps):
         total = {name: torch.zeros_like(value) for name, value in start.items()}
         for example in examples:
             found = gradient(model, weights, example)
             if setting.method == "fed-cdp":
+                if step == 0:
+                    count += indicator(found, groups, bound)
                 found = clipped(found, groups, bound)
             if all(bool(torch.isfinite(value).all()) for value in found.values()):
                 total = add(total, found)
@@ -154,11 +191,17 @@ def train_client(
             velocity[name] = setting.momentum * velocity[name] + mean
         weights = {name: weights[name] - rate * velocity[name] for name in weights}
     update = {name: weights[name] - start[name] for name in start}
+    if setting.method == "fed-cdp":
+        count += on_sum(setting, setting.quantile_noise) * unit.count(round_, client)
+    if setting.method == "fed-sdp" and setting.noise_at == "client":
+        count = indicator(update, groups, bound) + setting.quantile_noise * unit.count(round_, client)
     if setting.method == "fed-sdp" and setting.noise_at == "client":
         update = add(clipped(update, groups, bound), unit.update(round_, client), deviation)
     if setting.sent < 1:
         update = largest_entries(update, setting.sent)
-    return update
+    if setting.method == "fed-sdp" and setting.noise_at == "server":
+        count = indicator(update, groups, bound)
+    return update, count
 
 
 def move_server(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedcdp import Federation, Plan, partition, simulate
 from fedcdp.noise import SeededNoise
 from fedcdp.sampling import choose_clients, choose_records
+from fedcdp.schedules import quantile
 from fedcdp.tree import Layout
 
 TOLERANCE = 1e-5  # float32 against float64
@@ -41,6 +42,8 @@ def unit_noise(model: nn.Module, seed: int) -> naive.Unit:
         step=lambda round_, client, step: of_one(noise.for_step(round_, torch.tensor([client]), step, 1.0)),
         update=lambda round_, client: of_one(noise.for_update(round_, torch.tensor([client]), 1.0)),
         server=lambda round_: noise.for_server(round_, torch.device("cpu"), 1.0),
+        count=lambda round_, client: noise.for_count(round_, torch.tensor([client]), 1.0).item(),
+        server_count=lambda round_: noise.for_server_count(round_, torch.device("cpu"), 1.0),
     )
 
 
@@ -68,20 +71,27 @@ def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain:
             "momentum": plan.momentum,
             "server_rate": plan.server_learning_rate,
             "averaging": plan.aggregation == "fedaveraging",
+            "quantile": getattr(plan.clip, "target", None),
+            "quantile_noise": plan.quantile_noise,
+            "quantile_rate": plan.quantile_rate,
         }
         | plain
     )
     data, unit, weights = federation.train, unit_noise(model, plan.seed), naive.trainable(model)
     for round_ in range(plan.rounds):
-        updates = []
+        updates, counts = [], []
         for client in choose_clients(plan, federation.clients, round_).tolist():
             steps = []
             for step in range(plan.local_steps):
                 chosen = records_of_step(plan, federation, client, round_, step)
                 steps.append([(data.inputs[record], data.targets[record]) for record in chosen])
             held = len(federation.indices(client))
-            updates.append(naive.train_client(model, weights, steps, held, setting, unit, round_, client))
+            update, count = naive.train_client(model, weights, steps, held, setting, unit, round_, client)
+            updates.append(update)
+            counts.append(count)
         weights = naive.move_server(model, weights, updates, setting, unit, round_)
+        if setting.quantile is not None and round_ + 1 < plan.rounds:
+            setting.clips[round_ + 1] = naive.next_clip(counts, setting, unit, round_)
     return weights
 
 
@@ -195,6 +205,45 @@ def test_fed_cdp_with_a_decaying_bound_equals_the_naive_loop(small, written, cli
     assert_same_training(small.model, federation, plan, noise_clips=noise_clips, **plain)
 
 
+QUANTILE: dict[str, dict[str, Any]] = {
+    "fed-cdp, example noise": {"method": "fed-cdp", "noise": "example"},
+    "fed-cdp, batch noise": {"method": "fed-cdp", "noise": "batch"},
+    "fed-cdp, cohort noise": {"method": "fed-cdp", "noise": "cohort"},
+    "fed-sdp at the server": {"method": "fed-sdp", "noise_at": "server"},
+    "fed-sdp at the client": {"method": "fed-sdp", "noise_at": "client"},
+}
+
+
+@pytest.mark.parametrize("name", QUANTILE)
+@pytest.mark.parametrize("sampling", ["poisson", "partition"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"chunk": 1, "clip_mode": "flat"},
+        {"chunk": 2, "client_sampling": "poisson", "compression": 0.4, "aggregation": "fedaveraging"},
+    ],
+)
+def test_a_bound_that_follows_a_quantile_equals_the_naive_loop(small, name, sampling, fields):
+    """Weights and the bound of every round; clients of fewer records than a batch, and an example that is not finite."""
+    inputs = small.inputs.clone()
+    inputs[3] = math.nan
+    federation = federation_of(inputs, small.targets, [9, 2, 6, 7])
+    fields = dict(fields)
+    chunk = fields.pop("chunk", None)
+    start = 0.4 if QUANTILE[name]["method"] == "fed-cdp" else 0.1
+    plan = small_plan(
+        **QUANTILE[name], **fields, rounds=4, clip=f"quantile(0.7, {start})", noise_multiplier=0.2, quantile_noise=0.8,
+        quantile_rate=1.5, record_sampling=sampling,
+    )  # fmt: skip
+    clips = [start] * plan.rounds
+    expected = train_naively(small.model, federation, plan, clips=clips, sent=shared(plan))
+    run = simulate(small.model, federation, plan, chunk=chunk)
+    assert len(set(clips)) == plan.rounds
+    assert [row["clip"] for row in run.metrics] == pytest.approx(clips, rel=1e-5)
+    assert_close(dict(run.model.named_parameters()), expected)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pruned_update_equals_the_naive_loop(small, method):
     federation = federation_of(small.inputs, small.targets, SIZES)
@@ -263,7 +312,9 @@ def plans(draw: st.DrawFn, clients: int) -> Plan:
         slots=draw(st.integers(batch, 3 * batch)) if sampling == "poisson" else None,
         record_sampling=sampling,
         client_sampling=draw(st.sampled_from(["fixed", "poisson"])),
-        clip=draw(st.floats(0.01, 2.0)),
+        clip=draw(st.one_of(st.floats(0.01, 2.0), st.builds(quantile, st.floats(0.01, 0.99), st.floats(0.01, 2.0)))),
+        quantile_noise=draw(st.floats(0.01, 3.0)),
+        quantile_rate=draw(st.floats(0.01, 2.0)),
         clip_mode=draw(st.sampled_from(["layer", "flat"])),
         noise_multiplier=draw(st.floats(0.0, 2.0)),
         noise=draw(st.sampled_from(["example", "batch", "cohort"])),

@@ -82,12 +82,17 @@ class View:
         return sequence([once(sigma) for sigma in least * whole + least[:rest]])
 
 
-def noise_multipliers(plan: Plan, rounds: int | None = None) -> list[float]:
-    """σ_t for each of the first `rounds` rounds (default: all): noise over the clip bound of that round."""
+def noise_multipliers(plan: Plan, releases: int | None = None) -> list[float]:
+    """σ_t, noise over the clip bound, of the first rounds' releases (default: one for each round of the plan).
+
+    Releases beyond the plan's rounds are repeats under fresh noise, after a crash; each counts as the costliest there is.
+    """
+    releases = plan.rounds if releases is None else releases
     if plan.noise_follows_clip:
-        return [plan.noise_multiplier] * (plan.rounds if rounds is None else rounds)
-    exact = [plan.noise_scale_at(t) / plan.clip_at(t) for t in range(plan.rounds if rounds is None else rounds)]
-    return [_ROUNDING ** math.floor(math.log(value, _ROUNDING) + 1e-9) if value else 0.0 for value in exact]
+        return [plan.noise_multiplier] * releases
+    exact = [plan.noise_scale_at(t) / plan.clip_at(t) for t in range(min(releases, plan.rounds))]
+    rounded = [_ROUNDING ** math.floor(math.log(value, _ROUNDING) + 1e-9) if value else 0.0 for value in exact]
+    return rounded + [min(rounded, default=0.0)] * (releases - len(rounded))
 
 
 def views(plan: Plan, population: Population) -> list[View]:
@@ -130,7 +135,7 @@ class _Mechanism:
     def first_z(self, sigma: float) -> float:
         """z of a round's first step."""
         z = self.z(sigma)
-        if not self.plan.follows_quantile:
+        if self.plan.quantile is None:
             return z
         indicator = 2 * self.plan.quantile_noise * self.weight
         return 1 / math.sqrt(1 / z**2 + 1 / indicator**2)
@@ -322,7 +327,7 @@ def _fed_sdp(plan: Plan, population: Population) -> list[View]:
             rows.append(_copies_under_noisy_server(clients, update))
     follow = [replace(row, unit="record", assumption=f"follows from the client's row: {row.assumption}")
               for row in rows if row.unit == "client"]  # fmt: skip
-    return [*rows, *(follow if population.copies == 1 else []), _without("example", raw)]
+    return [*rows, *follow, _without("example", raw)]
 
 
 def _model_of_noisy_clients(plan: Plan, clients: _Clients, mechanism: _Mechanism, server: View) -> View:

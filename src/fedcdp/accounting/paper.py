@@ -11,6 +11,8 @@ import math
 import dp_accounting
 import numpy as np
 
+from fedcdp.accounting import tight
+from fedcdp.accounting.releases import PoissonGaussian, repeated
 from fedcdp.accounting.renyi import Curve, curve_of_event
 from fedcdp.plan import Plan
 
@@ -33,6 +35,12 @@ def printed_epsilon(plan: Plan) -> float:
     if plan.method == "fed-sdp":
         return moments_epsilon(_CLIENT_RATE, plan.noise_multiplier, plan.rounds + 1, plan.delta)
     return moments_epsilon(_RECORD_RATE, plan.noise_multiplier, plan.rounds * plan.local_steps + 1, plan.delta)
+
+
+def tight_epsilon(plan: Plan) -> float:
+    """What a tight accountant makes of the same steps at the same rate. As little a guarantee as the others."""
+    steps = repeated(PoissonGaussian(_RECORD_RATE, plan.noise_multiplier), plan.rounds * plan.local_steps)
+    return tight.epsilon(steps, plan.delta)
 
 
 def classical_epsilons(plan: Plan) -> dict[str, float]:

@@ -21,7 +21,7 @@ _VACUOUS = 50.0  # an ε from here on says nothing, and the table says so
 
 @dataclass(frozen=True)
 class Usage:
-    """What a ledger has counted so far: rounds charged, and how often the most-used clients took part, descending."""
+    """What a ledger has counted so far: releases charged, and how often the most-used clients took part, descending."""
 
     rounds: int
     participations: tuple[int, ...]
@@ -125,8 +125,7 @@ def _row(view: View, plan: Plan, population: Population, mode: Mode, rounds: int
     worst = _smallest(view, lambda row: row.worst(multipliers), plan.delta, mode)
     used = None
     if usage is not None:
-        charged = noise_multipliers(plan, min(usage.rounds, plan.rounds))
-        charged += charged[-1:] * (usage.rounds - len(charged))  # rounds that were repeated under fresh noise
+        charged = noise_multipliers(plan, usage.rounds)
         participations = sum(usage.participations[: population.copies if view.unit == "unique" else 1])
         used = _smallest(view, lambda row: row.used(charged, participations), plan.delta, mode)
     # To take part in every round is the worst that can happen, so its ε holds before anything has happened, too.

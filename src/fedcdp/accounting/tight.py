@@ -36,7 +36,7 @@ Distribution: TypeAlias = Any  # pld.PrivacyLossDistribution; the library carrie
 
 _FINEST = 1e-4
 _NEGLIGIBLE = 1e-13
-_POINTS = 20_000  # about how many losses one release is tabulated on: the error stays below half a per cent
+_POINTS = 8_000  # about how many losses one release is tabulated on: the error stays below one per cent, upwards
 _COARSEST = 1.0  # beyond, a table of losses would cost more ε than the secrecy of sampling saves
 _MOST_LOTTERIES = 64  # distinct ones in one release, between which the tail's probability is shared
 _TAIL = 1e-15  # probability that a composition may move to an infinite loss: far below any δ in use

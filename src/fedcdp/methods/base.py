@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedcdp.compression import keep_largest
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.noise import SeededNoise
+from fedcdp.noise import Noise
 from fedcdp.plan import Plan
 from fedcdp.tree import Tree, combine, repeat
 
@@ -27,7 +27,7 @@ class Moment:
 
     plan: Plan
     engine: Engine
-    noise: SeededNoise
+    noise: Noise
     round: int
     clients: Tensor
     """The numbers of the clients on the leading axis."""
@@ -35,12 +35,20 @@ class Moment:
     """min(B, N_i) for each of them: what a sum over a step's records is divided by, however many were drawn."""
     step: int = 0
     tap: Tap | None = None
-    """Told what a reader of "type2", "type1" or "type0" sees; None: nobody reads."""
+    """Told what a reader of "type2", "type1" or "type0" sees; None: nobody reads. What goes with it to let the clip bound
+    follow a quantile is told as "type2-count", "type1-count", "type0-count"."""
+    current_clip: float | None = None
+    """The bound to which the rounds before this one moved it, where it follows a quantile."""
 
     @property
     def clip_bound(self) -> float:
         """C of this round."""
-        return self.plan.clip_at(self.round)
+        return self.plan.clip_at(self.round, self.current_clip)
+
+    @property
+    def noise_scale(self) -> float:
+        """σC of this round."""
+        return self.plan.noise_scale_at(self.round, self.current_clip)
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -53,6 +61,25 @@ class Moment:
             self.tap(reader, self, seen)
 
 
+@dataclass(frozen=True)
+class Local:
+    """Where clients are in their local training [clients, ...]."""
+
+    weights: Tree
+    velocity: Tree | None = None
+    count: Tensor | None = None
+    """What they will tell the server of the norms within the clip bound, where it follows a quantile."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What leaves clients in a round [clients, ...]."""
+
+    update: Tree
+    count: Tensor | None = None
+    """The sum of their indicators, where the clip bound follows a quantile and they are the ones to count."""
+
+
 class Method(ABC):
     """A federated training method. Subclasses override what they do differently."""
 
@@ -60,12 +87,13 @@ class Method(ABC):
     def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> Tree:
         """The sum of a step's gradients as the method lets local training use them."""
 
-    def local_step(self, weights: Tree, velocity: Tree | None, batch: Batch, at: Moment) -> tuple[Tree, Tree]:
+    def local_step(self, local: Local, batch: Batch, at: Moment) -> Local:
         """One local iteration: W ← W − η·v, with v the batch mean, or its running sum under momentum."""
-        total = self.gradient_sum(weights, batch, at)
+        total, count = self.counted_sum(local.weights, batch, at)
         mean = {name: value / _column(at.expected_batch, value) for name, value in total.items()}
-        velocity = mean if velocity is None else combine(mean, velocity, at.plan.momentum)
-        return combine(weights, velocity, -at.plan.learning_rate_at(at.round)), velocity
+        velocity = mean if local.velocity is None else combine(mean, local.velocity, at.plan.momentum)
+        weights = combine(local.weights, velocity, -at.plan.learning_rate_at(at.round))
+        return Local(weights, velocity, local.count if count is None else count)
 
     def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
         """The update that leaves a client, ΔW_i(t) = W_i(t)_L − W(t): sanitised first, then pruned, never the reverse."""
@@ -90,16 +118,46 @@ class Method(ABC):
         """What the server does to the sum of the updates before it uses it."""
         return total
 
+    # A clip bound that follows a quantile: the counts that go beside gradients, updates and their sum (`quantile`) -----
+
+    def counted_sum(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
+        """`gradient_sum`, and the noised sum of indicators [clients] if the method clips here."""
+        return self.gradient_sum(weights, batch, at), None
+
+    def release_count(self, before: Tree, local: Local, at: Moment) -> Tensor | None:  # noqa: ARG002
+        """The noised indicators that leave a client beside its update."""
+        return local.count
+
+    def admit_count(self, sent: Sent, at: Moment) -> Tensor | None:  # noqa: ARG002
+        """The indicators that the server adds up."""
+        return sent.count
+
+    def sanitise_count(self, total: float, at: Moment) -> float:  # noqa: ARG002
+        """What the server does to their sum before it uses it."""
+        return total
+
+    def planned_count(self, plan: Plan) -> int:
+        """How many indicators a round is planned to have, by which their sum is divided whatever came."""
+        return plan.per_round
+
+
+def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Sent:
+    """L local iterations of every client from the global weights W(t), and what then leaves them."""
+    before = repeat(weights, len(at.clients))
+    local = Local(before)
+    for step, batch in enumerate(batches):
+        local = method.local_step(local, batch, replace(at, step=step))
+    sent = Sent(method.release(before, local.weights, at), method.release_count(before, local, at))
+    at.show("type0", sent.update)
+    if sent.count is not None:
+        for reader in ("type1-count", "type0-count"):
+            at.show(reader, {"within": sent.count})
+    return sent
+
 
 def train_locally(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Tree:
-    """L local iterations of every client from the global weights W(t); the updates that leave them [clients, ...]."""
-    before = repeat(weights, len(at.clients))
-    after, velocity = before, None
-    for step, batch in enumerate(batches):
-        after, velocity = method.local_step(after, velocity, batch, replace(at, step=step))
-    update = method.release(before, after, at)
-    at.show("type0", update)
-    return update
+    """`take_part`, for those who look at the updates [clients, ...] alone."""
+    return take_part(method, weights, batches, at).update
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:

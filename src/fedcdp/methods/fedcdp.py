@@ -6,11 +6,14 @@ Fed-CDP(decay) is the same algorithm under a plan whose clip bound decays.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fedcdp.clipping import clip
 from fedcdp.engine.base import Batch
 from fedcdp.methods.base import Method, Moment
+from fedcdp.methods.quantile import count_examples
 from fedcdp.noise import deviation_of_step_sum
+from fedcdp.plan import Plan
 from fedcdp.tree import Tree, combine
 
 
@@ -21,24 +24,42 @@ class FedCDP(Method):
     `deviation_of_step_sum` a coordinate, whatever the batch. Under `example` noise that is one independent N(0, (σC)²)
     for each of the S slots, so that a reader of single examples meets noise too; under `batch` and `cohort` noise such a
     reader sees gradients that are only clipped.
+
+    If the bound follows a quantile, the first step of a round also releases a sum of indicators, whose sensitivity is ½
+    and whose noise follows the same convention (`quantile.count_examples`).
     """
 
     def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> Tree:
         """The sum of a step's sanitised gradients."""
+        return self.counted_sum(weights, batch, at)[0]
+
+    def counted_sum(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
+        """The sum of a step's sanitised gradients; in the first step, also of the indicators of a quantile clip."""
         gradients = at.engine.per_example_gradients(weights, batch)  # lines 6-7
+        counted = at.plan.quantile is not None and at.step == 0
+        count = count_examples(gradients, batch.present, at) if counted else None
         clipped = clip(gradients, at.groups, at.clip_bound, batch.present).values  # lines 8-12
-        if at.plan.noise == "example" and at.tap is not None:
-            released = _noise_each(clipped, at)  # line 14, one by one, for somebody reads the examples
-            at.show("type2", released)
-            return _sum(released)
-        at.show("type2", clipped)
-        noise = at.noise.for_step(at.round, at.clients, at.step, deviation_of_step_sum(at.plan, at.round))
-        return combine(_sum(clipped), noise)  # line 14, in one draw of the summed variance
+        return _noised_sum(clipped, at), count
+
+    def planned_count(self, plan: Plan) -> int:
+        """K_t batches of B examples."""
+        return plan.per_round * plan.batch_size
+
+
+def _noised_sum(clipped: Tree, at: Moment) -> Tree:
+    if at.plan.noise == "example" and at.tap is not None:
+        released = _noise_each(clipped, at)  # line 14, one by one, for somebody reads the examples
+        at.show("type2", released)
+        return _sum(released)
+    at.show("type2", clipped)
+    deviation = deviation_of_step_sum(at.plan, at.round, at.current_clip)
+    noise = at.noise.for_step(at.round, at.clients, at.step, deviation)
+    return combine(_sum(clipped), noise)  # line 14, in one draw of the summed variance
 
 
 def _noise_each(clipped: Tree, at: Moment) -> Tree:
     """Noise on every slot of the step, also on the trailing empty ones that the batch left out."""
-    noise = at.noise.for_examples(at.round, at.clients, at.step, at.plan.slots, at.plan.noise_scale_at(at.round))
+    noise = at.noise.for_examples(at.round, at.clients, at.step, at.plan.slots, at.noise_scale)
     released = {}
     for name, value in clipped.items():
         clients, filled, *shape = value.shape

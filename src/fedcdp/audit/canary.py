@@ -1,0 +1,163 @@
+"""The canary: a network in which a record's gradient is whatever one wants, and trials of what is released of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedcdp.audit.bounds import Numbers
+from fedcdp.engine import Batch, FunctionalEngine
+from fedcdp.methods import Method, Moment, train_locally
+from fedcdp.noise import SeededNoise, noise_of
+from fedcdp.plan import Plan
+from fedcdp.randomness import stream_key
+from fedcdp.sampling import choose_records
+from fedcdp.server import Aggregate, server_update
+from fedcdp.tree import Tree
+
+_FEWEST_TRIALS, _MOST_TRIALS = 5_000, 2_500_000
+_BUDGET = 7e6  # microseconds, roughly, that a world's default number of trials may take
+_VALUES_AT_ONCE = 2**20
+
+
+class _Linear(nn.Module):
+    """A network that is linear in its weights, all zero: an input is the gradient of its own loss, to the bit."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 1) for _ in range(layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ torch.cat([parameter.flatten() for parameter in self.parameters()])
+
+
+@dataclass
+class Laboratory:
+    """Independent trials of a plan: each is a client of its own, for `model` a cohort of its own."""
+
+    plan: Plan
+    method: Method
+    adversary: str
+    unit: str
+    layers: int
+    records: int
+    participations: int
+    exposures: int = 0
+
+    def __post_init__(self) -> None:
+        plan, network = self.plan, _Linear(self.layers)
+        self.engine = FunctionalEngine(network, loss=lambda outputs, _: outputs.mean())
+        self.layout = self.engine.layout
+        self.weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+        self.cohort = plan.per_round if self.adversary == "model" else 1
+        by_chance = plan.record_sampling != "partition" and plan.batch_size < self.records
+        counts_vary = plan.record_sampling == "poisson" and plan.method != "fed-sdp"
+        self.is_mixture = by_chance and (self.unit == "record" or counts_vary)
+        # A direction of norm 1 in every group, with no two coordinates alike, so that noise that some of them share can be
+        # told from it; and a length far beyond the clip bound, also for the update that is made of it.
+        uneven = self.layout.unflatten(torch.tensor([(-1.0) ** k * (k + 1) for k in range(self.layout.size)]))
+        groups = [torch.cat([uneven[name].flatten() for name in g]) for g in self.layout.groups(plan.clip_mode)]
+        self.direction = torch.cat([group / group.norm() for group in groups])
+        smallest_step = min(plan.learning_rate_at(t) for t in range(self.participations)) / plan.batch_size
+        largest_bound = max(plan.clip_at(t) for t in range(self.participations))
+        self.length = 1e4 * largest_bound / min(1.0, max(smallest_step, 1e-6))
+
+    def affordable_trials(self) -> int:
+        """How many fit the budget of time, by a rough measure of their cost."""
+        a_step = 1 + 0.4 * self.plan.slots + (0.05 * self.records if self.plan.record_sampling != "partition" else 0.0)
+        a_trial = self.cohort * self.plan.local_steps * a_step + (1000 if self.adversary == "model" else 0)
+        return int(min(_MOST_TRIALS, max(_FEWEST_TRIALS, _BUDGET / (self.participations * a_trial))))
+
+    def observations(self, world: bool, trials: int, seed: int) -> Iterator[Tensor]:
+        """What the adversary sees in so many trials, in chunks [trials, coordinates]: the sum over the rounds, each
+        weighted as in the likelihood ratio of Gaussian releases, by its clip bound over its variance."""
+        plan = self.plan.but(seed=seed)
+        a_trial = self.cohort * max(plan.slots * self.layout.size, self.records)
+        for numbers in torch.arange(trials).split(max(1, _VALUES_AT_ONCE // a_trial)):
+            total, exposures = torch.zeros(()), torch.zeros(())
+            for t in range(self.participations):
+                released, exposed = self._release(plan, numbers, t, world)
+                total = total + released.double() * plan.clip_at(t) / (plan.noise_scale_at(t) ** 2 or 1.0)
+                exposures = exposures + exposed
+            self.exposures = max(self.exposures, int(exposures.max()))
+            yield total
+
+    def _release(self, plan: Plan, numbers: Tensor, round_: int, world: bool) -> tuple[Tensor, Tensor]:
+        """What a round shows of each trial, as a sum of gradients; and in how many releases the canary was."""
+        clients = (numbers[:, None] * self.cohort + torch.arange(self.cohort)).flatten()
+        sizes = torch.full_like(clients, self.records)
+        at = Moment(plan, self.engine, noise_of(plan, self.layout), round_, clients, sizes.clamp(max=plan.batch_size))
+        canary = self.direction * (self.length if world else 0.0)
+        carriers: list[Tensor] = []
+
+        def batches() -> Iterator[Batch]:
+            for step in range(plan.local_steps):
+                draw = choose_records(plan, clients, sizes, round_, step)
+                carrying = draw.present & (clients % self.cohort == 0)[:, None]
+                carriers.append(carrying & (draw.positions == 0) if self.unit == "record" else carrying)
+                yield Batch(carriers[-1][..., None] * canary, torch.zeros(carrying.shape), draw.present)
+
+        if self.adversary == "example":
+            return self._examples(batches(), carriers, at)
+        read = {"update": self._tapped_update, "server": self._update, "model": self._models}[self.adversary]
+        scale = -plan.batch_size / (plan.learning_rate_at(round_) or 1.0)
+        return scale * read(batches(), at), torch.ones(len(numbers))
+
+    def _examples(self, batches: Iterator[Batch], carriers: list[Tensor], at: Moment) -> tuple[Tensor, Tensor]:
+        """The canary's gradients, less half of what they are at the clip bound (so that not having been drawn speaks for
+        neither world); and those in the other slots of the same steps, lest they share the noise."""
+        half = self.direction * (at.clip_bound / 2)
+        seen = torch.zeros(len(at.clients), 2 * self.layout.size)
+
+        def tap(reader: str, at: Moment, shown: Tree) -> None:
+            if reader == "type2":
+                carrying = carriers[at.step][..., None]
+                gradients = self.layout.flatten(shown, lead=2)
+                others = torch.where(carrying.any(1, keepdim=True) & ~carrying, gradients, 0.0)
+                seen.add_(torch.cat([torch.where(carrying, gradients - half, 0.0), others], dim=-1).sum(1))
+
+        train_locally(self.method, self.weights, batches, replace(at, tap=tap))
+        return seen, torch.stack(carriers).sum((0, 2))
+
+    def _tapped_update(self, batches: Iterator[Batch], at: Moment) -> Tensor:
+        shown: list[Tree] = []
+        tapped = replace(at, tap=lambda reader, _, update: shown.append(update) if reader == "type1" else None)
+        train_locally(self.method, self.weights, batches, tapped)
+        return self.layout.flatten(shown[0], lead=1)
+
+    def _update(self, batches: Iterator[Batch], at: Moment) -> Tensor:
+        return self.layout.flatten(train_locally(self.method, self.weights, batches, at), lead=1)
+
+    def _models(self, batches: Iterator[Batch], at: Moment) -> Tensor:
+        """How far each cohort moved the model, times K_t. A server draws once a round: each trial has a seed there."""
+        admitted = self.method.admit(train_locally(self.method, self.weights, batches, at), at)
+        nobody = torch.zeros(0, dtype=torch.int64)
+        moved = []
+        for first in range(0, len(at.clients), self.cohort):
+            received = Aggregate(self.weights, at.plan)
+            received.add({name: value[first : first + self.cohort] for name, value in admitted.items()})
+            seed = stream_key(at.plan.seed, "audit-server", int(at.clients[first])) >> 1
+            noise = SeededNoise(seed, self.layout) if isinstance(at.noise, SeededNoise) else at.noise
+            there = replace(at, noise=noise, clients=nobody, expected_batch=nobody)
+            moved.append(self.layout.flatten(server_update(self.method, self.weights, received, there), lead=0))
+        return torch.stack(moved) * (at.plan.per_round / at.plan.server_learning_rate)
+
+    def attacks(self, absent: Numbers, present: Numbers) -> tuple[list[str], Tensor]:
+        """Directions [coordinates, attacks] to project what is seen on, and their names.
+
+        All tensors, the likelihood ratio of a sound release; each tensor alone, to find one without noise; and Fisher's
+        linear discriminant, fitted here, to find noise that is uneven or can be subtracted.
+        """
+        covariance = (np.cov(absent.T) + np.cov(present.T)) / 2
+        ridge = (1e-9 * covariance.trace() / len(covariance) or 1.0) * np.eye(len(covariance))
+        fitted = torch.from_numpy(np.linalg.solve(covariance + ridge, present.mean(0) - absent.mean(0)))
+        alone = [{each: torch.full_like(w, each == name) for each, w in self.weights.items()} for name in self.weights]
+        parts = [self.direction, *(self.direction * self.layout.flatten(tree, lead=0) for tree in alone)]
+        padded = [nn.functional.pad(part.double(), (0, len(fitted) - len(part))) for part in parts]
+        return ["all", *self.weights, "fitted"], torch.stack([*padded, fitted], dim=1)

@@ -1,0 +1,223 @@
+"""Accounting as a user meets it: before training, as a budget, in the progress, from the ledger, after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedcdp
+from fedcdp.accounting.ledger import Ledger
+from fedcdp.accounting.statement import Privacy
+from fedcdp.rundir import RunDirectory
+
+Cli = Callable[..., Any]
+SMALL = ["--dataset", "cancer", "--clients", 20, "--per-round", 4, "--local-steps", 3]
+
+
+def answer(outcome: Any) -> dict[str, Any]:
+    assert outcome.status == 0, outcome.stderr
+    found: dict[str, Any] = json.loads(outcome.stdout)
+    return found
+
+
+def epsilon(rows: list[dict[str, Any]], adversary: str, unit: str = "record", figure: str = "epsilon") -> float:
+    return next(r[figure] for r in rows if (r["adversary"], r["unit"], r["relation"]) == (adversary, unit, "zero-out"))
+
+
+# account and calibrate -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "printed"), [("mnist", 0.8227), ("cifar10", 0.8227), ("lfw", 0.6356), ("adult", 0.2761), ("cancer", 0.1469)]
+)
+def test_the_papers_table_by_its_presets(cli: Cli, dataset: str, printed: float) -> None:
+    found = answer(cli("account", "--preset", dataset, "--method", "fed-cdp", "--mode", "paper", "--json"))
+    assert found["mode"] == "paper"
+    assert epsilon(found["rows"], "model") == pytest.approx(printed, abs=1.01e-4)
+
+
+def test_a_preset_is_accounted_tightly_with_the_person_behind_the_copies(cli: Cli) -> None:
+    rows = answer(cli("account", "--preset", "mnist", "--json"))["rows"]
+    assert epsilon(rows, "server") == pytest.approx(1.80, rel=0.02)
+    assert epsilon(rows, "server", "unique") == pytest.approx(6.04, rel=0.02)
+    assert epsilon(rows, "example") == pytest.approx(4.59, rel=0.02)
+
+
+def test_single_options_override_a_preset(cli: Cli) -> None:
+    options = ["--record-sampling", "poisson", "--copies", 1, "--layers", 1, "--records", 500]
+    rows = answer(cli("account", "--preset", "mnist", *options, "--json"))["rows"]
+    assert epsilon(rows, "server") < 0.077
+    assert not [row for row in rows if row["unit"] == "unique"]
+
+
+def test_an_infinite_epsilon_is_a_word_in_json_and_a_sign_for_people(cli: Cli) -> None:
+    rows = answer(cli("account", "--dataset", "cancer", "--method", "dssgd", "--json"))["rows"]
+    assert {row["epsilon"] for row in rows} == {"inf"}
+    assert "∞" in cli("account", "--dataset", "cancer", "--method", "dssgd").stdout
+
+
+def test_the_classical_methods_are_shown_on_request(cli: Cli) -> None:
+    found = answer(cli("account", "--preset", "mnist", "--compare", "--json"))["compare"]
+    assert found["moments accountant"] == pytest.approx(0.8227, abs=1e-4)
+    assert found["base composition"] == pytest.approx(123.457, rel=1e-4)
+
+
+def test_calibration_gives_the_noise_for_a_target(cli: Cli) -> None:
+    options = ["--preset", "mnist", "--target-epsilon", 4, "--adversary", "example", "--json"]
+    found = answer(cli("calibrate", *options))
+    assert found["noise_multiplier"] == pytest.approx(6.74, rel=0.02)
+    assert found["epsilon"] <= 4
+
+
+def test_calibration_may_choose_the_slots(cli: Cli) -> None:
+    options = [*SMALL, "--rounds", 2, "--partition", "iid", "--records", 20]
+    found = answer(cli("calibrate", *options, "--target-epsilon", 3, "--slots", "auto", "--json"))
+    assert found["slots"] >= 4
+    assert found["epsilon"] <= 3
+
+
+@pytest.mark.parametrize("command", [
+    ["account", "--mode", "exact"], ["account", "--mode", "rdp", "--dataset", "mnist"], ["account", "--layers", "0"],
+    ["account", "--copies", "5000"], ["account", "--dataset", "nosuch"], ["account", "--model", "some:net"],
+    ["account", "--records", "0"], ["account", "--run", "nowhere"], ["account", "--clip", "median"],
+    ["account", "--secure-aggregation", "--client-sampling", "poisson"], ["calibrate"],
+    ["calibrate", "--target-epsilon", "0"], ["calibrate", "--target-epsilon", "1", "--adversary", "nobody"],
+    ["calibrate", "--target-epsilon", "1", "--mode", "paper"], ["calibrate", "--target-epsilon", "1", "--method", "dssgd"],
+    ["train", "--max-epsilon", "1e-9", "--dataset", "cancer", "--out", "new"], ["train", "--slots", "auto", "--out", "new"],
+    ["train", "--target-epsilon", "1", "--method", "nonprivate", "--dataset", "cancer", "--out", "new"],
+    ["train", "--max-epsilon", "1", "--method", "nonprivate", "--dataset", "cancer", "--out", "new"],
+], ids=" ".join)  # fmt: skip
+def test_what_cannot_be_accounted_is_refused_in_one_line(cli: Cli, command: list[str]) -> None:
+    outcome = cli(*command)
+    assert outcome.status == 2
+    assert outcome.stderr.startswith("fedcdp: ")
+    assert outcome.stderr.strip().count("\n") == 0
+    assert not Path("new").exists()
+
+
+# training within a budget --------------------------------------------------------------------------------------------
+
+
+def test_training_to_a_target_ends_within_it(cli: Cli) -> None:
+    found = answer(cli("train", *SMALL, "--rounds", 3, "--target-epsilon", 2, "--json", "--quiet", "--out", "run"))
+    assert 1.9 < epsilon(found["epsilon"], "server") <= 2
+
+
+def test_a_budget_ends_training_before_the_release_that_would_exceed_it(cli: Cli) -> None:
+    options = [*SMALL, "--rounds", 30, "--noise-multiplier", 8, "--record-sampling", "partition", "--quiet"]
+    found = answer(cli("train", *options, "--max-epsilon", 1.5, "--json", "--out", "run"))
+    assert 0 < found["rounds"] < 30
+    assert epsilon(found["epsilon"], "server") <= 1.5
+    assert Path("run/model.safetensors").exists()
+    again = answer(cli("train", "--resume", "--json", "--quiet", "--out", "run"))
+    assert again["rounds"] == found["rounds"]
+    plan = fedcdp.Plan(**Ledger.open("run/ledger.jsonl").plan)
+    one_more = plan.privacy(fedcdp.partition(fedcdp.load("cancer"), clients=20, scheme="full"), rounds=found["rounds"] + 1)
+    assert one_more.row("server").epsilon > 1.5
+
+
+def test_progress_shows_epsilon_and_the_seed_is_warned_about(cli: Cli) -> None:
+    outcome = cli("train", *SMALL, "--rounds", 2, "--out", "run")
+    assert "ε " in outcome.stderr.splitlines()[0]
+    assert "whoever has the seed can subtract the noise" in " ".join(outcome.stderr.split())
+    assert Ledger.open("run/ledger.jsonl").noise == "seeded"
+    outcome = cli("train", *SMALL, "--rounds", 2, "--secure-noise", "--out", "secret")
+    assert "subtract the noise" not in " ".join(outcome.stderr.split())
+    assert Ledger.open("secret/ledger.jsonl").noise == "secure"
+
+
+def test_a_run_is_accounted_by_its_ledger_alone(cli: Cli) -> None:
+    trained = answer(cli("train", *SMALL, "--rounds", 3, "--json", "--quiet", "--out", "run"))
+    for name in ("checkpoint.safetensors", "model.safetensors", "metrics.jsonl"):
+        Path("run", name).unlink()
+    rows = answer(cli("account", "--run", "run", "--json"))["rows"]
+    assert rows == trained["epsilon"]
+    assert 0 < epsilon(rows, "server", figure="epsilon_used") <= epsilon(rows, "server", figure="epsilon_worst")
+
+
+def test_what_was_used_is_what_the_busiest_client_did(cli: Cli) -> None:
+    cli("train", *SMALL, "--rounds", 6, "--record-sampling", "partition", "--quiet", "--out", "run")
+    counts = Ledger.open("run/ledger.jsonl").participations()
+    assert counts.sum() == 6 * 4
+    rows = answer(cli("account", "--run", "run", "--json"))["rows"]
+    from fedcdp.accounting.tight import gaussian_epsilon
+
+    z = 6 * np.sqrt(4 / 3) / np.sqrt(counts.max())
+    assert epsilon(rows, "server", figure="epsilon_used") == pytest.approx(gaussian_epsilon(z, 1e-5), rel=1e-6)
+
+
+def test_a_tampered_ledger_stops_a_run_from_going_on(cli: Cli) -> None:
+    cli("train", *SMALL, "--rounds", 3, "--quiet", "--out", "run")
+    ledger = Path("run/ledger.jsonl")
+    ledger.write_text(ledger.read_text().replace('"round":1', '"round":2', 1))
+    for command in (["train", "--resume", "--quiet", "--out", "run"], ["account", "--run", "run"]):
+        outcome = cli(*command)
+        assert outcome.status == 2
+        assert "ledger.jsonl, line 3" in outcome.stderr
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["seeded", "secure"])
+def test_a_killed_training_never_counts_too_little(secure: bool, tmp_path: Path) -> None:
+    """Whatever a checkpoint holds was charged before; a repeated round is charged again only under secure noise."""
+    run = tmp_path / "run"
+    command = ["train", *map(str, SMALL), "--rounds", "200", "--quiet", "--out", str(run)] + ["--secure-noise"] * secure
+    kills = 0
+    chance = random.Random(0)
+    while kills < 4:
+        resume = ["train", "--resume", "--quiet", "--out", str(run)]
+        started = RunDirectory(run).config.exists()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedcdp", *(resume if started else command)], stderr=subprocess.PIPE
+        )
+        before = Ledger.open(run / "ledger.jsonl").rounds_charged if (run / "ledger.jsonl").exists() else 0
+        while process.poll() is None and _charged(run) < before + 3:
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.05)
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+        ledger, state = Ledger.open(run / "ledger.jsonl"), RunDirectory(run).load_state()
+        rounds = {charge.round for charge in ledger.charges}
+        assert state is not None
+        assert rounds >= set(range(state.round))
+        assert len(rounds) <= state.round + 1
+        assert (ledger.rounds_charged == len(rounds)) or secure
+
+
+def _charged(run: Path) -> int:
+    path = run / "ledger.jsonl"
+    return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
+
+
+# from Python ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_it_costs_before_a_gradient_is_computed() -> None:
+    federation = fedcdp.partition(fedcdp.load("cancer"), clients=20, scheme="full")
+    privacy = fedcdp.Plan(local_steps=5).privacy(federation, rounds=3, per_round=4)
+    assert isinstance(privacy, Privacy)
+    assert privacy.row("server", "unique").epsilon > privacy.row("server").epsilon > 0
+
+
+def test_a_run_in_memory_knows_what_it_has_spent() -> None:
+    import torch
+
+    federation = fedcdp.partition(fedcdp.load("cancer"), clients=20, scheme="full")
+    plan = fedcdp.Plan(local_steps=2, record_sampling="partition")
+    run = fedcdp.simulate(torch.nn.Linear(30, 2), federation, plan, rounds=4, per_round=5)
+    assert run.participations.sum() == 20
+    row = run.privacy().row("server")
+    assert row.epsilon_used is not None
+    assert 0 < row.epsilon_used <= row.epsilon_worst
