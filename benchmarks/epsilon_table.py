@@ -1,6 +1,6 @@
 """The paper's table of ε, as it prints them and as they are.
 
-    python benchmarks/epsilon_table.py > results/epsilon.md
+python benchmarks/epsilon_table.py > results/epsilon.md
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ COLUMNS = {
 def main() -> None:
     """Print the tables."""
     print("# ε of the paper's settings\n")
-    print("K = 1000, K_t = 100, σ = 6, C = 4, M = 3 layers, δ = 1e-5, the authors' record order, before it is known who takes")
-    print("part. *printed*: `fedcdp account --preset D --method M --local-steps L --mode paper`, which agrees with the paper's")
-    print("table to 1e-4 and guarantees nothing. The others: the same command in mode `tight`. Made by")
+    print("K = 1000, K_t = 100, σ = 6, C = 4, M = 3 layers, δ = 1e-5, the authors' record order, before it is known who")
+    print(
+        "takes part. *printed*: `fedcdp account --preset D --method M --local-steps L --mode paper`, which agrees with the"
+    )
+    print("paper's table to 1e-4 and guarantees nothing. The others: the same command in mode `tight`. Made by")
     print("`python benchmarks/epsilon_table.py`.")
     for method, columns in COLUMNS.items():
         print(f"\n## {method}\n")

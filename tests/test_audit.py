@@ -197,7 +197,7 @@ def test_one_noised_example_is_bounded_from_both_sides_by_default() -> None:
 
 @pytest.mark.parametrize(("adversary", "printed"), [("server", 1.59), ("example", 3.94)])
 def test_ten_participations_in_the_authors_order_cost_most_of_what_is_printed(adversary: str, printed: float) -> None:
-    found = audit(plan(batch_size=5), adversary, participations=10, trials=60_000)
+    found = audit(plan(batch_size=5), adversary, participations=10, trials=50_000)
     truth = exact_epsilon(unamplified_shift(plan(batch_size=5), adversary, "record", 5, 10))
     assert truth == pytest.approx(printed, rel=0.01)
     assert 0.35 * truth <= found.epsilon_lower <= truth
@@ -251,7 +251,7 @@ def audits(draw: st.DrawFn) -> tuple[Plan, str, str, int, int]:
     return chosen, adversary, unit, draw(st.integers(1, 12)), draw(st.integers(1, 3))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=35, deadline=None, derandomize=True)
 @given(audits())
 def test_no_bound_exceeds_the_truth(drawn: tuple[Plan, str, str, int, int]) -> None:
     chosen, adversary, unit, records, participations = drawn

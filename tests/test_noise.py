@@ -190,20 +190,33 @@ def counts() -> dict[str, np.ndarray]:
         "its second slot": second,
         "another round's first slot": NOISE.for_indicators(3, clients, 9, 1.0).numpy()[:, 0],
         "the server": np.array(server),
-        "the first coordinate of a step": flat(NOISE.for_step(2, clients[:500], 0, 1.0))[:, :8].ravel(),
     }
 
 
-def test_the_noise_of_indicators_is_standard_normal_and_independent_of_all_else():
+def test_the_noise_of_indicators_is_standard_normal_and_independent():
     drawn = list(counts().values())
     for index, left in enumerate(drawn):
         assert_deviation(left, 1.0)
         assert stats.kstest(left, "norm").pvalue > 1e-4
         for right in drawn[index + 1 :]:
             assert_uncorrelated(left, right)
-    first = torch.arange(4000)
-    updates = flat(NOISE.for_update(2, first[:500], 1.0))[:, 0]
-    assert_uncorrelated(counts()["a count"][:500], updates)
+
+
+def test_no_indicator_shares_its_noise_with_a_gradient_or_an_update():
+    """By place: the coordinates of any other draw for the same client have the same counters, but for the stream."""
+    clients = torch.tensor([0, 1, 5])
+    others = [NOISE.for_step(2, clients, 0, 1.0), NOISE.for_update(2, clients, 1.0)]
+    others += [
+        {name: value[:, slot] for name, value in NOISE.for_examples(2, clients, 0, 3, 1.0).items()} for slot in range(3)
+    ]
+    server = flat(NOISE.for_server(2, torch.device("cpu"), 1.0), lead=0)
+    counted = np.concatenate(
+        [NOISE.for_count(2, clients, 1.0).numpy()[:, None], NOISE.for_indicators(2, clients, 9, 1.0).numpy()], axis=1
+    )
+    for drawn in [*map(flat, others), server[None]]:
+        assert (drawn[:, :10] != counted).all()
+        assert (drawn[:, :9] != counted[:, 1:]).all()
+    assert NOISE.for_server_count(2, torch.device("cpu"), 1.0) not in {*server[:4], *counted[0]}
 
 
 def test_the_noise_of_a_count_does_not_depend_on_who_is_asked_for_with_it():

@@ -12,7 +12,7 @@ import typer
 
 import fedcdp
 from fedcdp import cli_privacy, output, spending
-from fedcdp.errors import FedcdpError, PlanError, StoppedError
+from fedcdp.errors import DefectError, FedcdpError, PlanError, StoppedError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
 from fedcdp.plan import Plan
@@ -33,6 +33,7 @@ app = typer.Typer(
 
 app.command()(cli_privacy.account)
 app.command()(cli_privacy.calibrate)
+app.command()(cli_privacy.audit)
 
 DataDir = Annotated[
     Path | None,
@@ -218,7 +219,7 @@ def main() -> None:
         if status == _INTERRUPTED:
             _fail("stopped", 1)
         sys.exit(status if isinstance(status, int) else 0)
-    except StoppedError as error:
+    except (StoppedError, DefectError) as error:
         _fail(str(error), 1)
     except FedcdpError as error:
         _fail(str(error), 2)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from fedcdp import output
 from fedcdp.accounting.population import Population
-from fedcdp.errors import PlanError
+from fedcdp.errors import DefectError, PlanError
 from fedcdp.experiment import Experiment, assemble
 from fedcdp.options import takes_settings
 from fedcdp.presets import Settings
+
+if TYPE_CHECKING:
+    from fedcdp.accounting.statement import Privacy
+    from fedcdp.audit import Audit
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
 Mode = Annotated[str, typer.Option("--mode", help="How ε is computed: tight (default), rdp, or paper (not a guarantee).")]
@@ -92,6 +97,65 @@ def calibrate(
         f"--noise-multiplier {plan.noise_multiplier:.6g} (with {plan.slots} slots) gives ε = {reached:.4g} "
         f"at δ = {plan.delta:g} against {adversary}, per {unit}, before it is known who takes part"
     )
+
+
+@takes_settings
+def audit(
+    *,
+    given: list[Settings],
+    participations: Annotated[int, typer.Option("--participations", help="How often the client took part.")] = 1,
+    trials: Annotated[
+        int | None, typer.Option("--trials", help="Trials in each world. Default: about 20 seconds' worth.")
+    ] = None,
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the canary network, M.")] = 3,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """A lower bound on ε by attacking the mechanism's own code with a worst-case canary.
+
+    Below it stands the ε that is guaranteed for so many participations: a bound above it would be a defect.
+    """
+    from fedcdp.accounting.population import Population
+    from fedcdp.accounting.statement import state
+    from fedcdp.audit import audit as attack
+
+    experiment = assemble(*given)
+    plan = experiment.plan
+    unit = "client" if plan.method == "fed-sdp" and experiment.run.adversary != "example" else experiment.run.unit
+    records = experiment.data.records or plan.local_steps * plan.batch_size
+    with output.steps("audit", quiet) as progress:
+        found = attack(
+            plan, experiment.run.adversary, unit=unit, layers=layers, records=records,
+            participations=participations, trials=trials, seed=plan.seed, progress=progress,
+        )  # fmt: skip
+    population = Population(max(experiment.data.clients, plan.per_round), records, 1, layers)
+    privacy = state(plan, population, rounds=participations)
+    guaranteed = privacy.row(found.adversary, found.unit).epsilon_worst if _has_row(privacy, found) else None
+    if as_json:
+        answer = {name: _for_json(value) for name, value in vars(found).items()} | {
+            "epsilon_guaranteed": _for_json(guaranteed)
+        }
+        typer.echo(json.dumps(answer))
+        return
+    seen = "" if found.epsilon_gaussian is None else f"; if the trade-off is Gaussian, {found.epsilon_gaussian:.4g}"
+    output.stdout.print(
+        f"{plan.method}, {found.adversary}, {found.unit}, {found.exposures} exposures, {found.trials} trials a world: "
+        f"at δ = {found.delta:g} ε is at least {found.epsilon_lower:.4g} (99.9 % sure{seen})"
+    )
+    if guaranteed is not None:
+        output.stdout.print(f"guaranteed: at most {'∞' if guaranteed == math.inf else f'{guaranteed:.4g}'}")
+        if found.epsilon_lower > guaranteed:
+            raise DefectError(
+                f"the audit shows ε ≥ {found.epsilon_lower:.4g}, above the guarantee of {guaranteed:.4g}: a defect"
+            )
+
+
+def _has_row(privacy: Privacy, found: Audit) -> bool:
+    return any((row.adversary, row.unit, row.relation) == (found.adversary, found.unit, "zero-out") for row in privacy.rows)
+
+
+def _for_json(value: object) -> object:
+    return "inf" if value == math.inf else value
 
 
 def calibrated(

@@ -17,6 +17,10 @@ class ModelError(FedcdpError):
     """A network that cannot be trained under the chosen method."""
 
 
+class DefectError(FedcdpError):
+    """The program does not keep what it promises; never the user's fault."""
+
+
 class StoppedError(FedcdpError):
     """The user stopped long work; what was done is kept."""
 

@@ -61,6 +61,17 @@ def _told(row: Row, plan: Plan, epsilon_after: Callable[[int], str]) -> list[str
     return [part for part in (*parts, epsilon_after(row["round"])) if part]
 
 
+@contextmanager
+def steps(name: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar for work that tells how much of how much is done."""
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    with Progress(TextColumn("[bold]{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def note(sentence: str) -> None:
     """One line that a reader should not miss."""
     console.print(f"note: {sentence}", style="yellow")

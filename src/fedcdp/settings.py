@@ -9,6 +9,7 @@ import math
 import sys
 import types
 from dataclasses import field, fields
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -23,15 +24,17 @@ def option(default: Any, help_: str) -> Any:
     return field(default=default, metadata={"help": help_})
 
 
-def types_of(kind: type[Any]) -> dict[str, Any]:
+@cache
+def types_of(kind: Any) -> dict[str, Any]:
     """The type of each field; of `X | None`, the X."""
     return {name: _without_none(hint) for name, hint in get_type_hints(kind).items()}
 
 
 def check_types(settings: Any) -> None:
     """Refuse a value of the wrong type in one sentence; a whole number where a fraction may stand becomes a fraction."""
+    kind: Any = type(settings)
     for setting in fields(settings):
-        name, value, wanted = setting.name, getattr(settings, setting.name), types_of(type(settings))[setting.name]
+        name, value, wanted = setting.name, getattr(settings, setting.name), types_of(kind)[setting.name]
         if isinstance(value, np.generic):
             value = value.item()
             object.__setattr__(settings, name, value)

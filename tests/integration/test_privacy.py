@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 import fedcdp
 from fedcdp.accounting.ledger import Ledger
@@ -115,7 +117,7 @@ def test_training_to_a_target_ends_within_it(cli: Cli) -> None:
 
 
 def test_a_budget_ends_training_before_the_release_that_would_exceed_it(cli: Cli) -> None:
-    options = [*SMALL, "--rounds", 30, "--noise-multiplier", 8, "--record-sampling", "partition", "--quiet"]
+    options = [*SMALL, "--rounds", 30, "--noise-multiplier", 5, "--record-sampling", "partition", "--quiet"]
     found = answer(cli("train", *options, "--max-epsilon", 1.5, "--json", "--out", "run"))
     assert 0 < found["rounds"] < 30
     assert epsilon(found["epsilon"], "server") <= 1.5
@@ -212,8 +214,6 @@ def test_a_plan_says_what_it_costs_before_a_gradient_is_computed() -> None:
 
 
 def test_a_run_in_memory_knows_what_it_has_spent() -> None:
-    import torch
-
     federation = fedcdp.partition(fedcdp.load("cancer"), clients=20, scheme="full")
     plan = fedcdp.Plan(local_steps=2, record_sampling="partition")
     run = fedcdp.simulate(torch.nn.Linear(30, 2), federation, plan, rounds=4, per_round=5)
@@ -221,3 +221,48 @@ def test_a_run_in_memory_knows_what_it_has_spent() -> None:
     row = run.privacy().row("server")
     assert row.epsilon_used is not None
     assert 0 < row.epsilon_used <= row.epsilon_worst
+
+
+# audit ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_stays_below_what_is_guaranteed_and_says_both(cli: Cli) -> None:
+    options = ["--noise-multiplier", 2, "--record-sampling", "partition", "--local-steps", 1, "--batch-size", 1]
+    options += ["--per-round", 10, "--adversary", "example", "--trials", 20_000]
+    found = answer(cli("audit", *options, "--json"))
+    assert 0.5 < found["epsilon_lower"] < found["epsilon_guaranteed"]
+    assert found["epsilon_guaranteed"] == pytest.approx(4.0, rel=0.1)
+    assert "guaranteed: at most" in cli("audit", *options).stdout
+
+
+def test_an_audit_of_what_is_raw_finds_much_and_is_promised_nothing(cli: Cli) -> None:
+    found = answer(
+        cli(
+            "audit",
+            "--method",
+            "nonprivate",
+            "--record-sampling",
+            "partition",
+            "--local-steps",
+            1,
+            "--trials",
+            5000,
+            "--json",
+        )
+    )
+    assert found["epsilon_lower"] > 5
+    assert found["epsilon_guaranteed"] == "inf"
+
+
+def test_an_audit_that_exceeds_the_guarantee_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise is left out of the real mechanism; exit 1, since that is no fault of the user."""
+    from fedcdp.noise import SeededNoise
+
+    def forgotten(_: SeededNoise, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:  # noqa: ARG001
+        return torch.zeros(len(clients), length)
+
+    monkeypatch.setattr(SeededNoise, "_unit", forgotten)
+    options = ["--record-sampling", "partition", "--local-steps", 1, "--noise", "batch", "--trials", 2000]
+    outcome = cli("audit", *options)
+    assert outcome.status == 1
+    assert "a defect" in outcome.stderr

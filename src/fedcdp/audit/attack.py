@@ -67,7 +67,7 @@ def audit(
     records: int | None = None,
     participations: int = 1,
     trials: int | None = None,
-    delta: float = 1e-5,
+    delta: float | None = None,
     seed: int | None = 0,
     method: Method | None = None,
     progress: Progress | None = None,
@@ -77,13 +77,14 @@ def audit(
     `example` reads each example's gradient as released, with its index; `update` and `server` read a client's update, and
     `model` the global model, in each of `participations` rounds. What is zeroed out is a record, or (`unit`, and by
     default for Fed-SDP) all records of a client. A client has `records` of them, by default as many as its local steps
-    use; the network has `layers` layers.
+    use; the network has `layers` layers; `delta` is the plan's unless given.
 
     Time grows with trials · participations · local steps; by default `trials` is what takes some 20 seconds, between 5,000
-    and 2,500,000. `progress` is told how many of how many are done. Without a seed no two audits are alike.
+    and 4,000,000. `progress` is told how many of how many are done. Without a seed no two audits are alike.
     """
     unit = unit or ("client" if plan.method == "fed-sdp" else "record")
     records = plan.local_steps * plan.batch_size if records is None else records
+    delta = plan.delta if delta is None else delta
     _check(plan, adversary, unit, delta, {"layers": layers, "records": records, "participations": participations})
     laboratory = Laboratory(plan, method or METHODS[plan.method], adversary, unit, layers, records, participations)
     trials = laboratory.affordable_trials() if trials is None else trials

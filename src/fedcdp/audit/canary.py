@@ -19,7 +19,7 @@ from fedcdp.sampling import choose_records
 from fedcdp.server import Aggregate, server_update
 from fedcdp.tree import Tree
 
-_FEWEST_TRIALS, _MOST_TRIALS = 5_000, 2_500_000
+_FEWEST_TRIALS, _MOST_TRIALS = 5_000, 4_000_000
 _BUDGET = 7e6  # microseconds, roughly, that a world's default number of trials may take
 _VALUES_AT_ONCE = 2**20
 
