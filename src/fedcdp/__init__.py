@@ -11,7 +11,7 @@ from fedcdp.data import Dataset, Splits, load, load_file
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
 from fedcdp.plan import Plan
-from fedcdp.schedules import Schedule, constant, cosine, exponential, linear, proportional
+from fedcdp.schedules import Schedule, constant, cosine, exponential, linear, proportional, quantile
 from fedcdp.simulation import Run, simulate
 
 __all__ = [
@@ -35,5 +35,6 @@ __all__ = [
     "load_file",
     "partition",
     "proportional",
+    "quantile",
     "simulate",
 ]

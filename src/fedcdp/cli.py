@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,6 +88,9 @@ def train(
             output.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {reached:.4g}")
     else:
         experiment = assemble(*given)
+    if experiment.plan.secure_noise and not resume and not any("seed" in layer.get("plan", {}) for layer in given):
+        # What is drawn must be secret, too: a seed that nobody can guess, kept in the run's config.toml alone.
+        experiment = replace(experiment, plan=experiment.plan.but(seed=secrets.randbits(62)))
     run = _train(experiment, out, resume, data_dir, quiet)
     privacy = spending.statement(run)
     if not quiet:
@@ -134,12 +139,12 @@ def demo(
     out: Annotated[Path, typer.Option("--out", help="Where the run goes.")] = Path("runs/demo"),
     quiet: Quiet = False,
 ) -> None:
-    """A short Fed-CDP training on embedded real data."""
+    """A short Fed-CDP training on embedded real data, and what it guarantees against whom."""
     experiment = assemble(DEMO)
     if not quiet:
         plan, data = experiment.plan, experiment.data
         output.console.print(
-            f"5,000 real digits at {data.clients} clients, two classes each; {plan.per_round} clients a round. "
+            f"4,000 real digits at {data.clients} clients, all of which take part in every round. "
             f"Every example's gradient is clipped layer by layer at {plan.clip} and noised (σ = {plan.noise_multiplier:g}) "
             "before anything uses it."
         )
@@ -149,18 +154,20 @@ def demo(
     output.console.print(f"Look at it again with: fedcdp evaluate {out} --per-client")
 
 
-# A setting that learns visibly in about a minute on two cores.
+# A setting that learns visibly, at an ε that means something to the server, in about a minute on two cores.
 DEMO: Settings = {
-    "data": {"dataset": "mnist5k"},
+    "data": {"dataset": "mnist5k", "partition": "iid", "clients": 20, "records": 200},
     "model": {"activation": "tanh"},
     "plan": {
         "method": "fed-cdp",
         "clip": 1.0,
-        "noise_multiplier": 0.5,
-        "rounds": 10,
-        "local_steps": 40,
-        "learning_rate": 0.005,
-        "server_learning_rate": 5.0,
+        "noise_multiplier": 0.6,
+        "rounds": 20,
+        "per_round": 20,
+        "local_steps": 10,
+        "learning_rate": 0.01,
+        "server_learning_rate": 10.0,
+        "ema": 0.7,
     },
 }
 

@@ -182,6 +182,24 @@ def test_noise_that_stays_while_the_bound_grows_costs_more() -> None:
     assert all(less[row] > enough[row] for row in enough)
 
 
+@pytest.mark.parametrize("method", ["fed-cdp", "fed-sdp"])
+def test_a_clip_bound_by_quantile_costs_what_its_counts_show(method: str) -> None:
+    plan = Plan(method=method, per_round=10, rounds=5, local_steps=5)
+    plain = epsilons(plan)
+    loud, quiet = (epsilons(plan.but(clip="quantile(0.5, 4)", quantile_noise=noise)) for noise in (1.0, 1e6))
+    assert all(loud[row] > plain[row] for row in plain if plain[row] < math.inf)
+    assert all(quiet[row] == pytest.approx(plain[row], rel=0.01) for row in plain if plain[row] < math.inf)
+
+
+def test_one_step_by_quantile_is_one_gaussian_release_of_both() -> None:
+    """1/z² = M/σ² + 1/(4σ_b²) for the reader of single examples."""
+    plan = Plan(
+        clip="quantile(0.5, 4)", quantile_noise=2.0, local_steps=1, rounds=1, per_round=50, record_sampling="partition"
+    )
+    found = state(plan, SMALL).row("example").epsilon
+    assert found == pytest.approx(tight.gaussian_epsilon(1 / math.sqrt(3 / 36 + 1 / 16), 1e-5))
+
+
 def test_each_layer_counts() -> None:
     one, many = (epsilons(Plan(per_round=10, rounds=5), Population(50, 40, 1, layers)) for layers in (1, 5))
     assert all(many[row] > one[row] for row in one)

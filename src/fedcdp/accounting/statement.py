@@ -160,4 +160,6 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
 def _shown(epsilon: float | None) -> str:
     if epsilon is None:
         return "-"
-    return "∞" if epsilon == math.inf else f"{epsilon:.4g}"
+    if epsilon == math.inf:
+        return "∞"
+    return f"{epsilon:.4g}" if epsilon < 1000 else f"{epsilon:.0f}" if epsilon < 1e6 else f"{epsilon:.2g}"
