@@ -146,7 +146,7 @@ def _as_printed(plan: Plan) -> Privacy:
 
 def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[str, ...]:
     notes = []
-    if plan.clip_mode == "layer" and plan.private:
+    if population.layers > 1 and plan.private:
         notes.append(f"{population.layers} layers clipped at C each move together by C·√{population.layers}")
     if population.copies > 1:
         notes.append(f"a record may lie at {population.copies} clients: the row `unique` is that of the person behind it")
