@@ -7,9 +7,8 @@ import secrets
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import click
 import typer
 
 import fedcdp
@@ -217,6 +216,8 @@ def _show_run(run: Run, privacy: Privacy | None) -> None:
 
 
 _INTERRUPTED = 130  # what typer makes of Ctrl-C
+# What typer raises for a bad command line; not click's class, since newer versions carry a copy of click of their own.
+_UsageError: type[Any] = typer.BadParameter.__base__ or Exception
 
 
 def main() -> None:
@@ -230,18 +231,22 @@ def main() -> None:
         _fail(str(error), 1)
     except FedcdpError as error:
         _fail(str(error), 2)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        sys.exit(2)
-    except click.ClickException as error:
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message())
+            sys.exit(2)
         _fail(error.format_message(), 2)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _fail("stopped", 1)
+    except ModuleNotFoundError as error:
+        if error.name != "dp_accounting":
+            raise
+        _fail("this command needs dp-accounting; install it with pip install dp-accounting", 2)
 
 
-def _fail(message: str, status: int) -> None:
+def _fail(message: str, status: int) -> NoReturn:
     one_line = " ".join(message.split())
-    click.echo(f"fedcdp: {one_line}", err=True)
+    typer.echo(f"fedcdp: {one_line}", err=True)
     sys.exit(status)
 
 

@@ -237,6 +237,30 @@ def test_a_run_in_memory_knows_what_it_has_spent() -> None:
     assert 0 < row.epsilon_used <= row.epsilon_worst
 
 
+# without dp-accounting -----------------------------------------------------------------------------------------------
+
+ABSENT = "import sys; sys.modules['dp_accounting'] = None; from fedcdp.cli import main; main()"
+
+
+def without_accounting(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", ABSENT, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def test_training_does_without_dp_accounting_and_its_ledger_is_accounted_elsewhere(cli: Cli) -> None:
+    trained = without_accounting("train", *SMALL, "--rounds", 2, "--json", "--quiet", "--out", "run")
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads(trained.stdout)["epsilon"] is None
+    assert epsilon(answer(cli("account", "--run", "run", "--json"))["rows"], "server") > 0
+
+
+@pytest.mark.parametrize("command", [["account"], ["train", "--max-epsilon", "1", "--dataset", "cancer", "--out", "new"]])
+def test_what_needs_dp_accounting_says_so_in_one_line(command: list[str]) -> None:
+    refused = without_accounting(*command)
+    assert refused.returncode == 2
+    assert "dp-accounting" in refused.stderr
+    assert refused.stderr.strip().count("\n") == 0
+
+
 # audit ---------------------------------------------------------------------------------------------------------------
 
 
