@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcdp.accounting import renyi, tight
-from fedcdp.accounting.adversaries import views
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.recipes import views
 from fedcdp.accounting.releases import (
     Draws,
     Gaussian,
@@ -238,6 +238,16 @@ def test_what_is_used_grows_with_participations_and_ends_at_the_worst() -> None:
     assert used[0] == 0
     assert used == sorted(used)
     assert used[-1] == pytest.approx(state(plan, SMALL).row("server").epsilon_worst)
+
+
+def test_copies_may_all_have_been_used_in_the_round_with_the_least_noise() -> None:
+    """Where noise stays and the bound falls, early rounds cost more; two holders of a record may have met in the first."""
+    plan = Plan(per_round=10, rounds=10, record_sampling="partition", clip="linear(6, 1)", noise_follows_clip=False)
+    row = state(plan, Population(50, 40, 2, 3), usage=Usage(10, (1, 1))).row("server", "unique")
+    steps = math.ceil(100 * 5 / 40)
+    twice_in_the_first = tight.gaussian_epsilon(6 * math.sqrt(5 / 3) / math.sqrt(2 * steps), 1e-5)
+    assert row.epsilon_used is not None
+    assert row.epsilon_used >= twice_in_the_first
 
 
 def test_before_a_run_nothing_is_used() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedcdp.accounting.adversaries import View, views
+from fedcdp.accounting.adversaries import View
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.recipes import views
 from fedcdp.accounting.statement import Mode, epsilon_after
 from fedcdp.errors import PlanError
 from fedcdp.plan import Plan

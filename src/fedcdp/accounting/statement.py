@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fedcdp.accounting import paper, renyi, tight
-from fedcdp.accounting.adversaries import View, noise_multipliers, views
+from fedcdp.accounting.adversaries import View, noise_multipliers
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.recipes import views
 from fedcdp.accounting.releases import Release
 from fedcdp.errors import PlanError
 from fedcdp.plan import Plan

@@ -1,0 +1,308 @@
+"""Recipes: what each method shows to each adversary, as releases (docs/guarantees.md).
+
+Every row is provable by itself, and carries the sentence that it rests on. z is the noise on a released sum over that
+sum's sensitivity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from scipy.stats import binom, hypergeom
+
+from fedcdp.accounting.adversaries import Adversary, Relation, Unit, View
+from fedcdp.accounting.population import Population
+from fedcdp.accounting.releases import (
+    Draws,
+    Gaussian,
+    Lottery,
+    PoissonGaussian,
+    Release,
+    SlottedPoisson,
+    Unprotected,
+    WithoutReplacement,
+    repeated,
+    sequence,
+)
+from fedcdp.errors import PlanError
+from fedcdp.plan import Plan
+
+
+def views(plan: Plan, population: Population) -> list[View]:
+    """Every row of the privacy table of a plan."""
+    plan.check_clients(population.clients)
+    if plan.secure_aggregation and plan.client_sampling == "poisson":
+        raise PlanError(
+            "secure_aggregation: with Poisson client sampling the energy of the noise shows the size of the cohort, so that "
+            "nothing can be credited; use client_sampling fixed"
+        )
+    if plan.method in ("nonprivate", "dssgd"):
+        reason = "nothing is noised" if plan.method == "nonprivate" else "the largest entries are shared as they are"
+        return [_without(adversary, reason) for adversary in get_args(Adversary)]
+    if plan.noise_multiplier == 0:
+        reason = "the noise multiplier is 0, and clipping alone protects nothing"
+        return [_without(adversary, reason) for adversary in get_args(Adversary)]
+    return (_fed_sdp if plan.method == "fed-sdp" else _fed_cdp)(plan, population)
+
+
+# One participation ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Mechanism:
+    """The noise of a plan against a unit: `weight` is the number of noise draws' deviations over the unit's examples.
+
+    A layer's sum then has noise σ·C·draws and moves by C for each of the unit's examples; M layers move together by √M.
+    Where the clip bound follows a quantile, the first step of a round also shows an indicator in [−½, ½] for every example,
+    under noise of its own.
+    """
+
+    plan: Plan
+    layers: int
+    weight: float
+
+    def z(self, sigma: float) -> float:
+        """z of an ordinary step."""
+        return sigma * self.weight / math.sqrt(self.layers)
+
+    def first_z(self, sigma: float) -> float:
+        """z of a round's first step."""
+        z = self.z(sigma)
+        if self.plan.quantile is None:
+            return z
+        indicator = 2 * self.plan.quantile_noise * self.weight
+        return 1 / math.sqrt(1 / z**2 + 1 / indicator**2)
+
+    def participation(self, step: Callable[[float], Release], steps: int) -> Callable[[float], Release]:
+        """So many steps of a round, the first of which may show more."""
+        return lambda sigma: sequence([step(self.first_z(sigma)), repeated(step(self.z(sigma)), steps - 1)])
+
+
+@dataclass(frozen=True)
+class _Records:
+    """How often, and how secretly, a record is used in one participation of its client."""
+
+    plan: Plan
+    population: Population
+
+    @property
+    def rate(self) -> float:
+        """q_l: the share of a client's records in a step."""
+        return min(1.0, self.plan.batch_size / self.population.records)
+
+    @property
+    def steps(self) -> int:
+        """In how many of a round's steps a record may be used."""
+        if self.plan.record_sampling != "partition":
+            return self.plan.local_steps
+        return min(self.plan.local_steps, math.ceil(self.plan.local_steps * self.plan.batch_size / self.population.records))
+
+    @property
+    def assumption(self) -> str:
+        """What the server's row rests on."""
+        if self.plan.record_sampling == "partition":
+            return f"a record is used at known steps, at most {self.steps} a round: no amplification"
+        if self.rate == 1:
+            return "every record is used in every step: no amplification"
+        how = "independently of each other" if self.plan.record_sampling == "poisson" else "without replacement"
+        return f"nobody sees which records a step draws ({how}, at rate {self.rate:.4g}); who takes part may be known"
+
+    def hidden(self, z: float) -> Release:
+        """A step's sum, for a reader who does not see which records were drawn."""
+        plan, records = self.plan, self.population.records
+        if plan.record_sampling == "partition" or self.rate == 1:
+            return Gaussian(z)
+        if plan.record_sampling == "fixed":
+            return WithoutReplacement(self.rate, z / 2)
+        if records <= plan.slots:
+            return PoissonGaussian(self.rate, z)
+        return SlottedPoisson(records, self.rate, plan.slots, z)
+
+    def seen(self, z: float) -> Release:
+        """A noised gradient, for a reader who sees whether the record was drawn."""
+        if self.plan.record_sampling == "partition" or self.rate == 1:
+            return Gaussian(z)
+        return Lottery(Gaussian(z), self.rate)
+
+
+@dataclass(frozen=True)
+class _Clients:
+    """How a client's participation, and that of those who hold copies of a record, becomes a round."""
+
+    plan: Plan
+    population: Population
+
+    @property
+    def rate(self) -> float:
+        """q_c: the share of clients in a round."""
+        return self.plan.per_round / self.population.clients
+
+    @property
+    def most_copies(self) -> int:
+        """How many clients with a copy may take part in one round."""
+        copies = self.population.copies
+        return copies if self.plan.client_sampling == "poisson" else min(copies, self.plan.per_round)
+
+    def view(
+        self, adversary: Adversary, unit: Unit, relation: Relation, assumption: str, taken: Callable[[float], Release]
+    ) -> View:
+        """A row whose adversary may know who took part: with probability q_c a participation, otherwise nothing."""
+        if unit != "unique":
+            return View(adversary, unit, relation, assumption, lambda sigma: _lottery(taken(sigma), self.rate), taken)
+        copies, probabilities = self.population.copies, self._copies_in_a_round()
+        return View(
+            adversary,
+            unit,
+            relation,
+            f"one person, stored at {copies} clients; {assumption}",
+            lambda sigma: _draws(taken(sigma), probabilities),
+            lambda sigma: repeated(taken(sigma), self.most_copies),
+            participation=taken,
+            at_once=self.most_copies,
+        )
+
+    def _copies_in_a_round(self) -> tuple[float, ...]:
+        clients, copies, chosen = self.population.clients, self.population.copies, self.plan.per_round
+        law = binom(copies, self.rate) if self.plan.client_sampling == "poisson" else hypergeom(clients, copies, chosen)
+        return tuple(float(law.pmf(times)) for times in range(self.most_copies + 1))
+
+
+def _lottery(inner: Release, rate: float) -> Release:
+    return inner if rate == 1 or isinstance(inner, Unprotected) else Lottery(inner, rate)
+
+
+def _draws(inner: Release, probabilities: tuple[float, ...]) -> Release:
+    return inner if isinstance(inner, Unprotected) else Draws(inner, probabilities)
+
+
+def _without(adversary: Adversary, reason: str, unit: Unit = "record") -> View:
+    def nothing_holds(_: float) -> Release:
+        return Unprotected(reason)
+
+    return View(adversary, unit, "zero-out", reason, nothing_holds, nothing_holds)
+
+
+# Fed-CDP -------------------------------------------------------------------------------------------------------------
+
+
+def _fed_cdp(plan: Plan, population: Population) -> list[View]:
+    records, clients = _Records(plan, population), _Clients(plan, population)
+    draws = {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1 / plan.per_round}[plan.noise]
+
+    def mechanism(weight: float) -> _Mechanism:
+        return _Mechanism(plan, population.layers, weight)
+
+    in_the_sum = mechanism(draws).participation(records.hidden, records.steps)
+    server = clients.view("server", "record", "zero-out", records.assumption, in_the_sum)
+    rows = [server, replace(server, adversary="update")]
+    if population.copies > 1:
+        rows.append(clients.view("server", "unique", "zero-out", records.assumption, in_the_sum))
+    rows.append(_model_of_fed_cdp(plan, population, server, records.rate))
+    if plan.noise == "example":
+        one_by_one = "every noised gradient of the record is seen, and that it is the record's"
+        exposed = mechanism(1.0).participation(records.seen, records.steps)
+        replaced = mechanism(0.5).participation(records.seen, records.steps)
+        rows.append(clients.view("example", "record", "zero-out", one_by_one, exposed))
+        rows.append(clients.view("example", "record", "replace-one", one_by_one, replaced))
+        if population.copies > 1:
+            rows.append(clients.view("example", "unique", "zero-out", one_by_one, exposed))
+    else:
+        rows.append(_without("example", f"{plan.noise} noise goes onto the batch's sum; single gradients are only clipped"))
+    whole = mechanism(draws / plan.slots).participation(Gaussian, plan.local_steps)
+    client = clients.view("server", "client", "zero-out", "all of a client's records, in every slot of every step", whole)
+    return [*rows, client, _model_of_fed_cdp(plan, population, client, 1.0)]
+
+
+def _model_of_fed_cdp(plan: Plan, population: Population, server: View, rate: float) -> View:
+    """The model alone: as the server's view, unless a single step under secure aggregation lets others' noise count."""
+    if plan.local_steps > 1:
+        reason = "over several local steps a client can repeat what it saw, so other clients' noise does not count"
+        return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
+    if not plan.secure_aggregation:
+        reason = "without secure aggregation other clients' noise does not count"
+        return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
+    draws = {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1 / plan.per_round}[plan.noise]
+    mechanism = _Mechanism(plan, population.layers, draws * math.sqrt(plan.per_round) / (2 * plan.slots))
+    chosen = plan.per_round / population.clients * rate
+    return View(
+        "model",
+        server.unit,
+        "zero-out",
+        "secure aggregation holds and nobody knows who took part",
+        lambda sigma: WithoutReplacement(chosen, mechanism.first_z(sigma)),
+        server.taken,
+        hidden=True,
+        fallback=server,
+    )
+
+
+# Fed-SDP -------------------------------------------------------------------------------------------------------------
+
+
+def _fed_sdp(plan: Plan, population: Population) -> list[View]:
+    clients = _Clients(plan, population)
+    mechanism = _Mechanism(plan, population.layers, 1.0)
+    raw = "local training is not private: every gradient in it is raw"
+
+    def update(sigma: float) -> Gaussian:
+        return Gaussian(mechanism.first_z(sigma))
+
+    if plan.noise_at == "client":
+        whole = "the whole update of a client is clipped and noised before it leaves"
+        server = clients.view("server", "client", "zero-out", whole, update)
+        rows = [server, replace(server, adversary="update"), _model_of_noisy_clients(plan, clients, mechanism, server)]
+        if population.copies > 1:
+            rows.append(clients.view("server", "unique", "zero-out", whole, update))
+    else:
+        reads_raw = "the server adds the noise after it has read the raw updates"
+        rows = [_without("server", reads_raw, "client"), _without("update", reads_raw, "client")]
+        rows.append(_model_of_noisy_server(plan, clients, update))
+        if population.copies > 1:
+            rows.append(_copies_under_noisy_server(clients, update))
+    follow = [replace(row, unit="record", assumption=f"follows from the client's row: {row.assumption}")
+              for row in rows if row.unit == "client"]  # fmt: skip
+    return [*rows, *follow, _without("example", raw)]
+
+
+def _model_of_noisy_clients(plan: Plan, clients: _Clients, mechanism: _Mechanism, server: View) -> View:
+    if not plan.secure_aggregation:
+        reason = "without secure aggregation other clients' noise does not count"
+        return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
+    share = math.sqrt(plan.per_round) / 2
+    return View(
+        "model",
+        "client",
+        "zero-out",
+        "secure aggregation holds and nobody knows who took part",
+        lambda sigma: WithoutReplacement(clients.rate, mechanism.first_z(sigma) * share),
+        server.taken,
+        hidden=True,
+        fallback=server,
+    )
+
+
+def _model_of_noisy_server(plan: Plan, clients: _Clients, update: Callable[[float], Gaussian]) -> View:
+    def amplified(sigma: float) -> Release:
+        whole = update(sigma)
+        if clients.rate == 1:
+            return whole
+        if plan.client_sampling == "poisson":
+            return PoissonGaussian(clients.rate, whole.z)
+        return WithoutReplacement(clients.rate, whole.z / 2)
+
+    assumption = "the server is trusted with raw updates and adds the noise; nobody else knows who took part"
+    return View("model", "client", "zero-out", assumption, amplified, update, hidden=True)
+
+
+def _copies_under_noisy_server(clients: _Clients, update: Callable[[float], Gaussian]) -> View:
+    """Several clients with the same person move one sum together: the distance grows with their number."""
+
+    def together(sigma: float) -> Release:
+        whole = update(sigma)
+        return Gaussian(whole.z / clients.most_copies)
+
+    assumption = f"one person, stored at {clients.population.copies} clients, of which any may take part together"
+    return View("model", "unique", "zero-out", assumption, together, together, hidden=True)
