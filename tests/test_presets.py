@@ -76,3 +76,9 @@ def test_noise_on_examples_asks_for_a_smaller_learning_rate() -> None:
     assert learning_rate("mnist", {"method": "fed-sdp"}) == learning_rate("mnist", {"noise": "cohort"}) == 0.1
     assert learning_rate(None, {}) is None
     assert learning_rate("nosuch", {}) is None
+
+
+def test_the_demo_is_a_preset_that_cannot_be_changed_from_outside() -> None:
+    preset("demo")["plan"]["rounds"] = 1
+    plan = assemble(preset("demo")).plan
+    assert (plan.rounds, plan.method, plan.noise) == (20, "fed-cdp", "example")

@@ -17,7 +17,7 @@ from fedcdp.errors import DefectError, FedcdpError, PlanError, StoppedError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
 from fedcdp.plan import Plan
-from fedcdp.presets import Settings
+from fedcdp.presets import Settings, preset
 from fedcdp.rundir import RunDirectory
 from fedcdp.simulation import Run
 from fedcdp.trained import Trained
@@ -139,7 +139,7 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """A short Fed-CDP training on embedded real data, and what it guarantees against whom."""
-    experiment = assemble(DEMO)
+    experiment = assemble(preset("demo"))
     if not quiet:
         plan, data = experiment.plan, experiment.data
         output.console.print(
@@ -151,24 +151,6 @@ def demo(
     _say_whether_noise_is_secret(run.plan)
     _show_run(run, spending.statement(run))
     output.console.print(f"Look at it again with: fedcdp evaluate {out} --per-client")
-
-
-# A setting that learns visibly, at an ε that means something to the server, in about a minute on two cores.
-DEMO: Settings = {
-    "data": {"dataset": "mnist5k", "partition": "iid", "clients": 20, "records": 200},
-    "model": {"activation": "tanh"},
-    "plan": {
-        "method": "fed-cdp",
-        "clip": 1.0,
-        "noise_multiplier": 0.6,
-        "rounds": 20,
-        "per_round": 20,
-        "local_steps": 10,
-        "learning_rate": 0.01,
-        "server_learning_rate": 10.0,
-        "ema": 0.7,
-    },
-}
 
 
 def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | None, quiet: bool) -> Run:

@@ -56,7 +56,11 @@ def _other_parameters() -> list[inspect.Parameter]:
     sources = {"rich_help_panel": "Where settings come from"}
     return [
         _parameter(
-            "preset", str, "--preset", help="The paper's setting for a dataset; single options override it.", **sources
+            "preset",
+            str,
+            "--preset",
+            help="mnist, cifar10, lfw, adult, cancer: the paper's setting; demo. Single options override it.",
+            **sources,
         ),
         _parameter("config", str, "--config", help="A TOML file with sections data, model, plan and run.", **sources),
         _parameter("assignments", list[str], "--set", help="One setting as key=value; may be repeated.", **sources),
