@@ -157,7 +157,7 @@ def _ledger_of(directory: RunDirectory, simulator: Simulator, rounds_done: int) 
     plan = simulator.plan
     noise: NoiseKind = "secure" if plan.secure_noise else "seeded"
     population = asdict(Population.of(simulator.federation, simulator.engine.layout, plan))
-    # Not the seed: a ledger may be handed on, and who knows which records were drawn undoes what sampling hides.
+    # Not the seed: a ledger may be handed to an accountant, and knowing which records were drawn undoes what sampling hides.
     written = {key: value for key, value in plan.written().items() if key != "seed"}
     ledger = Ledger.open_or_create(directory.ledger, written, population, noise)
     ledger.check(written, population, noise, rounds_done)
