@@ -93,6 +93,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _same_initial_weights() -> None:
+    """Networks that a test makes itself start from PyTorch's global generator: the same in every run of the suite."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=NETWORKS)
 def problem(request: pytest.FixtureRequest) -> Problem:
     """Each of the small networks in turn."""

@@ -32,7 +32,7 @@ def test_every_error_of_a_user_is_caught_as_one(error: str) -> None:
 
 def test_ones_own_model_is_trained_on_ones_own_arrays() -> None:
     federation = fedcdp.partition(clouds(300), clients=20, scheme="shards", classes_per_client=2)
-    plan = fedcdp.Plan(method="fed-cdp", clip=fedcdp.linear(6, 2), noise_multiplier=0.1, local_steps=5, batch_size=5)
+    plan = fedcdp.Plan(method="fed-cdp", clip=fedcdp.linear(6, 2), noise_multiplier=0.1, local_steps=20, batch_size=5)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     run = fedcdp.simulate(model, federation, plan, rounds=10, per_round=20)
     assert isinstance(run, fedcdp.Run)

@@ -111,7 +111,8 @@ def evaluate(
     """The accuracy of a run's model on any split, also client by client."""
     trained = Trained.load(run, data_dir)
     result = trained.evaluate(split, per_client)
-    if split == "train" and trained.experiment.plan.private:
+    # A client's own figure, on any split, is weighted by which classes it holds.
+    if (split == "train" or per_client) and trained.experiment.plan.private:
         output.note("computed from training data, so no privacy guarantee covers this figure")
     if as_json:
         typer.echo(json.dumps(result))

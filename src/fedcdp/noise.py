@@ -38,16 +38,12 @@ def deviation_of_step_sum(plan: Plan, round_: int, current: float | None = None)
     It never depends on how many records a step drew: noise whose energy shows the batch size would void the
     amplification by sampling. `current` is the bound, where it follows a quantile.
     """
-    return plan.noise_scale_at(round_, current) * _on_sum(plan)
+    return plan.noise_scale_at(round_, current) * plan.noise_on_sum
 
 
 def deviation_of_count(plan: Plan) -> float:
     """Standard deviation of the noise on a Fed-CDP client's sum of indicators: the same convention, σ_b in place of σC."""
-    return plan.quantile_noise * _on_sum(plan)
-
-
-def _on_sum(plan: Plan) -> float:
-    return {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1.0 / plan.per_round}[plan.noise]
+    return plan.quantile_noise * plan.noise_on_sum
 
 
 def noise_of(plan: Plan, layout: Layout) -> Noise:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,6 +98,16 @@ class Plan:
     def private(self) -> bool:
         """Whether the method clips and noises what it releases."""
         return self.method in ("fed-sdp", "fed-cdp", "fed-cdp-decay")
+
+    @property
+    def per_example(self) -> bool:
+        """Whether the method clips and noises every example's gradient, rather than a client's update."""
+        return self.method in ("fed-cdp", "fed-cdp-decay")
+
+    @property
+    def noise_on_sum(self) -> float:
+        """The noise on the sum of a Fed-CDP step, in units of one draw, by the plan's convention."""
+        return {"example": math.sqrt(self.slots), "batch": 1.0, "cohort": 1 / self.per_round}[self.noise]
 
     @property
     def quantile(self) -> Quantile | None:

@@ -133,7 +133,7 @@ def simulate(
         )
     simulator = Simulator(FunctionalEngine(network, loss), federation, plan, device, chunk)
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
-    simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.method.startswith("fed-cdp"))
+    simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
     fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
     if out is None:
         return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
@@ -316,8 +316,7 @@ class Simulator:
 
     def _chunk_that_fits(self) -> int:
         # Per-example gradients are held about four times over: raw, scaled, clipped, and inside the backward pass.
-        per_example = self.plan.method.startswith("fed-cdp")
-        a_client = 4 * 4 * self.engine.layout.size * (self.plan.slots if per_example else 2)
+        a_client = 4 * 4 * self.engine.layout.size * (self.plan.slots if self.plan.per_example else 2)
         most = 64 if self.device.type == "cpu" else 1024
         return int(min(most, max(1, _MEMORY_FOR_GRADIENTS.get(self.device.type, 2**30) // a_client)))
 

@@ -190,12 +190,11 @@ def _without(adversary: Adversary, reason: str, unit: Unit = "record") -> View:
 
 def _fed_cdp(plan: Plan, population: Population) -> list[View]:
     records, clients = _Records(plan, population), _Clients(plan, population)
-    draws = {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1 / plan.per_round}[plan.noise]
 
     def mechanism(weight: float) -> _Mechanism:
         return _Mechanism(plan, population.layers, weight)
 
-    in_the_sum = mechanism(draws).participation(records.hidden, records.steps)
+    in_the_sum = mechanism(plan.noise_on_sum).participation(records.hidden, records.steps)
     server = clients.view("server", "record", "zero-out", records.assumption, in_the_sum)
     rows = [server, replace(server, adversary="update")]
     if population.copies > 1:
@@ -211,7 +210,7 @@ def _fed_cdp(plan: Plan, population: Population) -> list[View]:
             rows.append(clients.view("example", "unique", "zero-out", one_by_one, exposed))
     else:
         rows.append(_without("example", f"{plan.noise} noise goes onto the batch's sum; single gradients are only clipped"))
-    whole = mechanism(draws / plan.slots).participation(Gaussian, plan.local_steps)
+    whole = mechanism(plan.noise_on_sum / plan.slots).participation(Gaussian, plan.local_steps)
     client = clients.view("server", "client", "zero-out", "all of a client's records, in every slot of every step", whole)
     return [*rows, client, _model_of_fed_cdp(plan, population, client, 1.0)]
 
@@ -224,8 +223,7 @@ def _model_of_fed_cdp(plan: Plan, population: Population, server: View, rate: fl
     if not plan.secure_aggregation:
         reason = "without secure aggregation other clients' noise does not count"
         return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
-    draws = {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1 / plan.per_round}[plan.noise]
-    mechanism = _Mechanism(plan, population.layers, draws * math.sqrt(plan.per_round) / (2 * plan.slots))
+    mechanism = _Mechanism(plan, population.layers, plan.noise_on_sum * math.sqrt(plan.per_round) / (2 * plan.slots))
     chosen = plan.per_round / population.clients * rate
     return View(
         "model",
