@@ -7,6 +7,7 @@ try:
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+source"
 
+from fedcdp.attacks import attack
 from fedcdp.data import Dataset, Splits, load, load_file
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
@@ -27,6 +28,7 @@ __all__ = [
     "Schedule",
     "Splits",
     "__version__",
+    "attack",
     "constant",
     "cosine",
     "exponential",

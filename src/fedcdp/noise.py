@@ -138,6 +138,16 @@ class SecureNoise(Noise):
         return total / math.sqrt(_TERMS)
 
 
+@dataclass(frozen=True)
+class Silence(Noise):
+    """No noise at all: what a method does besides adding some, for whoever models it (an attack on its releases)."""
+
+    layout: Layout
+
+    def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:  # noqa: ARG002
+        return torch.zeros(len(clients), length, device=clients.device)
+
+
 _TERMS = 4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -83,6 +83,44 @@ def table(title: str, rows: dict[str, str]) -> None:
     for name, value in rows.items():
         shown.add_row(name, value)
     console.print(shown)
+
+
+def leak_table(summary: dict[str, Any]) -> None:
+    """What an attack got, figure by figure; below it, what knowing nothing scores."""
+    shown = Table(title=_title_of(summary), show_header=False, title_justify="left", title_style="bold")
+    nothing = summary.get("knowing_nothing")
+    for name, value in summary.items():
+        if name in ("method", "leak", "attack", "knowing_nothing", "layers") or value is None:
+            continue
+        shown.add_row(name.replace("_", " "), _readable(value))
+    stdout.print(shown)
+    if nothing:
+        _rows("What knowing nothing scores", [{"guess": name.replace("_", " ")} | row for name, row in nothing.items()])
+    if summary.get("layers"):
+        _rows("Each tensor alone", summary["layers"])
+
+
+def _title_of(summary: dict[str, Any]) -> str:
+    return " · ".join(str(summary[name]) for name in ("method", "leak", "attack") if summary.get(name))
+
+
+def _rows(title: str, rows: list[dict[str, Any]]) -> None:
+    shown = Table(title=title, title_justify="left", title_style="bold")
+    for name in rows[0]:
+        shown.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        shown.add_row(*(_readable(value) for value in row.values()))
+    stdout.print(shown)
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return (
+            " to ".join(_readable(each) for each in value) if all(isinstance(v, float) for v in value) else ", ".join(value)
+        )
+    return str(value)
 
 
 def privacy_table(privacy: Privacy, to_stdout: bool = False) -> None:

@@ -35,7 +35,7 @@ from fedcdp.models import mixing_layers, prepare
 from fedcdp.noise import noise_of
 from fedcdp.plan import Plan
 from fedcdp.rundir import Row, RunDirectory, State
-from fedcdp.sampling import Draw, choose_clients, choose_records
+from fedcdp.sampling import choose_clients, choose_records
 from fedcdp.server import Aggregate, moving_average, next_clip, server_update
 from fedcdp.tree import Layout, Tree
 
@@ -263,12 +263,12 @@ class Simulator:
         method, plan, round_ = METHODS[self.plan.method], self.plan, state.round
         received = Aggregate(state.weights, plan)
         for clients in chosen.split(self.chunk) if len(chosen) else ():
-            table, sizes = self._records_of(clients)
-            at = self._moment(state, clients.to(self.device), sizes)
-            sent = take_part(method, state.weights, self._batches(at, table, sizes), at)
+            table, sizes = self.records_of(clients)
+            at = self.moment(state, clients.to(self.device), sizes)
+            sent = take_part(method, state.weights, self.batches(at, table, sizes), at)
             received.add(method.admit(sent.update, at), method.admit_count(sent, at))
         nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
-        at = self._moment(state, nobody, nobody)
+        at = self.moment(state, nobody, nobody)
         weights = server_update(method, state.weights, received, at)
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
         return State(round_ + 1, weights, average, next_clip(method, received, at))
@@ -276,30 +276,33 @@ class Simulator:
     def batch_of_first_client(self) -> Batch:
         """What the first client would train on in its first step."""
         clients = torch.zeros(1, dtype=torch.int64)
-        table, sizes = self._records_of(clients)
+        table, sizes = self.records_of(clients)
         width = min(self.plan.batch_size, int(sizes[0]))
         everything = torch.ones(1, width, dtype=torch.bool, device=self.device)
         return Batch(self.inputs[table[:, :width]], self.targets[table[:, :width]], everything)
 
-    def _moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
+    def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
+        """Where clients with so many records each are at the start of a round."""
         expected = sizes.clamp(max=self.plan.batch_size)
         return Moment(self.plan, self.engine, self.noise, state.round, clients, expected, current_clip=state.clip)
 
-    def _records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
+    def records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
+        """The records [clients, most], as places in the training data, and how many each has."""
         table, sizes = self.federation.table(clients.numpy())
         return torch.from_numpy(table).to(self.device), torch.from_numpy(sizes).to(self.device)
 
-    def _batches(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[Batch]:
+    def batches(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[Batch]:
         """The batches of a round's local steps, cut to the slots that some client of the chunk fills."""
+        for records, present in self.drawn(at, table, sizes):
+            yield Batch(self.inputs[records], self.targets[records], present)
+
+    def drawn(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each local step the records [clients, slots], as places in the training data, and which slots are filled."""
         draws = [choose_records(self.plan, at.clients, sizes, at.round, step) for step in range(self.plan.local_steps)]
         # Filled slots come first. One transfer for the whole round: asking at every step would make a GPU wait.
         widths = torch.stack([draw.present.any(0).sum() for draw in draws]).tolist()
-        for draw, width in zip(draws, widths, strict=True):
-            yield self._gather(draw, table, max(width, 1))
-
-    def _gather(self, draw: Draw, table: Tensor, width: int) -> Batch:
-        records = table.gather(1, draw.positions[:, :width])
-        return Batch(self.inputs[records], self.targets[records], draw.present[:, :width])
+        for draw, width in zip(draws, (max(width, 1) for width in widths), strict=True):
+            yield table.gather(1, draw.positions[:, :width]), draw.present[:, :width]
 
     def _measure(self, state: State, clients: int, clip: float | None, every: int) -> Row:
         """What is written of a round. In a private run nothing here comes from before the noise."""

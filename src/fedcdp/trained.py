@@ -20,6 +20,7 @@ from fedcdp.experiment import Experiment, stored
 from fedcdp.files import check_tensors, load_tensors, save_tensors, write_atomically
 from fedcdp.models import prepare
 from fedcdp.rundir import RunDirectory
+from fedcdp.simulation import Run
 
 ExportFormat = Literal["safetensors", "torchscript", "onnx", "csv", "tensorboard"]
 _BATCH = 1000
@@ -52,6 +53,15 @@ class Trained:
         check_tensors(source, weights, expected)
         model.load_state_dict(weights, strict=False)
         return Trained(directory, experiment, splits, model)
+
+    def as_run(self) -> Run:
+        """The run as training would have returned it, but for the time that it took."""
+        federation = self.experiment.federation(self.splits)
+        metrics = self.directory.read_metrics()
+        participations = np.zeros(federation.clients, dtype=np.int64)
+        return Run(
+            self.experiment.plan, federation, self.model, metrics, 0.0, 0, len(metrics), participations, self.directory.path
+        )
 
     def split(self, name: str) -> Dataset:
         """One of the splits, or a sentence that says which there are."""

@@ -36,7 +36,8 @@ class Moment:
     step: int = 0
     tap: Tap | None = None
     """Told what a reader of "type2", "type1" or "type0" sees; None: nobody reads. What goes with it to let the clip bound
-    follow a quantile is told as "type2-count", "type1-count", "type0-count"."""
+    follow a quantile is told as "type2-count", "type1-count", "type0-count". Whoever reads on the client also knows the
+    weights that a local step starts from: told as "local-weights", before the step."""
     current_clip: float | None = None
     """The bound to which the rounds before this one moved it, where it follows a quantile."""
 
@@ -146,7 +147,9 @@ def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Momen
     before = repeat(weights, len(at.clients))
     local = Local(before)
     for step, batch in enumerate(batches):
-        local = method.local_step(local, batch, replace(at, step=step))
+        now = replace(at, step=step)
+        now.show("local-weights", local.weights)
+        local = method.local_step(local, batch, now)
     sent = Sent(method.release(before, local.weights, at), method.release_count(before, local, at))
     at.show("type0", sent.update)
     if sent.count is not None:

@@ -1,0 +1,129 @@
+"""Labels from the gradient of the last layer, before anything is optimised.
+
+With a softmax and cross-entropy, the row of class k in that gradient is Σ_b (p_bk − [y_b = k])·h_b: negative along the
+features of the examples that have this label, positive along all others.
+
+| rule | needs | finds |
+| --- | --- | --- |
+| `gradient` | nothing | one label: by the bias, if there is one, else by `agnostic`; with two classes `negative-sum` |
+| `agnostic` | three classes | the row whose inner products with all others are the most negative: features of any sign |
+| `negative-sum` | features ≥ 0 | the row with the most negative sum (iDLG; Zhao et al., 2020) |
+| `counts` | their number | how often each label occurs, by what the network says of the seeds; also in which step |
+| `known` | the truth | what a reader who knows the labels would do |
+| `joint` | nothing | labels are optimised with the examples (DLG; Zhu et al., 2019) |
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.forward import predicted
+from fedcdp.errors import ModelError, PlanError
+from fedcdp.tree import Layout, Tree
+
+LabelRule = Literal["gradient", "agnostic", "negative-sum", "counts", "known", "joint"]
+
+
+def last_layer(layout: Layout, classes: int) -> tuple[str, str | None]:
+    """The names of the last dense layer's weight, with a row a class, and of its bias if it has one."""
+    for name in reversed(list(layout.shapes)):
+        shape = layout.shapes[name]
+        if len(shape) == 2 and shape[0] == classes:
+            bias = name.rpartition(".")[0] + ".bias"
+            return name, bias if layout.shapes.get(bias) == (classes,) else None
+    raise ModelError(
+        f"labels: the network has no dense last layer with {classes} rows to infer them from; use known or joint"
+    )
+
+
+def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tensor) -> Tensor:
+    """The labels [victims, examples] that a reader gives to its dummies, of which the seeds are the first."""
+    victims, examples = seeds.shape[:2]
+    if rule not in get_args(LabelRule) or rule == "joint":
+        raise PlanError(f"labels: {rule!r} is not one of {', '.join(get_args(LabelRule))}")
+    if rule == "known":
+        return _known(captured, examples)
+    weight, bias = last_layer(captured.engine.layout, classes)
+    if rule == "counts" and examples > 1:
+        labels = _counted(captured, weight, bias, seeds)
+        return _refined(captured, labels, weight, bias, seeds, classes) if captured.steps > 1 else labels
+    scores = _single_scores(captured.seen, weight, bias, rule, classes)
+    return scores.argmin(1)[:, None].expand(victims, examples)
+
+
+def _known(captured: Captured, examples: int) -> Tensor:
+    if examples == captured.targets.shape[1]:
+        return captured.targets
+    # One dummy for several examples: the label that most of them have.
+    present = [targets[real] for targets, real in zip(captured.targets, captured.present, strict=True)]
+    return torch.stack([each.mode().values for each in present])[:, None].expand(-1, examples)
+
+
+def _single_scores(seen: Tree, weight: str, bias: str | None, rule: LabelRule, classes: int) -> Tensor:
+    """[victims, classes]: the lowest is the label."""
+    rows = seen[weight]
+    if rule != "agnostic" and rule != "negative-sum" and bias is not None:
+        return seen[bias]
+    if rule == "negative-sum" or classes == 2:
+        return rows.sum(2)
+    inner = rows @ rows.mT
+    return inner.sum(2) - inner.diagonal(dim1=1, dim2=2)
+
+
+def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -> Tensor:
+    """Labels as often as they seem to occur.
+
+    If all examples gave the same probabilities p and features h, then count_k = B·(p_k − row_k·h / |h|²). Both are taken
+    from the seeds, labelled so that their own gradient gives them away.
+    """
+    victims, examples = seeds.shape[:2]
+    everyone = torch.ones(victims, examples, dtype=torch.bool, device=seeds.device)
+
+    def last_rows(label: int) -> tuple[Tensor, Tensor | None]:
+        targets = torch.full((victims, examples), label, device=seeds.device)
+        tree = predicted(captured, "gradient", seeds, targets, everyone)
+        return tree[weight] / captured.steps, None if bias is None else tree[bias] / captured.steps
+
+    with torch.no_grad():
+        zero, zero_bias = last_rows(0)
+        one, _ = last_rows(1)
+    features = one[:, 0] - zero[:, 0]  # (p_0 − 0)·h − (p_0 − 1)·h
+    if bias is not None and zero_bias is not None:
+        measured, base = captured.seen[bias] / captured.steps, zero_bias.clone()
+    else:
+        squared = features.square().sum(1, keepdim=True).clamp(min=1e-12)
+        measured = (captured.seen[weight] / captured.steps * features[:, None]).sum(2) / squared
+        base = (zero * features[:, None]).sum(2) / squared
+    base[:, 0] += 1  # the probabilities themselves
+    wanted = (base - measured) * captured.present.sum(1, keepdim=True)
+    labels = []
+    for _ in range(examples):  # the class with the most left, one example at a time
+        chosen = wanted.argmax(1)
+        labels.append(chosen)
+        wanted = wanted.scatter_add(1, chosen[:, None], -torch.ones_like(wanted[:, :1]))
+    return torch.stack(labels, dim=1)
+
+
+def _refined(captured: Captured, labels: Tensor, weight: str, bias: str | None, seeds: Tensor, classes: int) -> Tensor:
+    """Labels changed one at a time while the seeds, trained on with them by the method's own code, come closer to what was
+    seen of the last layer. Over several local steps the network learns, and counts alone no longer tell."""
+    names = [weight] if bias is None else [weight, bias]
+
+    def misfit(tried: Tensor) -> Tensor:
+        with torch.no_grad():
+            tree = predicted(captured, "method", seeds, tried, captured.present)
+        return torch.stack([(tree[name] - captured.seen[name]).flatten(1).square().sum(1) for name in names]).sum(0)
+
+    best = misfit(labels)
+    for place in range(labels.shape[1]):
+        for label in range(classes):
+            tried = labels.clone()
+            tried[:, place] = label
+            distance = misfit(tried)
+            labels = torch.where((distance < best)[:, None], tried, labels)
+            best = torch.minimum(distance, best)
+    return labels

@@ -1,0 +1,166 @@
+"""L-BFGS for many independent problems in lockstep (Liu and Nocedal, 1989), as `torch.optim.LBFGS` does it for one.
+
+Every problem takes the same steps as under `torch.optim.LBFGS` without a line search, to rounding; one evaluation serves
+them all. The two-loop recursion is written as two triangular systems in the inner products of the stored pairs, so that its
+length does not grow with the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(points [n, D], which of the problems they belong to [n]) to losses [n] and gradients [n, D]."""
+
+_SMALLEST_CURVATURE = 1e-10  # as in torch: a pair with less is not stored
+
+
+@dataclass(frozen=True)
+class LBFGS:
+    """The settings, named and preset as in `torch.optim.LBFGS`; one step is up to `inner` moves."""
+
+    learning_rate: float = 1.0
+    inner: int = 20
+    history: int = 100
+    tolerance_grad: float = 1e-7
+    tolerance_change: float = 1e-9
+
+    def begin(self, start: Tensor) -> LockstepLBFGS:
+        """Minimisers at their starting points [n, D]."""
+        return LockstepLBFGS(self, start)
+
+
+class LockstepLBFGS:
+    """Minimisers on their way. All tensors have the problems on their leading axis."""
+
+    def __init__(self, settings: LBFGS, start: Tensor) -> None:
+        count, size = start.shape
+        self.settings = settings
+        self.point = start.clone()
+        self.loss = start.new_full((count,), torch.inf)
+        self._gradient = torch.zeros_like(start)
+        self._move = torch.zeros_like(start)
+        self._scale = start.new_ones(count)
+        self._moves = torch.zeros(count, dtype=torch.int64, device=start.device)
+        # A ring of pairs each: steps s, changes of the gradient y, and all products s_i·y_j.
+        self._pairs = torch.zeros(count, dtype=torch.int64, device=start.device)
+        self._s = start.new_zeros(count, 0, size)
+        self._y = start.new_zeros(count, 0, size)
+        self._products = start.new_zeros(count, 0, 0)
+
+    def keep(self, index: Tensor) -> None:
+        """Go on with these problems only."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value[index])
+
+    def step(self, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
+        """Up to `inner` moves of every problem: the losses before them, and which problems moved at all."""
+        everyone = torch.arange(len(self.point), device=self.point.device)
+        loss, gradient = evaluate(self.point, everyone)
+        first_loss = loss
+        usable = torch.isfinite(loss) & torch.isfinite(gradient).all(1)
+        alive = usable & (gradient.abs().amax(1) > self.settings.tolerance_grad)
+        moved = torch.zeros_like(alive)
+        for inner in range(self.settings.inner):
+            direction = self._direction(gradient, alive)
+            length = torch.where(
+                self._moves == 1, (1 / gradient.abs().sum(1)).clamp(max=1.0), torch.ones_like(loss)
+            ) * self.settings.learning_rate  # fmt: skip
+            self._gradient = torch.where(alive[:, None], gradient, self._gradient)
+            alive = alive & ((gradient * direction).sum(1) <= -self.settings.tolerance_change)
+            self._move = torch.where(alive[:, None], direction * length[:, None], self._move)
+            self.point = torch.where(alive[:, None], self.point + self._move, self.point)
+            moved |= alive
+            if inner + 1 == self.settings.inner:
+                break
+            who = alive.nonzero()[:, 0]
+            if len(who) == 0:
+                break
+            before = loss
+            loss, gradient = self._evaluate_some(evaluate, who, loss, gradient)
+            usable = torch.isfinite(loss) & torch.isfinite(gradient).all(1)
+            alive = (
+                alive
+                & usable
+                & (gradient.abs().amax(1) > self.settings.tolerance_grad)
+                & (self._move.abs().amax(1) > self.settings.tolerance_change)
+                & ((loss - before).abs() >= self.settings.tolerance_change)
+            )
+        self.loss = first_loss
+        return first_loss, moved
+
+    def _evaluate_some(self, evaluate: Evaluate, who: Tensor, loss: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        if len(who) == len(loss):
+            return evaluate(self.point, who)
+        some_loss, some_gradient = evaluate(self.point[who], who)
+        return loss.index_copy(0, who, some_loss), gradient.index_copy(0, who, some_gradient)
+
+    def _direction(self, gradient: Tensor, alive: Tensor) -> Tensor:
+        """The direction of the next move of those that are alive, after storing what the last one taught."""
+        change = gradient - self._gradient
+        curvature = (change * self._move).sum(1)
+        learned = alive & (self._moves > 0) & (curvature > _SMALLEST_CURVATURE)
+        self._moves = self._moves + alive
+        if bool(learned.any()):
+            self._store(change, curvature, learned)
+        if self._s.shape[1] == 0:
+            return -gradient
+        order, filled = self._by_age()
+        rows = order[:, :, None]
+        products = self._products.gather(1, rows.expand_as(self._products)).gather(
+            2, order[:, None, :].expand_as(self._products)
+        )
+        both = filled[:, :, None] & filled[:, None, :]
+        # s_i·y_j for pairs i not newer than j; a missing pair has the equation "coefficient = 0".
+        upper = torch.where(both, products, torch.diag_embed((~filled).to(products.dtype))).triu()
+        known = upper.diagonal(dim1=1, dim2=2)
+
+        def dots(vectors: Tensor, with_: Tensor) -> Tensor:
+            return torch.where(filled, (vectors @ with_[:, :, None])[..., 0].gather(1, order), 0.0)
+
+        def combined(vectors: Tensor, coefficients: Tensor) -> Tensor:
+            by_place = torch.zeros_like(coefficients).scatter(1, order, coefficients)
+            return (by_place[:, None, :] @ vectors)[:, 0]
+
+        # First loop, newest to oldest: α_i = s_i·q / (s_i·y_i), q ← q − α_i·y_i. Second, oldest to newest, likewise.
+        alpha = torch.linalg.solve_triangular(upper, dots(self._s, -gradient)[..., None], upper=True)[..., 0]
+        q = -gradient - combined(self._y, alpha)
+        scaled = self._scale[:, None] * q
+        right = known * alpha - dots(self._y, scaled)
+        coefficients = torch.linalg.solve_triangular(upper.mT, right[..., None], upper=False)[..., 0]
+        return scaled + combined(self._s, torch.where(filled, coefficients, 0.0))
+
+    def _store(self, change: Tensor, curvature: Tensor, learned: Tensor) -> None:
+        self._make_room()
+        who = learned.nonzero()[:, 0]
+        place = self._pairs[who] % self.settings.history
+        s, y = self._move[who], change[who]
+        self._s[who, place], self._y[who, place] = s, y
+        self._products[who, :, place] = (self._s[who] @ y[:, :, None])[..., 0]
+        self._products[who, place, :] = (self._y[who] @ s[:, :, None])[..., 0]
+        self._scale[who] = curvature[who] / y.square().sum(1)
+        self._pairs[who] += 1
+
+    def _make_room(self) -> None:
+        """More places in the rings, doubled as the fullest needs them."""
+        places = self._s.shape[1]
+        needed = min(int(self._pairs.max()) + 1, self.settings.history)
+        if needed <= places:
+            return
+        more = min(self.settings.history, max(8, 2 * places)) - places
+        self._s = torch.nn.functional.pad(self._s, (0, 0, 0, more))
+        self._y = torch.nn.functional.pad(self._y, (0, 0, 0, more))
+        self._products = torch.nn.functional.pad(self._products, (0, more, 0, more))
+
+    def _by_age(self) -> tuple[Tensor, Tensor]:
+        """For each ring its places, oldest first, and which of them are filled."""
+        places = self._s.shape[1]
+        ages = torch.arange(places, device=self.point.device)
+        full = self._pairs[:, None] >= self.settings.history
+        order = torch.where(full, (ages + self._pairs[:, None]) % self.settings.history, ages)
+        return order, ages < self._pairs[:, None]

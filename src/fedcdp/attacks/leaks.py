@@ -1,0 +1,255 @@
+"""Leaks: what a reconstruction attack got out of its victims, scored, and as files and pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcdp.attacks import pictures
+from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.metrics import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
+from fedcdp.attacks.reconstruct import Reconstruction
+from fedcdp.data.dataset import Dataset
+from fedcdp.files import write_atomically
+
+_SHOWN_VICTIMS = 8
+_SHOWN_ITERATIONS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200, 300)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaks:
+    """What an attack got. Scores are of what fitted best by the reader's own measure; it never sees the truth."""
+
+    attack: str
+    captured: Captured
+    found: Reconstruction
+    scores: Scores | None
+    """None where the truth is not known."""
+    scores_of_last: Scores | None
+    """Of where the search ended, which is what the paper reports."""
+    baselines: Baselines | None
+    classes: int
+    first_exact: Tensor
+    """[victims]: the iteration after which a victim's examples were all exact for the first time; ∞ if never."""
+    snapshots: dict[int, Tensor] = field(repr=False)
+    """Examples of the first victims after some iterations [those, dummies, ...]."""
+    seconds: float = 0.0
+
+    @property
+    def success_rate(self) -> float | None:
+        """The share of victims' examples that were reconstructed exactly."""
+        return None if self.scores is None else self.scores.summary()["exact"]
+
+    def label_accuracy(self) -> float | None:
+        """The share of examples whose label was inferred rightly, each matched to its reconstruction."""
+        if self.scores is None:
+            return None
+        right = rearrange(self.found.labels, self.scores.order) == self._true_labels()
+        return float(right[self.scores.present].double().mean())
+
+    def summary(self) -> dict[str, Any]:
+        """All figures; the distance is the MSE of the clamped example over what the network can see of it."""
+        captured = self.captured
+        row: dict[str, Any] = {
+            "method": captured.plan.method,
+            "leak": captured.leak,
+            "attack": self.attack,
+            "victims": len(captured),
+            "success_rate": None,
+            "distance_mean": None,
+            "distance_median": None,
+            "psnr_mean": None,
+            "iterations_mean": float(self.found.iterations.double().mean()),
+        }
+        if self.scores is not None and self.scores_of_last is not None and self.baselines is not None:
+            scores, last = self.scores.summary(), self.scores_of_last.summary()
+            reached = torch.where(self.first_exact.isfinite(), self.first_exact, self.found.iterations.double())
+            low, high = chance_interval(int(scores["examples"]), 1 / self.classes)
+            row |= {
+                "success_rate": scores["exact"],
+                "distance_mean": scores["mse"],
+                "distance_median": scores["median_mse"],
+                "psnr_mean": scores["psnr"],
+                "iterations_mean": float(reached.mean()),
+                "iterations_median": float(reached.quantile(0.5)),
+                "recognisable_rate": scores["recognisable"],
+                "identified_rate": scores["identified"],
+                "candidates": scores["candidates"],
+                "rmse_mean": scores["rmse"],
+                "rmse_mean_at_end": last["rmse"],
+                "distance_mean_at_end": last["mse"],
+                "ssim_mean": scores["ssim"],
+                "label_accuracy": self.label_accuracy(),
+                "label_chance_99": [low, high],
+                "examples": scores["examples"],
+                "visible_coordinates": scores["coordinates"],
+                "coordinates": captured.inputs[0, 0].numel(),
+                "knowing_nothing": {name: _short(getattr(self.baselines, name)) for name in vars(self.baselines)},
+            }
+        outcome = torch.bincount(self.found.outcome.cpu(), minlength=3).tolist()
+        row |= {
+            "out_of_iterations": outcome[0],
+            "converged": outcome[Reconstruction.CONVERGED],
+            "diverged": outcome[Reconstruction.DIVERGED],
+            "round": captured.round,
+            "steps": captured.steps,
+            "releases": captured.releases,
+            "noise_deviation": captured.deviation,
+            "evaluations": self.found.evaluations,
+            "seconds": round(self.seconds, 2),
+        }
+        return {name: _finite(value) for name, value in row.items()}
+
+    def picture(self) -> Any:
+        """Originals, seeds, what the search looked like on its way, and what it found; None unless they are images."""
+        truth = self._truth()
+        if truth.dim() != 5 or truth.shape[2] not in (1, 3):
+            return None
+        shown = min(_SHOWN_VICTIMS, len(truth))
+        found, order = self.found, self._order()
+
+        def column(examples: Tensor) -> list[Tensor]:
+            low, high = float(truth.min()), float(truth.max())
+            low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
+            each = rearrange(examples[:shown].to(truth.device), order[:shown])
+            return [(image - low) / (high - low) for image in each[:, 0]]
+
+        columns = [("original", [image[0] for image in truth[:shown]]), ("seed", column(found.seeds))]
+        columns += [(f"iteration {number}", column(each)) for number, each in sorted(self.snapshots.items())]
+        columns += [("reconstruction", column(found.examples))]
+        rows = [list(row) for row in zip(*(images for _, images in columns), strict=True)]
+        figures = [] if self.scores is None else [f"MSE {float(mse):.2g}" for mse in self.scores.mse[:shown, 0]]
+        return pictures.grid(rows, [title for title, _ in columns], figures)
+
+    def save(self, directory: Path) -> None:
+        """`summary.json`, `reconstructions.npz` and, of images, `grid.png`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        arrays = {
+            "original": self.captured.inputs,
+            "original_label": self.captured.targets,
+            "seed": self.found.seeds,
+            "reconstruction": self.found.examples,
+            "reconstruction_at_end": self.found.last,
+            "label": self.found.labels,
+            "iterations": self.found.iterations,
+        }
+        if self.scores is not None:
+            arrays |= {"mse": self.scores.mse, "order": self.scores.order}
+        written = io.BytesIO()
+        plain: dict[str, Any] = {name: value.cpu().numpy() for name, value in arrays.items()}
+        np.savez_compressed(written, **plain)
+        write_atomically(directory / "reconstructions.npz", written.getvalue())
+        write_atomically(directory / "summary.json", (json.dumps(self.summary(), indent=1) + "\n").encode())
+        if (picture := self.picture()) is not None:
+            image = io.BytesIO()
+            picture.save(image, format="PNG", optimize=True)
+            write_atomically(directory / "grid.png", image.getvalue())
+
+    def _order(self) -> Tensor:
+        return torch.zeros(len(self.captured), 1, dtype=torch.int64) if self.scores is None else self.scores.order
+
+    def _truth(self) -> Tensor:
+        return compared_truth(self.captured, self.found.examples)[0]
+
+    def _true_labels(self) -> Tensor:
+        return compared_truth(self.captured, self.found.examples)[1]
+
+
+def compared_truth(captured: Captured, guesses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The examples, labels and filled slots that guesses are compared with: as many of the victim's as there are guesses,
+    the nearest ones."""
+    count = guesses.shape[1]
+    if count == captured.inputs.shape[1]:
+        return captured.inputs, captured.targets, captured.present
+    distances = torch.cdist(
+        cleaned(guesses, 0.0, 1.0).flatten(2), captured.inputs.flatten(2)
+    )  # [victims, guesses, examples]
+    distances = distances.masked_fill(~captured.present[:, None], torch.inf)
+    nearest = distances.amin(1).argsort(dim=1)[:, :count]
+    return rearrange(captured.inputs, nearest), rearrange(captured.targets, nearest), rearrange(captured.present, nearest)
+
+
+@dataclass
+class Observer:
+    """Follows a search: when each victim's examples became exact, and what the first of them looked like on the way.
+
+    The observer has the truth; the search does not.
+    """
+
+    captured: Captured
+    criteria: Criteria
+    visible: Tensor
+    value_range: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        device = self.captured.device
+        self.first_exact = torch.full((len(self.captured),), math.inf, dtype=torch.float64, device=device)
+        self.snapshots: dict[int, Tensor] = {}
+        self._latest: Tensor | None = None
+
+    def __call__(self, iteration: int, who: Tensor, examples: Tensor) -> None:
+        """Told where the search is (`reconstruct.Watch`)."""
+        self._keep(iteration, who, examples)
+        pending = ~self.first_exact[who].isfinite()
+        if not bool(pending.any()) or examples.shape[1] != self.captured.inputs.shape[1]:
+            return
+        who, examples = who[pending], examples[pending]
+        truth, present = self.captured.inputs[who][..., self.visible], self.captured.present[who]
+        guesses = cleaned(examples, *self.value_range)[..., self.visible]
+        guesses = rearrange(guesses, match(guesses, truth, present)) if guesses.shape[1] > 1 else guesses
+        mse = (guesses - truth).square().mean(-1).masked_fill(~present, 0.0)
+        exact = (mse < self.criteria.exact_mse).all(1)
+        self.first_exact[who[exact]] = iteration
+
+    def _keep(self, iteration: int, who: Tensor, examples: Tensor) -> None:
+        shown = min(_SHOWN_VICTIMS, len(self.captured))
+        mine = who < shown
+        if self._latest is None:
+            self._latest = examples.new_zeros(shown, *examples.shape[1:])
+        if not bool(mine.any()):
+            return
+        self._latest = self._latest.index_copy(0, who[mine], examples[mine])
+        if iteration in _SHOWN_ITERATIONS:
+            self.snapshots[iteration] = self._latest.clone()
+
+
+def judged(
+    attack: str,
+    captured: Captured,
+    found: Reconstruction,
+    observer: Observer,
+    public: Dataset,
+    classes: int,
+    seconds: float,
+) -> Leaks:
+    """Score what an attack found."""
+    judge, scores = _score(found.examples, captured, observer, public)
+    _, last = _score(found.last, captured, observer, public)
+    return Leaks(
+        attack, captured, found, scores, last, judge.baselines(), classes, observer.first_exact, observer.snapshots, seconds
+    )
+
+
+def _score(guesses: Tensor, captured: Captured, observer: Observer, public: Dataset) -> tuple[Judge, Scores]:
+    truth, labels, present = compared_truth(captured, guesses)
+    low, high = observer.value_range
+    judge = Judge(truth, labels, public, present, observer.visible, low, high, observer.criteria)
+    return judge, judge.score(guesses)
+
+
+def _short(scores: Scores) -> dict[str, float]:
+    row = scores.summary()
+    return {name: row[name] for name in ("mse", "rmse", "psnr", "exact", "recognisable", "identified")}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

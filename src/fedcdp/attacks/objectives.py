@@ -1,0 +1,58 @@
+"""Objectives: how far what a dummy would show is from what was seen, and what a likely example looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedcdp.errors import PlanError
+from fedcdp.tree import Tree
+
+Distance = Literal["squared", "cosine"]
+
+_SHORTEST = 1e-12  # of the product of two lengths: a zero gradient has no direction
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`squared`: the sum over all coordinates; `cosine`: 1 − cos of the angle, blind to length (Geiping et al., 2020)."""
+
+    distance: Distance = "squared"
+    total_variation: float = 0.0
+    """Weight of the mean absolute difference of neighbouring pixels."""
+    shared_only: bool = False
+    """Compare only where what was seen is not zero: what pruning left out says little."""
+    tensors: tuple[str, ...] | None = None
+    """Compare only these tensors; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.distance not in get_args(Distance):
+            raise PlanError(f"distance: {self.distance!r} is not one of {', '.join(get_args(Distance))}")
+
+    def only(self, *tensors: str) -> Objective:
+        """The same, over these tensors alone."""
+        return replace(self, tensors=tensors)
+
+    def between(self, shown: Tree, seen: Tree) -> Tensor:
+        """[victims]: how far apart two trees [victims, ...] are."""
+        names = self.tensors or tuple(seen)
+        pairs = [(shown[name].flatten(1), seen[name].flatten(1)) for name in names]
+        if self.shared_only:
+            pairs = [(torch.where(there != 0, here, 0.0), there) for here, there in pairs]
+        if self.distance == "squared":
+            return torch.stack([(here - there).square().sum(1) for here, there in pairs]).sum(0)
+        inner = torch.stack([(here * there).sum(1) for here, there in pairs]).sum(0)
+        lengths = [torch.stack([each[side].square().sum(1) for each in pairs]).sum(0).sqrt() for side in (0, 1)]
+        return 1 - inner / (lengths[0] * lengths[1]).clamp(min=_SHORTEST)
+
+
+def total_variation(images: Tensor) -> Tensor:
+    """[victims]: the mean absolute difference of neighbouring pixels; of vectors, 0."""
+    if images.dim() < 4:
+        return images.new_zeros(len(images))
+    down = (images[..., 1:, :] - images[..., :-1, :]).abs().flatten(1).mean(1)
+    across = (images[..., :, 1:] - images[..., :, :-1]).abs().flatten(1).mean(1)
+    return down + across

@@ -1,0 +1,243 @@
+"""Reconstruction: follow a recipe against many victims at once, in lockstep, until each is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.forward import predicted
+from fedcdp.attacks.labels import infer_labels
+from fedcdp.attacks.lbfgs import LBFGS
+from fedcdp.attacks.objectives import total_variation
+from fedcdp.attacks.recipe import Recipe
+from fedcdp.attacks.spaces import Pixels, Space, Subspace
+from fedcdp.data.dataset import Dataset
+from fedcdp.errors import DataError
+
+_FITS = 1e-12  # of the squared norm of what was seen: nothing is left to gain
+_LOST = 1e6  # of a coordinate, in units of an input's range: nothing comes back from there
+_LEAST_NOISE = 1e-3  # a prior needs some: otherwise it never counts
+_MEMORY = {"cpu": 2 * 2**30, "cuda": 32 * 2**30}  # bytes for one chunk of victims
+
+Watch = Callable[[int, Tensor, Tensor], None]
+"""Told after an iteration which victims are still at work, and where their examples are [those, examples, ...]."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Reconstruction:
+    """What an attack made of N victims."""
+
+    examples: Tensor
+    """[victims, dummies, ...]: what fitted best, by the reader's own measure."""
+    last: Tensor
+    """Where the search ended."""
+    seeds: Tensor
+    labels: Tensor
+    """[victims, dummies]."""
+    loss: Tensor
+    """[victims]: the objective at `examples`."""
+    iterations: Tensor
+    """[victims]: taken in all."""
+    outcome: Tensor
+    """[victims]: 0 out of iterations, 1 nothing left to gain, 2 diverged."""
+    evaluations: int = field(default=0, repr=False)
+
+    CONVERGED = 1
+    DIVERGED = 2
+
+
+def reconstruct(
+    captured: Captured,
+    recipe: Recipe,
+    classes: int,
+    *,
+    seed: int = 0,
+    value_range: tuple[float, float] = (0.0, 1.0),
+    public: Dataset | None = None,
+    watch: Watch | None = None,
+    progress: Progress | None = None,
+) -> Reconstruction:
+    """Look for the examples behind what was seen.
+
+    `public` are examples like the victims' that anyone can have: for the principal components, where the recipe asks for
+    them. The victims' own examples are not used, but for their number.
+    """
+    space = _space(captured, recipe, value_range, public)
+    everyone = torch.arange(len(captured), device=captured.device)
+    chunks = everyone.split(_victims_at_once(captured, recipe))
+    total = len(chunks) * recipe.restarts * recipe.iterations
+    best: Reconstruction | None = None
+    for restart in range(recipe.restarts):
+        parts = []
+        for number, who in enumerate(chunks):
+            before = (restart * len(chunks) + number) * recipe.iterations
+            parts.append(_attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total))
+        found = _join(parts)
+        best = found if best is None else _better(best, found)
+    if best is None:
+        raise DataError("victims: there are none to attack")
+    if progress is not None:
+        progress(total, total)
+    return best
+
+
+def _attack(
+    captured: Captured,
+    who: Tensor,
+    recipe: Recipe,
+    space: Space,
+    classes: int,
+    seed: int,
+    restart: int,
+    watch: Watch | None,
+    progress: Progress | None,
+    before: int,
+    total: int,
+) -> Reconstruction:
+    """One chunk of victims from one seed each."""
+    part = captured.take(who)
+    dummies = part.inputs.shape[1] if recipe.dummies == "all" else 1
+    seeds = recipe.seed.draw(who, dummies, tuple(part.inputs.shape[2:]), seed, restart)
+    problem = Problem(part, recipe, space, classes, seeds)
+    state = recipe.optimiser.begin(problem.start)
+    count = len(who)
+    best, best_loss = problem.start.clone(), torch.full_like(state.loss, torch.inf)
+    last = problem.start.clone()
+    iterations = torch.full((count,), recipe.iterations, device=who.device)
+    outcome = torch.zeros(count, dtype=torch.int64, device=who.device)
+    active = torch.arange(count, device=who.device)
+    for iteration in range(1, recipe.iterations + 1):
+        problem.focus(active)
+        earlier = state.point
+        loss, moved = state.step(problem.evaluate)
+        improved = loss < best_loss[active]
+        best[active[improved]], best_loss[active[improved]] = earlier[improved], loss[improved]
+        state.point = problem.project(state.point)
+        last[active] = state.point
+        if watch is not None:
+            watch(iteration, who[active], problem.examples(state.point).detach())
+        lost = ~torch.isfinite(loss) | ~(state.point.abs().amax(1) < _LOST)
+        fitted = loss <= _FITS * problem.scale[active]
+        done = lost | fitted | ~moved
+        if bool(done.any()):
+            outcome[active[done]] = torch.where(lost[done], Reconstruction.DIVERGED, Reconstruction.CONVERGED)
+            iterations[active[done]] = iteration
+            active = active[~done]
+            state.keep((~done).nonzero()[:, 0])
+        if progress is not None:
+            progress(before + iteration, total)
+        if len(active) == 0:
+            break
+    if len(active):
+        problem.focus(active)
+        loss, _ = problem.evaluate(last[active], torch.arange(len(active), device=who.device))
+        improved = loss < best_loss[active]
+        best[active[improved]], best_loss[active[improved]] = last[active[improved]], loss[improved]
+    problem.focus(torch.arange(count, device=who.device))
+    return Reconstruction(
+        problem.examples(best).detach(),
+        problem.examples(last).detach(),
+        problem.examples(problem.start).detach(),
+        problem.labels(best),
+        best_loss,
+        iterations,
+        outcome,
+        problem.evaluations,
+    )
+
+
+class Problem:
+    """The objective of every victim of a chunk, as a function of points."""
+
+    def __init__(self, captured: Captured, recipe: Recipe, space: Space, classes: int, seeds: Tensor) -> None:
+        self._all, self._recipe, self._space, self._classes = captured, recipe, space, classes
+        self._present = captured.present if recipe.dummies == "all" else captured.present[:, :1]
+        self.start = space.points(seeds)
+        self._size = self.start.shape[1]
+        self._targets = None
+        if recipe.labels == "joint":
+            logits = recipe.seed.draw(torch.arange(len(seeds), device=seeds.device), seeds.shape[1], (classes,), 1)
+            self.start = torch.cat([self.start, logits.flatten(1)], dim=1)
+        else:
+            self._targets = infer_labels(captured, recipe.labels, classes, seeds)
+        self.scale = captured.engine.layout.flatten(captured.seen, lead=1).square().sum(1)
+        if recipe.objective.distance == "cosine":
+            self.scale = torch.ones_like(self.scale)
+        self.evaluations = 0
+        self.focus(torch.arange(len(seeds), device=seeds.device))
+
+    def focus(self, who: Tensor) -> None:
+        """Go on with these victims of the chunk."""
+        self._who = who
+        self._part = self._all.take(who)
+
+    def examples(self, points: Tensor) -> Tensor:
+        """What the points stand for."""
+        return self._space.examples(points[:, : self._size])
+
+    def labels(self, points: Tensor) -> Tensor:
+        """The labels of the dummies [victims, dummies]."""
+        return self._soft(points).argmax(2) if self._targets is None else self._targets
+
+    def project(self, points: Tensor) -> Tensor:
+        """The nearest points that the recipe allows."""
+        return torch.cat([self._space.project(points[:, : self._size]), points[:, self._size :]], dim=1)
+
+    def evaluate(self, points: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and gradients at points of those victims (numbered among the ones in focus)."""
+        everyone = len(who) == len(self._who)
+        part = self._part if everyone else self._part.take(who)
+        names = self._who if everyone else self._who[who]
+        points = points.detach().requires_grad_()
+        examples = self.examples(points)
+        targets = self._soft(points).softmax(2) if self._targets is None else self._targets[names]
+        shown = predicted(part, self._recipe.knows, examples, targets, self._present[names])
+        loss = self._recipe.objective.between(shown, part.seen)
+        if self._space.has_prior:
+            loss = loss / (2 * max(part.deviation, _LEAST_NOISE) ** 2) + self._space.penalty(points[:, : self._size])
+        if self._recipe.objective.total_variation:
+            loss = loss + self._recipe.objective.total_variation * total_variation(examples)
+        (gradient,) = torch.autograd.grad(loss.sum(), points)
+        self.evaluations += len(who)
+        return loss.detach(), gradient
+
+    def _soft(self, points: Tensor) -> Tensor:
+        return points[:, self._size :].view(len(points), -1, self._classes)
+
+
+def _space(captured: Captured, recipe: Recipe, value_range: tuple[float, float], public: Dataset | None) -> Space:
+    shape = tuple(captured.inputs.shape[2:])
+    if recipe.space != "components":
+        return Pixels(shape, value_range if recipe.space == "box" else None)
+    if public is None:
+        raise DataError("public: this attack needs public examples for its principal components; there are none")
+    return Subspace.of(public, recipe.components, captured.device)
+
+
+def _victims_at_once(captured: Captured, recipe: Recipe) -> int:
+    dummies = captured.inputs.shape[1] if recipe.dummies == "all" else 1
+    size = dummies * captured.inputs[0, 0].numel()
+    history = recipe.optimiser.history if isinstance(recipe.optimiser, LBFGS) else 2
+    a_victim = 4 * (2 * history * size + 16 * dummies * captured.steps * captured.engine.layout.size)
+    return max(1, min(512, _MEMORY.get(captured.device.type, 2**30) // a_victim))
+
+
+def _join(parts: list[Reconstruction]) -> Reconstruction:
+    names = ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome")
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return Reconstruction(**joined, evaluations=sum(part.evaluations for part in parts))
+
+
+def _better(one: Reconstruction, other: Reconstruction) -> Reconstruction:
+    """For each victim what fits better; the work is that of both."""
+    wins = other.loss < one.loss
+    chosen = {
+        name: torch.where(wins.view(-1, *(1,) * (getattr(one, name).dim() - 1)), getattr(other, name), getattr(one, name))
+        for name in ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome")
+    }
+    return Reconstruction(**chosen, evaluations=one.evaluations + other.evaluations)

@@ -1,0 +1,189 @@
+"""The command `attack`: what a curious reader gets out of a plan or a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedcdp import output
+from fedcdp.errors import PlanError, RunError
+from fedcdp.experiment import Experiment, assemble, stored
+from fedcdp.options import takes_settings
+from fedcdp.presets import Settings
+
+if TYPE_CHECKING:
+    from fedcdp.attacks.api import Found
+    from fedcdp.attacks.recipe import Recipe
+
+_LOOK = "What is read"
+_HOW = "How it is attacked"
+
+
+@takes_settings
+def attack(
+    *,
+    given: list[Settings],
+    leak: Annotated[
+        str,
+        typer.Option("--leak", metavar="type0|type1|type2", help="Who reads: type0, type1 or type2.", rich_help_panel=_LOOK),
+    ] = "type2",
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Attack this run, at its trained weights.", rich_help_panel=_LOOK)
+    ] = None,
+    victims: Annotated[int, typer.Option("--victims", help="How many are attacked.", rich_help_panel=_LOOK)] = 100,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network",
+            help="cpl: the network that the paper's authors attack (default for images); paper: the one they train (default "
+            "for tables); or as in --model.",
+            rich_help_panel=_LOOK,
+        ),
+    ] = None,
+    at_round: Annotated[
+        int | None, typer.Option("--round", help="Train up to this round first. Default: 0.", rich_help_panel=_LOOK)
+    ] = None,
+    step: Annotated[int, typer.Option("--step", help="The local step that type2 reads.", rich_help_panel=_LOOK)] = 0,
+    steps: Annotated[
+        int, typer.Option("--steps", help="Local steps of the update that type0 and type1 read.", rich_help_panel=_LOOK)
+    ] = 1,
+    releases: Annotated[
+        int, typer.Option("--releases", help="How often the same is seen with fresh noise.", rich_help_panel=_LOOK)
+    ] = 1,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--attack",
+            help="cpl, dlg, idlg, inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter, analytic, "
+            "per-layer, or membership (of a run). Default: cpl for type2, batch for updates, analytic for tables.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option("--iterations", help="At most; one is up to 20 evaluations.", rich_help_panel=_HOW)
+    ] = None,
+    restarts: Annotated[int | None, typer.Option("--restarts", help="Seeds for each victim.", rich_help_panel=_HOW)] = None,
+    seed_image: Annotated[
+        str | None,
+        typer.Option("--seed-image", help="pattern, uniform, normal or zeros.", rich_help_panel=_HOW),
+    ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option("--labels", help="gradient, agnostic, negative-sum, counts, known or joint.", rich_help_panel=_HOW),
+    ] = None,
+    exact_mse: Annotated[
+        float, typer.Option("--exact-mse", help="Success: an MSE below this.", rich_help_panel=_HOW)
+    ] = 1e-3,
+    recognisable_psnr: Annotated[
+        float, typer.Option("--recognisable-psnr", help="Recognisable: a PSNR of at least this.", rich_help_panel=_HOW)
+    ] = 15.0,
+    candidates: Annotated[
+        int, typer.Option("--candidates", help="Identified: the nearest of so many.", rich_help_panel=_HOW)
+    ] = 1000,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where figures, arrays and pictures go. Default: nowhere; of a run, RUN/attacks."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Where dataset files lie.", rich_help_panel="Data"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+) -> None:
+    """A leakage attack on real examples: what a reader of gradients or updates can reconstruct, or tell.
+
+    It attacks a plan before any training, or a run (--run). Everything that is read comes from the method's own code.
+    """
+    from fedcdp.attacks import Criteria
+    from fedcdp.attacks import attack as attack_it
+
+    recipe = _recipe(name, iterations, restarts, seed_image, labels)
+    criteria = Criteria(exact_mse=exact_mse, recognisable_psnr=recognisable_psnr, candidates=candidates)
+    common: dict[str, Any] = {
+        "leak": leak, "attack": recipe or name, "victims": victims, "step": step, "steps": steps, "releases": releases,
+        "criteria": criteria,
+    }  # fmt: skip
+    if run is not None:
+        if network is not None or at_round is not None:
+            raise PlanError("--run: it is attacked as it is; leave out --network and --round")
+        experiment = stored(run, given)
+        target, extra = _trained(run, experiment, data_dir, quiet), {}
+        out = out or run / "attacks" / f"{leak}-{name or 'default'}"
+    else:
+        experiment = _with_network(assemble(*given), network, given)
+        splits = experiment.splits(data_dir, quiet)
+        extra = {"model": experiment.network(splits), "federation": experiment.federation(splits), "at_round": at_round}
+        target = experiment.plan
+    with output.steps("attack", quiet) as progress:
+        found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
+    summary = {"dataset": experiment.data.dataset or experiment.data.file, "network": experiment.model.network}
+    summary = _of(found, name, experiment) | summary
+    if out is not None:
+        _save(found, summary, out)
+    if as_json:
+        typer.echo(json.dumps(summary))
+    elif not quiet:
+        output.leak_table(summary)
+        if out is not None:
+            output.console.print(f"Figures, arrays and pictures are in {out}")
+
+
+def _recipe(
+    name: str | None, iterations: int | None, restarts: int | None, seed_image: str | None, labels: str | None
+) -> Recipe | None:
+    """The preset with the ingredients that were given; None where none was."""
+    from fedcdp.attacks import RECIPES, Seed
+
+    changes: dict[str, Any] = {"iterations": iterations, "restarts": restarts, "labels": labels}
+    changes["seed"] = None if seed_image is None else Seed(seed_image)  # type: ignore[arg-type]
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if not changes:
+        return None
+    if name not in RECIPES:
+        raise PlanError(f"--{next(iter(changes))}: it is for --attack {', '.join(RECIPES)}; choose one of them")
+    return RECIPES[name].but(**changes)
+
+
+def _with_network(experiment: Experiment, network: str | None, given: list[Settings]) -> Experiment:
+    """The network that is attacked: --network or --model, or else, for images, the one that the authors attack."""
+    model = experiment.model
+    if network == "paper":
+        return replace(experiment, model=replace(model, network="auto"))
+    if network is not None:
+        return replace(experiment, model=replace(model, network=network))
+    if any("network" in layer.get("model", {}) for layer in given) or experiment.data.file is not None:
+        return experiment
+    tables = experiment.data.dataset in ("adult", "cancer")
+    return experiment if tables else replace(experiment, model=replace(model, network="cpl"))
+
+
+def _trained(run: Path, experiment: Experiment, data_dir: Path | None, quiet: bool) -> Any:
+    from fedcdp.trained import Trained
+
+    return Trained.load(run, data_dir, quiet).as_run()
+
+
+def _of(found: Found, name: str | None, experiment: Experiment) -> dict[str, Any]:
+    summary = found.summary()
+    summary.setdefault("method", experiment.plan.method)
+    if summary.get("attack") == "recipe":
+        summary["attack"] = name
+    return summary
+
+
+def _save(found: Found, summary: dict[str, Any], out: Path) -> None:
+    from fedcdp.attacks import Leaks
+    from fedcdp.files import write_atomically
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if isinstance(found, Leaks):
+            found.save(out)
+        write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror}") from error
