@@ -13,7 +13,10 @@ from fedcdp import output
 from fedcdp.errors import PlanError, RunError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
+from fedcdp.plan import Plan
 from fedcdp.presets import Settings
+from fedcdp.simulation import Run
+from fedcdp.trained import Trained
 
 if TYPE_CHECKING:
     from fedcdp.attacks.api import Found
@@ -29,7 +32,12 @@ def attack(
     given: list[Settings],
     leak: Annotated[
         str,
-        typer.Option("--leak", metavar="type0|type1|type2", help="Who reads: type0, type1 or type2.", rich_help_panel=_LOOK),
+        typer.Option(
+            "--leak",
+            metavar="type0|type1|type2",
+            help="Who reads: the server (type0), someone on the client after (type1) or during (type2) local training.",
+            rich_help_panel=_LOOK,
+        ),
     ] = "type2",
     run: Annotated[
         Path | None, typer.Option("--run", help="Attack this run, at its trained weights.", rich_help_panel=_LOOK)
@@ -112,7 +120,8 @@ def attack(
         if network is not None or at_round is not None:
             raise PlanError("--run: it is attacked as it is; leave out --network and --round")
         experiment = stored(run, given)
-        target, extra = _trained(run, experiment, data_dir, quiet), {}
+        target: Run | Plan = Trained.load(run, data_dir, quiet).as_run()
+        extra: dict[str, Any] = {}
         out = out or run / "attacks" / f"{leak}-{name or 'default'}"
     else:
         experiment = _with_network(assemble(*given), network, given)
@@ -160,12 +169,6 @@ def _with_network(experiment: Experiment, network: str | None, given: list[Setti
         return experiment
     tables = experiment.data.dataset in ("adult", "cancer")
     return experiment if tables else replace(experiment, model=replace(model, network="cpl"))
-
-
-def _trained(run: Path, experiment: Experiment, data_dir: Path | None, quiet: bool) -> Any:
-    from fedcdp.trained import Trained
-
-    return Trained.load(run, data_dir, quiet).as_run()
 
 
 def _of(found: Found, name: str | None, experiment: Experiment) -> dict[str, Any]:

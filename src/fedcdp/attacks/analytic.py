@@ -72,18 +72,12 @@ class _Factors:
     left: Tensor  # [m, rank]; zero in the rows of dead units
     values: Tensor
     right: Tensor  # [rank, n + 1], in the gradient's own columns
-    rows: Tensor
     noise: float  # what a row of the balanced gradient, of norm 1, owes to rounding
 
     def zeros(self, directions: Tensor, tolerance: float) -> Tensor:
         """Where each of `directions` [k, rank] vanishes, [k, m]: as rounding would leave it, times `tolerance`."""
         size = (directions / self.values).norm(dim=1, keepdim=True)
         return (directions @ self.left.T).abs() <= tolerance * self.noise * size
-
-    def blind(self, directions: Tensor) -> Tensor:
-        """Where a zero says nothing: a like entry would drown in rounding."""
-        largest = ((directions @ self.left.T).abs() * self.rows).amax(dim=1, keepdim=True)
-        return 0.01 * largest <= _TIGHT * self.noise * (directions / self.values).norm(dim=1, keepdim=True) * self.rows
 
 
 def invert_dense(
@@ -174,7 +168,7 @@ def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Fact
     noise = precision + beyond / math.sqrt(len(gradient))
     rank = int((values[:examples] > _RANK * noise).sum())
     left = torch.where(rows == 0, 0, left[:, :rank])
-    return _Factors(left, values[:rank], right[:rank] * columns, rows[:, 0], noise), beyond / float(values.norm())
+    return _Factors(left, values[:rank], right[:rank] * columns, noise), beyond / float(values.norm())
 
 
 def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, tries: int) -> tuple[Tensor, float | None]:
@@ -193,9 +187,7 @@ def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, t
         if layer is None:
             rows = torch.linalg.inv(pool[chosen].T) @ basis
             continue
-        examples, share, shut = _most_consistent(
-            pool, zeros, factors.blind(pool), chosen, basis @ layer.T, basis[:, -1] if has_bias else None
-        )
+        examples, share, shut = _most_consistent(pool, zeros, chosen, basis @ layer.T, basis[:, -1] if has_bias else None)
         rows = examples @ basis
         if (share == 1).all():
             break
@@ -259,7 +251,7 @@ def _independent(directions: Tensor, rank: int) -> list[int]:
 
 
 def _most_consistent(
-    pool: Tensor, zeros: Tensor, blind: Tensor, chosen: list[int], outputs: Tensor, ones: Tensor | None
+    pool: Tensor, zeros: Tensor, chosen: list[int], outputs: Tensor, ones: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The choice that no exchange of one direction makes more consistent, and each example's consistency.
 
@@ -269,10 +261,9 @@ def _most_consistent(
     def judged(choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         examples, singular = torch.linalg.inv_ex(pool[choices].mT)
         shut = examples @ outputs <= 0
-        turned = (shut == zeros[choices]).double().mean(dim=-1) < 0.5 if ones is None else examples @ ones < 0
-        shut = shut ^ turned[..., None]
-        share = ((shut == zeros[choices]) | blind[choices] & zeros[choices]).double().mean(dim=-1)
-        return examples, share * (singular == 0)[..., None], shut
+        share = (shut == zeros[choices]).double().mean(dim=-1)
+        turned = share < 0.5 if ones is None else examples @ ones < 0
+        return examples, torch.where(turned, 1 - share, share) * (singular == 0)[..., None], shut ^ turned[..., None]
 
     best = torch.tensor(chosen)
     examples, share, shut = judged(best)
