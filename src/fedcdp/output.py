@@ -85,16 +85,47 @@ def table(title: str, rows: dict[str, str]) -> None:
     console.print(shown)
 
 
+_TOLD = {
+    "dataset": "data",
+    "network": "network",
+    "victims": "victims",
+    "examples": "their examples",
+    "success_rate": "reconstructed or picked out",
+    "recognisable_rate": "recognisable",
+    "identified_rate": "identified",
+    "candidates": "  among",
+    "distance_median": "MSE, median",
+    "distance_mean": "MSE, mean",
+    "rmse_mean": "RMSE, mean",
+    "psnr_mean": "PSNR, mean (dB)",
+    "ssim_mean": "SSIM, mean",
+    "label_accuracy": "labels inferred",
+    "label_chance_99": "  by chance (99 %)",
+    "visible_coordinates": "coordinates compared",
+    "iterations_median": "iterations, median",
+    "diverged": "diverged",
+    "auc": "AUC: present or not",
+    "auc_interval_99": "  interval (99 %)",
+    "auc_predicted": "  by the formula",
+    "advantage": "advantage over guessing",
+    "tpr_at_1_percent": "found at 1 % false alarms",
+    "most_telling": "most telling tensor",
+    "unsanitised": "tensors without the promised noise",
+    "steps": "local steps read",
+    "releases": "releases averaged",
+    "noise_deviation": "noise on what was read",
+    "seconds": "seconds",
+}
+
+
 def leak_table(summary: dict[str, Any]) -> None:
     """What an attack got, figure by figure; below it, what knowing nothing scores."""
     shown = Table(title=_title_of(summary), show_header=False, title_justify="left", title_style="bold")
-    nothing = summary.get("knowing_nothing")
-    for name, value in summary.items():
-        if name in ("method", "leak", "attack", "knowing_nothing", "layers") or value is None:
-            continue
-        shown.add_row(name.replace("_", " "), _readable(value))
+    for name, words in _TOLD.items():
+        if (value := summary.get(name)) is not None:
+            shown.add_row(words, _readable(value))
     stdout.print(shown)
-    if nothing:
+    if nothing := summary.get("knowing_nothing"):
         _rows("What knowing nothing scores", [{"guess": name.replace("_", " ")} | row for name, row in nothing.items()])
     if summary.get("layers"):
         _rows("Each tensor alone", summary["layers"])
@@ -117,9 +148,7 @@ def _readable(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return (
-            " to ".join(_readable(each) for each in value) if all(isinstance(v, float) for v in value) else ", ".join(value)
-        )
+        return (" to " if all(isinstance(each, float) for each in value) else ", ").join(map(_readable, value))
     return str(value)
 
 
