@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedcdp.tree import Group, Tree, masked
 
+_TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Clipped:
@@ -40,7 +41,8 @@ def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[T
     def squared(name: str) -> Tensor:
         return gradients[name].reshape(*gradients[name].shape[:lead], -1).float().square().sum(-1)
 
-    return [torch.stack([squared(name) for name in group]).sum(0).sqrt() for group in groups]
+    # A root's slope at 0 is infinite. Whoever differentiates a clipped gradient (an attack) would get NaN for a zero one.
+    return [torch.stack([squared(name) for name in group]).sum(0).clamp(min=_TINY).sqrt() for group in groups]
 
 
 def clip(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tensor) -> Clipped:

@@ -33,7 +33,7 @@ from fedcdp.tree import Tree
 Leak = Literal["type0", "type1", "type2"]
 LEAKS: tuple[Leak, ...] = get_args(Leak)
 
-_CLIENTS_AT_ONCE = 16
+_MEMORY = {"cpu": 2**28, "cuda": 2**32}  # bytes for what is released of one chunk of clients
 _BY_VICTIM = ("inputs", "targets", "present", "expected_batch", "slot")
 
 
@@ -77,6 +77,11 @@ class Captured:
     def steps(self) -> int:
         """Local steps behind what was seen."""
         return len(self.uses)
+
+    @property
+    def means(self) -> Tensor:
+        """[victims]: how many mean gradients of a victim's examples were added up: the steps, if every batch was full."""
+        return self.used.sum((0, 2)) / self.expected_batch
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +137,7 @@ def capture(simulator: Simulator, state: State, look: Look, victims: int) -> Cap
     """
     _check(simulator.plan, look, victims)
     parts, found = [], 0
-    for clients in _victim_clients(simulator, victims).split(_CLIENTS_AT_ONCE):
+    for clients in _victim_clients(simulator, victims).split(_clients_at_once(simulator, look)):
         part = _of_clients(simulator, state, look, clients)
         if part is not None:
             parts.append(part)
@@ -179,6 +184,13 @@ def _victim_clients(simulator: Simulator, victims: int) -> Tensor:
     generator = numpy_generator(simulator.plan.seed, "victims")
     several = min(simulator.federation.clients, 4 * victims + 64)
     return torch.from_numpy(generator.choice(simulator.federation.clients, several, replace=False))
+
+
+def _clients_at_once(simulator: Simulator, look: Look) -> int:
+    # Released gradients are held about eight times over: raw, clipped, noised, summed, and as random words.
+    single = look.leak == "type2" or simulator.plan.per_example
+    values = simulator.engine.layout.size * (simulator.plan.slots if single else 2)
+    return int(max(1, min(1024, _MEMORY.get(simulator.device.type, 2**28) // (8 * 4 * values))))
 
 
 def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor) -> Captured | None:

@@ -45,7 +45,7 @@ def check_reproduces(captured: Captured) -> None:
 
 
 def _plain_gradient(captured: Captured, inputs: Tensor, targets: Tensor, present: Tensor) -> Tree:
-    """The mean gradient of the examples, once for every step."""
+    """The mean gradient of the examples, as often as what was seen is a sum of such means."""
     victims, examples = present.shape
     weights = captured.weights
     if captured.weights_shared:  # one client with many examples is faster than many clients with the same weights
@@ -54,7 +54,7 @@ def _plain_gradient(captured: Captured, inputs: Tensor, targets: Tensor, present
     else:
         batch = Batch(inputs, targets, present)
     gradients = captured.engine.per_example_gradients(weights, batch)
-    share = captured.steps / present.sum(1)
+    share = captured.means / present.sum(1)
     mean = {}
     for name, value in gradients.items():
         each = masked(value.reshape(victims, examples, *value.shape[2:]), present)
@@ -69,9 +69,10 @@ def _by_method(captured: Captured, inputs: Tensor, targets: Tensor) -> Tree:
     at = Moment(plan, captured.engine, Silence(captured.engine.layout), captured.round, clients, captured.expected_batch)
     at = replace(at, current_clip=captured.current_clip)
     rows = clients[:, None]
+    uses = captured.uses.clamp(max=inputs.shape[1] - 1)  # one dummy may stand for all examples
     batches = [
         Batch(inputs[rows, used_here], targets[rows, used_here], present)
-        for used_here, present in zip(captured.uses, captured.used, strict=True)
+        for used_here, present in zip(uses, captured.used, strict=True)
     ]
     if captured.leak == "type2":
         return _example_by_method(captured, batches[0], at)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.capture import Captured
-from fedcdp.attacks.forward import predicted
+from fedcdp.attacks.forward import Knows, predicted
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.tree import Layout, Tree
 
@@ -33,15 +33,18 @@ def last_layer(layout: Layout, classes: int) -> tuple[str, str | None]:
     for name in reversed(list(layout.shapes)):
         shape = layout.shapes[name]
         if len(shape) == 2 and shape[0] == classes:
-            bias = name.rpartition(".")[0] + ".bias"
+            bias = "".join(name.rpartition(".")[:2]) + "bias"
             return name, bias if layout.shapes.get(bias) == (classes,) else None
     raise ModelError(
         f"labels: the network has no dense last layer with {classes} rows to infer them from; use known or joint"
     )
 
 
-def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tensor) -> Tensor:
-    """The labels [victims, examples] that a reader gives to its dummies, of which the seeds are the first."""
+def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tensor, knows: Knows = "gradient") -> Tensor:
+    """The labels [victims, examples] that a reader gives to its dummies, of which the seeds are the first.
+
+    Whoever knows the method refines the counts by simulating it.
+    """
     victims, examples = seeds.shape[:2]
     if rule not in get_args(LabelRule) or rule == "joint":
         raise PlanError(f"labels: {rule!r} is not one of {', '.join(get_args(LabelRule))}")
@@ -50,9 +53,11 @@ def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tenso
     weight, bias = last_layer(captured.engine.layout, classes)
     if rule == "counts" and examples > 1:
         labels = _counted(captured, weight, bias, seeds)
-        return _refined(captured, labels, weight, bias, seeds, classes) if captured.steps > 1 else labels
-    scores = _single_scores(captured.seen, weight, bias, rule, classes)
-    return scores.argmin(1)[:, None].expand(victims, examples)
+    else:
+        labels = _single_scores(captured.seen, weight, bias, rule, classes).argmin(1)[:, None].expand(victims, examples)
+    if rule == "counts" and knows == "method":
+        return _refined(captured, labels, weight, bias, seeds, classes)
+    return labels
 
 
 def _known(captured: Captured, examples: int) -> Tensor:
@@ -82,21 +87,22 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -
     """
     victims, examples = seeds.shape[:2]
     everyone = torch.ones(victims, examples, dtype=torch.bool, device=seeds.device)
+    means = captured.means[:, None]
 
     def last_rows(label: int) -> tuple[Tensor, Tensor | None]:
         targets = torch.full((victims, examples), label, device=seeds.device)
         tree = predicted(captured, "gradient", seeds, targets, everyone)
-        return tree[weight] / captured.steps, None if bias is None else tree[bias] / captured.steps
+        return tree[weight] / means[..., None], None if bias is None else tree[bias] / means
 
     with torch.no_grad():
         zero, zero_bias = last_rows(0)
         one, _ = last_rows(1)
     features = one[:, 0] - zero[:, 0]  # (p_0 − 0)·h − (p_0 − 1)·h
     if bias is not None and zero_bias is not None:
-        measured, base = captured.seen[bias] / captured.steps, zero_bias.clone()
+        measured, base = captured.seen[bias] / means, zero_bias.clone()
     else:
         squared = features.square().sum(1, keepdim=True).clamp(min=1e-12)
-        measured = (captured.seen[weight] / captured.steps * features[:, None]).sum(2) / squared
+        measured = (captured.seen[weight] / means[..., None] * features[:, None]).sum(2) / squared
         base = (zero * features[:, None]).sum(2) / squared
     base[:, 0] += 1  # the probabilities themselves
     wanted = (base - measured) * captured.present.sum(1, keepdim=True)
@@ -109,8 +115,8 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -
 
 
 def _refined(captured: Captured, labels: Tensor, weight: str, bias: str | None, seeds: Tensor, classes: int) -> Tensor:
-    """Labels changed one at a time while the seeds, trained on with them by the method's own code, come closer to what was
-    seen of the last layer. Over several local steps the network learns, and counts alone no longer tell."""
+    """Labels changed one at a time while the seeds, run through the method's own code with them, come closer to what was
+    seen of the last layer. Where it clips, or the network learns over several steps, counts alone do not tell."""
     names = [weight] if bias is None else [weight, bias]
 
     def misfit(tried: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -38,15 +39,28 @@ class Objective:
 
     def between(self, shown: Tree, seen: Tree) -> Tensor:
         """[victims]: how far apart two trees [victims, ...] are."""
-        names = self.tensors or tuple(seen)
-        pairs = [(shown[name].flatten(1), seen[name].flatten(1)) for name in names]
+        pairs = self._pairs(shown, seen)
+        if self.distance == "squared":
+            return _total((here - there).square() for here, there in pairs)
+        inner = _total(here * there for here, there in pairs)
+        squares = [_total(each[side].square() for each in pairs) for side in (0, 1)]
+        # Bounded below before the root is taken, whose slope at 0 is infinite.
+        return 1 - inner / (squares[0] * squares[1]).clamp(min=_SHORTEST**2).sqrt()
+
+    def misfit(self, shown: Tree, seen: Tree) -> Tensor:
+        """[victims]: the squared distance less the squared norm of what was seen, a constant that is mostly noise and would
+        leave float32 no digits for the rest."""
+        return _total(here * (here - 2 * there) for here, there in self._pairs(shown, seen))
+
+    def _pairs(self, shown: Tree, seen: Tree) -> list[tuple[Tensor, Tensor]]:
+        pairs = [(shown[name].flatten(1), seen[name].flatten(1)) for name in self.tensors or tuple(seen)]
         if self.shared_only:
             pairs = [(torch.where(there != 0, here, 0.0), there) for here, there in pairs]
-        if self.distance == "squared":
-            return torch.stack([(here - there).square().sum(1) for here, there in pairs]).sum(0)
-        inner = torch.stack([(here * there).sum(1) for here, there in pairs]).sum(0)
-        lengths = [torch.stack([each[side].square().sum(1) for each in pairs]).sum(0).sqrt() for side in (0, 1)]
-        return 1 - inner / (lengths[0] * lengths[1]).clamp(min=_SHORTEST)
+        return pairs
+
+
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return torch.stack([part.sum(1) for part in parts]).sum(0)
 
 
 def total_variation(images: Tensor) -> Tensor:

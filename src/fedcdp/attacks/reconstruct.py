@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedcdp.attacks.capture import Captured
 from fedcdp.attacks.forward import predicted
+from fedcdp.attacks.graphed import Graphed, record
 from fedcdp.attacks.labels import infer_labels
 from fedcdp.attacks.lbfgs import LBFGS
 from fedcdp.attacks.objectives import total_variation
@@ -21,6 +22,7 @@ from fedcdp.errors import DataError
 _FITS = 1e-12  # of the squared norm of what was seen: nothing is left to gain
 _LOST = 1e6  # of a coordinate, in units of an input's range: nothing comes back from there
 _LEAST_NOISE = 1e-3  # a prior needs some: otherwise it never counts
+_WORTH_KEEPING = 0.6  # of the victims that a recorded evaluation computes
 _MEMORY = {"cpu": 2 * 2**30, "cuda": 32 * 2**30}  # bytes for one chunk of victims
 
 Watch = Callable[[int, Tensor, Tensor], None]
@@ -164,17 +166,28 @@ class Problem:
             logits = recipe.seed.draw(torch.arange(len(seeds), device=seeds.device), seeds.shape[1], (classes,), 1)
             self.start = torch.cat([self.start, logits.flatten(1)], dim=1)
         else:
-            self._targets = infer_labels(captured, recipe.labels, classes, seeds)
+            self._targets = infer_labels(captured, recipe.labels, classes, seeds, recipe.knows)
         self.scale = captured.engine.layout.flatten(captured.seen, lead=1).square().sum(1)
         if recipe.objective.distance == "cosine":
             self.scale = torch.ones_like(self.scale)
+        if space.has_prior:  # its least value is not known
+            self.scale = torch.full_like(self.scale, -torch.inf)
         self.evaluations = 0
+        self._graph: Graphed | None = None
+        self._can_record = seeds.device.type == "cuda"
+        self._recorded = torch.arange(0)
         self.focus(torch.arange(len(seeds), device=seeds.device))
 
     def focus(self, who: Tensor) -> None:
         """Go on with these victims of the chunk."""
         self._who = who
+        if self._graph is not None and len(who) > _WORTH_KEEPING * len(self._recorded):
+            return  # a new recording would cost more than computing a few victims in vain
         self._part = self._all.take(who)
+        self._recorded, self._graph = who, None
+        if self._can_record:
+            self._graph = record(lambda points: self._evaluate(points, self._part, who), self.start[who])
+            self._can_record = self._graph is not None
 
     def examples(self, points: Tensor) -> Tensor:
         """What the points stand for."""
@@ -190,20 +203,26 @@ class Problem:
 
     def evaluate(self, points: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and gradients at points of those victims (numbered among the ones in focus)."""
-        everyone = len(who) == len(self._who)
-        part = self._part if everyone else self._part.take(who)
-        names = self._who if everyone else self._who[who]
+        self.evaluations += len(who)
+        names = self._who[who]
+        if self._graph is not None:
+            return self._graph(points, torch.searchsorted(self._recorded, names))
+        everyone = len(names) == len(self._recorded)
+        return self._evaluate(points, self._part if everyone else self._all.take(names), names)
+
+    def _evaluate(self, points: Tensor, part: Captured, names: Tensor) -> tuple[Tensor, Tensor]:
         points = points.detach().requires_grad_()
         examples = self.examples(points)
         targets = self._soft(points).softmax(2) if self._targets is None else self._targets[names]
         shown = predicted(part, self._recipe.knows, examples, targets, self._present[names])
-        loss = self._recipe.objective.between(shown, part.seen)
-        if self._space.has_prior:
-            loss = loss / (2 * max(part.deviation, _LEAST_NOISE) ** 2) + self._space.penalty(points[:, : self._size])
+        if self._space.has_prior:  # −log of the posterior density, up to a constant
+            misfit = self._recipe.objective.misfit(shown, part.seen)
+            loss = misfit / (2 * max(part.deviation, _LEAST_NOISE) ** 2) + self._space.penalty(points[:, : self._size])
+        else:
+            loss = self._recipe.objective.between(shown, part.seen)
         if self._recipe.objective.total_variation:
             loss = loss + self._recipe.objective.total_variation * total_variation(examples)
         (gradient,) = torch.autograd.grad(loss.sum(), points)
-        self.evaluations += len(who)
         return loss.detach(), gradient
 
     def _soft(self, points: Tensor) -> Tensor:

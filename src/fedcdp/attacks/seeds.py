@@ -39,7 +39,8 @@ class Seed:
         tiles = self.tiles if self.kind == "pattern" else 1
         sides = min(2, len(shape))  # of an image both its height and its width are tiled, of a vector its length
         patch = [*shape[:-sides], *(-(-side // tiles) for side in shape[-sides:])]
-        drawn = words(key, victims, restart, 0, examples * torch.Size(patch).numel()).float() / 2**32
+        # 24 bits are what a float32 below 1 holds: with more, the largest would be rounded to 1.
+        drawn = (words(key, victims, restart, 0, examples * torch.Size(patch).numel()) >> 8).float() / 2**24
         tiled = drawn.view(*lead, *patch).tile((tiles,) * sides)
         for axis, side in enumerate(shape[-sides:]):
             tiled = tiled.narrow(axis - sides, 0, side)
