@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Fed-CDP(decay)": {"method": "fed-cdp-decay"},
 }
 TABLE_METHODS = [name for name in METHODS if name != "DSSGD"]
+SHORT = {"iterations": 100}
 PRUNED = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -174,9 +175,19 @@ def _compression() -> list[Cell]:
         pruned = {"compression": share}
         for name in ("non-private", "Fed-CDP", "Fed-CDP(decay)"):
             plan = METHODS[name] | pruned | {"batch_size": 1}
-            made.append(Cell(f"compression/{share:g}/cpl/{name}", "mnist", plan, "type1", "cpl", victims=50))
+            made.append(Cell(f"compression/{share:g}/cpl/{name}", "mnist", plan, "type1", "cpl", victims=50, recipe=SHORT))
         plan = METHODS["non-private"] | pruned | {"batch_size": 1}
-        made.append(Cell(f"compression/{share:g}/clip-aware/non-private", "mnist", plan, "type1", "clip-aware", victims=50))
+        made.append(
+            Cell(
+                f"compression/{share:g}/clip-aware/non-private",
+                "mnist",
+                plan,
+                "type1",
+                "clip-aware",
+                victims=50,
+                recipe=SHORT,
+            )
+        )
         for name in ("non-private", "Fed-SDP (server)", "Fed-CDP", "Fed-CDP(decay)"):
             plan = METHODS[name] | pruned | {"rounds": 20}
             plan |= {"noise": "cohort"} if name.startswith("Fed-CDP") else {}

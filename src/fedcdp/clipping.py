@@ -21,6 +21,7 @@ from fedcdp.tree import Group, Tree, masked
 
 _TINY = torch.finfo(torch.float32).tiny
 
+
 @dataclass(frozen=True)
 class Clipped:
     """Clipped gradients or updates, and what one of them can change at most.

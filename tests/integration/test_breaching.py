@@ -3,12 +3,13 @@ agrees with us on who leaks. Skipped where it is not installed, which is best do
 
     python3 -m venv breach
     breach/bin/pip install -c constraints.txt torch==2.13.0
-    breach/bin/pip install -c constraints.txt -e . pytest hypothesis hydra-core==1.3.8
+    breach/bin/pip install -c constraints.txt -e . pytest hydra-core==1.3.8
     breach/bin/pip install --no-deps breaching==0.1.2 torchvision==0.28.0 lpips==0.1.4
     OMP_NUM_THREADS=1 breach/bin/python -m pytest tests/integration/test_breaching.py
 
-About two minutes on one thread with LFW and CIFAR-10 in FEDCDP_DATA, one on the embedded digits alone. Images have three
-channels, for its patterned seeds and its total variation know no others; inputs are in [0, 1] and not normalised.
+Some seventy seconds on one thread for the embedded digits, and 35 more for each of LFW and CIFAR-10 that FEDCDP_DATA has.
+Images have three channels, for its patterned seeds and its total variation know no others; inputs are in [0, 1] and not
+normalised.
 """
 
 from __future__ import annotations
@@ -35,19 +36,17 @@ from fedcdp.tree import Tree
 
 try:
     pytest.importorskip("torchvision")
-except (
-    RuntimeError
-):  # Its operators are compiled for another build of torch. Nothing here uses them, but it wants them declared.
+except RuntimeError:
+    # Its operators are compiled for another build of torch. Nothing here uses them, but it wants them declared.
     operators = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 breaching = pytest.importorskip("breaching")
 
-pytestmark = pytest.mark.filterwarnings("ignore:\nThe version_base parameter", "ignore:.*torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(r"ignore:\s*The version_base parameter is not specified")
 
 DATA = os.environ.get("FEDCDP_DATA")  # read before a fixture hides it
 VICTIMS = 3
-RECONSTRUCTED = 1e-2
 UNRECOGNISABLE = 10**-1.5  # a PSNR of 15 dB
 
 
@@ -58,6 +57,8 @@ class Attack:
     preset: str
     network: str
     infers_labels: bool
+    reaches: float
+    """The median squared error that it reaches if nothing defends the victims, whatever the seed."""
     changes: tuple[str, ...]
 
 
@@ -68,6 +69,7 @@ CPL = Attack(
     "wei",
     "cpl",
     True,
+    1e-2,
     (
         "init=rand-patterned-16",
         "objective.task_regularization=0",
@@ -81,6 +83,7 @@ INVERTING_GRADIENTS = Attack(
     "invertinggradients",
     "cnn",
     False,
+    2e-2,
     ("regularization.total_variation.scale=0.001", "optim.max_iterations=1500"),
 )
 
@@ -166,7 +169,7 @@ every_case = pytest.mark.parametrize(
 def test_an_undefended_gradient_gives_the_image_and_its_label_away(attack: Attack, data: str) -> None:
     outcomes = attacked(attack, data, "nonprivate", tell_labels=not attack.infers_labels)
     assert [each.label for each in outcomes] == [each.true_label for each in outcomes]
-    assert median(each.error for each in outcomes) < RECONSTRUCTED, outcomes
+    assert median(each.error for each in outcomes) < attack.reaches, outcomes
 
 
 @every_case

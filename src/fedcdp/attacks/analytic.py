@@ -58,9 +58,7 @@ def first_dense(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, str | No
     if not isinstance(first, nn.Linear):
         raise ModelError(f"{needs}; this one starts with {type(first).__name__}")
     if first.in_features != math.prod(shape) or not first.weight.requires_grad:
-        raise ModelError(
-            f"{needs}, trainable and takes all {math.prod(shape)} inputs; this one has {name or 'itself'}: {first}"
-        )
+        raise ModelError(f"{needs}, trainable and over all {math.prod(shape)} inputs; this one starts with {first}")
     prefix = f"{name}." if name else ""
     return f"{prefix}weight", f"{prefix}bias" if first.bias is not None and first.bias.requires_grad else None
 
@@ -77,14 +75,14 @@ def invert_dense(
 ) -> Recovered:
     """The inputs of a dense layer, in no particular order, from its gradient over `examples` of them.
 
-    `weight` and `bias` are the layer's own, known to whoever serves the model; they make batches surer and let them be
-    judged, and are used if `bias` is there just when its gradient is. At most `tries` subsets of rows are looked at, so that
-    time is bounded for any gradient, and none raises an error.
+    `weight` and `bias` are the layer's own, which whoever serves the model knows; they make a batch surer and let it be
+    judged, and are used if there is a bias just when there is its gradient. At most `tries` subsets of rows are looked at,
+    so that time is bounded for any gradient; none raises an error.
     """
     has_bias = bias_gradient is not None
     gradient = _augmented(weight_gradient, bias_gradient)
-    zeros = weight_gradient.new_zeros(examples, weight_gradient.shape[1])
-    nothing = Recovered(zeros, False, 1.0, None, not has_bias)
+    inputs = weight_gradient.new_zeros(examples, weight_gradient.shape[1])
+    nothing = Recovered(inputs, False, 1.0, None, not has_bias)
     if not gradient.isfinite().all() or not gradient.any():
         return nothing
     gradient = gradient / gradient.abs().max()
@@ -98,9 +96,9 @@ def invert_dense(
             return replace(nothing, residual=residual)
         rows, consistency = _batch(factors, has_bias, layer, seed, tries)
         found = len(rows) == examples and consistency == 1
-    inputs = rows[:, :-1] / rows[:, -1:] if has_bias else rows / rows.norm(dim=1, keepdim=True)
-    zeros[: len(rows)] = inputs.to(zeros).nan_to_num(0.0, 0.0, 0.0)
-    return replace(nothing, inputs=zeros, found=found, residual=residual, consistency=consistency)
+    scale = rows[:, -1:] if has_bias else rows.norm(dim=1, keepdim=True)
+    inputs[: len(rows)] = (rows[:, : inputs.shape[1]] / scale).to(inputs).nan_to_num(0.0, 0.0, 0.0)
+    return replace(nothing, found=found, residual=residual, consistency=consistency)
 
 
 def _augmented(matrix: Tensor, column: Tensor | None) -> Tensor:
@@ -111,28 +109,27 @@ def _one_example(gradient: Tensor, has_bias: bool, layer: Tensor | None) -> tupl
     """[x | 1] by least squares over all units, or x up to scale as the closest rank one; and the residual."""
     if has_bias:
         outer = gradient[:, -1]
-        row = outer @ gradient / outer.square().sum()
+        row = outer @ gradient / outer.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
     else:
         row = torch.linalg.svd(gradient, full_matrices=False).Vh[0]
         # Units without bias that have a gradient are open, which tells the sign; without weights, most data are positive.
-        row = row * (1 if (row if layer is None else (layer @ row)[gradient.any(dim=1)].sign()).sum() >= 0 else -1)
+        evidence = row if layer is None else (layer @ row)[gradient.any(dim=1)].sign()
+        row = row if evidence.sum() >= 0 else -row
         outer = gradient @ row
-    residual = float((gradient - torch.outer(outer, row)).norm() / gradient.norm())
-    return row[None], residual if math.isfinite(residual) else 1.0
+    return row[None], float((gradient - torch.outer(outer, row)).norm() / gradient.norm())
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """The gradient, with rows and columns brought to norm 1, as `left` · diag(`values`) · `right`.
+    """A batch's gradient: up to scale D = (`left` Q)ᵀ and the examples [x | 1] are the rows of Q⁻¹ `basis`.
 
-    Up to scale D is (left·Q)ᵀ for some square Q, and the examples [x | 1] are the rows of Q⁻¹ · `basis`. A column of Q is
-    called a direction.
+    Q is unknown; a column of it is called a direction.
     """
 
-    left: Tensor  # [m, rank], zero for dead units
-    values: Tensor  # [rank]
-    basis: Tensor  # [rank, n + 1], in the gradient's own columns
-    rounding: float  # relative, of a row
+    left: Tensor  # [m, rank], orthonormal columns; zero for dead units
+    values: Tensor  # [rank], the singular values
+    basis: Tensor  # [rank, n + 1]
+    rounding: float  # of a row of `left` · diag(`values`), which has norm 1
 
     def zeros(self, directions: Tensor, tolerance: float) -> Tensor:
         """Where `directions` [k, rank] vanish, [k, m], up to `tolerance` times the rounding."""
@@ -150,7 +147,7 @@ class _Factors:
 
 def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Factors, float]:
     """The factors, of the numerical rank but at most `examples`; and the share of the gradient beyond `examples`."""
-    # Rounding is relative to an entry's size: only after this is it alike for all.
+    # Rounding is relative to an entry's size: with columns, then rows of norm 1 it is alike for all.
     columns = gradient.norm(dim=0)
     balanced = gradient / torch.where(columns == 0, 1, columns)
     rows = balanced.norm(dim=1, keepdim=True)
@@ -158,8 +155,8 @@ def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Fact
     beyond = float(values[examples:].norm())
     rounding = precision + beyond / math.sqrt(len(gradient))
     rank = int((values[:examples] > _RANK * rounding).sum())
-    left, values, right = left[:, :rank] * (rows > 0), values[:rank], right[:rank] * columns
-    return _Factors(left, values, values[:, None] * right, rounding), beyond / math.hypot(beyond, float(values.norm()))
+    basis = values[:rank, None] * right[:rank] * columns
+    return _Factors(left[:, :rank] * (rows > 0), values[:rank], basis, rounding), beyond / float(values.norm())
 
 
 def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, tries: int) -> tuple[Tensor, float | None]:
@@ -173,17 +170,16 @@ def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, t
         kernels = torch.linalg.qr(subsets.mT, mode="complete").Q[:, :, -1]
         pool, zeros = _sparsest(factors, torch.cat([pool, implied, kernels]))
         chosen = _independent(pool)
-        if len(chosen) < rank:
-            continue
-        if layer is None:
+        if len(chosen) == rank and layer is None:
             rows = torch.linalg.inv(pool[chosen].T) @ basis
-            continue
-        examples, shares, shut = _most_consistent(pool, zeros, chosen, basis @ layer.T, basis[:, -1] if has_bias else None)
-        rows, consistency = examples @ basis, float(shares.min())
-        if consistency == 1:
-            break
-        # An example is right as soon as all other directions are: then the units that it shuts give its own.
-        implied = factors.fitted(shut)[0]
+        elif len(chosen) == rank and layer is not None:
+            outputs = basis @ layer.T
+            examples, shares = _improved(pool, zeros, chosen, outputs, basis[:, -1] if has_bias else None)
+            rows, consistency = examples @ basis, float(shares.min())
+            if consistency == 1:
+                break
+            # An example is right as soon as all other directions are: then the units that it shuts give its own.
+            implied = factors.fitted(examples @ outputs <= 0)[0]
     return rows, consistency
 
 
@@ -208,30 +204,24 @@ def _independent(directions: Tensor) -> list[int]:
     return chosen
 
 
-def _most_consistent(
-    pool: Tensor, zeros: Tensor, chosen: list[int], outputs: Tensor, ones: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the chosen directions on, exchange one as long as that makes the examples more consistent.
+def _improved(pool: Tensor, zeros: Tensor, chosen: list[int], outputs: Tensor, ones: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The examples in the basis, and the consistency of each, once no exchange of one direction improves the mean.
 
-    `outputs` [rank, m] and `ones` [rank] are the layer's outputs and the bias's input for the basis. Returns the examples
-    in that basis, the consistency of each, and the units that each shuts [rank, m].
+    `outputs` [rank, m] and `ones` [rank] are the layer's outputs and the bias's input for the basis.
     """
 
-    def judge(choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(choices: Tensor) -> tuple[Tensor, Tensor]:
         examples, singular = torch.linalg.inv_ex(pool[choices].mT)
-        agree = ((examples @ outputs <= 0) == zeros[choices]).double().mean(dim=-1)
-        turned = agree < 0.5 if ones is None else examples @ ones < 0
-        examples = torch.where(turned[..., None], -examples, examples)
-        shut = examples @ outputs <= 0
-        return examples, (shut == zeros[choices]).double().mean(dim=-1) * (singular == 0)[..., None], shut
+        shares = ((examples @ outputs <= 0) == zeros[choices]).double().mean(dim=-1)
+        turned = shares < 0.5 if ones is None else examples @ ones < 0
+        shares = torch.where(turned, 1 - shares, shares) * (singular == 0)[..., None]
+        return torch.where(turned[..., None], -examples, examples), shares
 
-    best = torch.tensor(chosen)
-    result = judge(best)
+    best, score = torch.tensor(chosen), -1.0
     while True:
         swaps = best.repeat(len(best), len(pool), 1)
         swaps.diagonal(dim1=0, dim2=2)[:] = torch.arange(len(pool))[:, None]
-        others = judge(swaps.flatten(0, 1))
-        winner = int(others[1].mean(dim=1).argmax())
-        if others[1][winner].mean() <= result[1].mean():
-            return result
-        best, result = swaps.flatten(0, 1)[winner], (others[0][winner], others[1][winner], others[2][winner])
+        scores = judge(swaps)[1].mean(dim=2).flatten()
+        if float(scores.max()) <= score:
+            return judge(best)
+        best, score = swaps.flatten(0, 1)[scores.argmax()], float(scores.max())

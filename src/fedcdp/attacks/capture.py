@@ -173,10 +173,19 @@ def promised_deviation(plan: Plan, leak: Leak, state: State, batch: int) -> floa
     if leak == "type2":
         return plan.noise_scale_at(state.round, state.clip) if plan.per_example and plan.noise == "example" else 0.0
     if plan.per_example:
-        return deviation_of_step_sum(plan, state.round, state.clip) * math.sqrt(plan.local_steps) / batch
+        return deviation_of_step_sum(plan, state.round, state.clip) * _accumulated(plan) / batch
     if plan.method == "fed-sdp" and plan.noise_at == "client":
         return plan.noise_scale_at(state.round, state.clip) / plan.learning_rate_at(state.round)
     return 0.0
+
+
+def _accumulated(plan: Plan) -> float:
+    """What independent noise of deviation 1 in every local step becomes over all of them: √L, more with momentum."""
+    moved, squares = 0.0, 0.0
+    for _ in range(plan.local_steps):  # the last step's noise moves the weights once, one before it also by momentum
+        moved = 1 + plan.momentum * moved
+        squares += moved**2
+    return math.sqrt(squares)
 
 
 def _victim_clients(simulator: Simulator, victims: int) -> Tensor:

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.capture import Captured
-from fedcdp.engine.base import Batch
+from fedcdp.engine.base import Batch, Engine
 from fedcdp.errors import ModelError
 from fedcdp.methods import METHODS, Moment, take_part
 from fedcdp.noise import Silence
 from fedcdp.tree import Tree, masked
 
 Knows = Literal["gradient", "method"]
+
+_SAME = 1e-2  # of the norm of what was seen
 
 
 def predicted(captured: Captured, knows: Knows, inputs: Tensor, targets: Tensor, present: Tensor) -> Tree:
@@ -37,7 +39,7 @@ def check_reproduces(captured: Captured) -> None:
     layout = captured.engine.layout
     seen, same = layout.flatten(captured.seen, lead=1), layout.flatten(again, lead=1)
     wrong = (seen - same).norm(dim=1) / seen.norm(dim=1).clamp(min=1e-12)
-    if not bool((wrong < 1e-2).all()):
+    if not bool((wrong < _SAME * min(captured.steps, 30)).all()):  # rounding errors grow from step to step
         raise ModelError(
             f"the true examples do not give this gradient at these weights (they differ by {float(wrong.max()):.2g} of its "
             "norm): was the network in another mode, or were the data normalised otherwise?"
@@ -66,7 +68,8 @@ def _by_method(captured: Captured, inputs: Tensor, targets: Tensor) -> Tree:
     """What the method's own code releases of the examples, but for its noise and its pruning."""
     plan = captured.plan.but(compression=0.0, share_fraction=1.0, noise="batch")
     clients = torch.arange(len(inputs), device=inputs.device)
-    at = Moment(plan, captured.engine, Silence(captured.engine.layout), captured.round, clients, captured.expected_batch)
+    engine = _Unquestioning(captured.engine)
+    at = Moment(plan, engine, Silence(engine.layout), captured.round, clients, captured.expected_batch)
     at = replace(at, current_clip=captured.current_clip)
     rows = clients[:, None]
     uses = captured.uses.clamp(max=inputs.shape[1] - 1)  # one dummy may stand for all examples
@@ -88,6 +91,19 @@ def _example_by_method(captured: Captured, batch: Batch, at: Moment) -> Tree:
     tapped = replace(at, tap=lambda reader, _, tree: told.append(tree) if reader == "type2" else None)
     METHODS[at.plan.method].gradient_sum(captured.weights, batch, tapped)
     return {name: value[:, 0] for name, value in told[0].items()}
+
+
+class _Unquestioning:
+    """An engine that sums gradients without first asking whether all are finite: a GPU need not wait for the answer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.layout, self.loss = engine.layout, engine.loss
+        self.per_example_gradients, self.outputs = engine.per_example_gradients, engine.outputs
+
+    def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`; an example whose gradient is not finite is not left out."""
+        gradients = self.per_example_gradients(weights, batch)
+        return {name: masked(value, batch.present).sum(1) for name, value in gradients.items()}
 
 
 def _prunes(captured: Captured) -> bool:

@@ -37,6 +37,8 @@ class Leaks:
     """Of where the search ended, which is what the paper reports."""
     baselines: Baselines | None
     classes: int
+    value_range: tuple[float, float]
+    """What a reader takes the values of an input to lie between."""
     first_exact: Tensor
     """[victims]: the iteration after which a victim's examples were all exact for the first time; ∞ if never."""
     snapshots: dict[int, Tensor] = field(repr=False)
@@ -80,7 +82,7 @@ class Leaks:
                 "psnr_mean": scores["psnr"],
                 "iterations_mean": float(reached.mean()),
                 "iterations_median": float(reached.quantile(0.5)),
-                "recognisable_rate": scores["recognisable"],
+                "recognisable_rate": scores["recognisable"] if captured.inputs.dim() == 5 else None,
                 "identified_rate": scores["identified"],
                 "candidates": scores["candidates"],
                 "rmse_mean": scores["rmse"],
@@ -106,23 +108,25 @@ class Leaks:
             "evaluations": self.found.evaluations,
             "seconds": round(self.seconds, 2),
         }
-        return {name: _finite(value) for name, value in row.items()}
+        return {name: finite(value) for name, value in row.items()}
 
     def picture(self) -> Any:
-        """Originals, seeds, what the search looked like on its way, and what it found; None unless they are images."""
+        """Originals, seeds, what the search looked like on its way, and what it found, of each victim's first example; None
+        unless they are images."""
         truth = self._truth()
         if truth.dim() != 5 or truth.shape[2] not in (1, 3):
             return None
         shown = min(_SHOWN_VICTIMS, len(truth))
         found, order = self.found, self._order()
+        low, high = self.value_range
 
         def column(examples: Tensor) -> list[Tensor]:
-            low, high = float(truth.min()), float(truth.max())
-            low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
             each = rearrange(examples[:shown].to(truth.device), order[:shown])
             return [(image - low) / (high - low) for image in each[:, 0]]
 
-        columns = [("original", [image[0] for image in truth[:shown]]), ("seed", column(found.seeds))]
+        columns = [("seed", column(found.seeds))]
+        if self.scores is not None:
+            columns.insert(0, ("original", [(image[0] - low) / (high - low) for image in truth[:shown]]))
         columns += [(f"iteration {number}", column(each)) for number, each in sorted(self.snapshots.items())]
         columns += [("reconstruction", column(found.examples))]
         rows = [list(row) for row in zip(*(images for _, images in columns), strict=True)]
@@ -130,11 +134,13 @@ class Leaks:
         return pictures.grid(rows, [title for title, _ in columns], figures)
 
     def save(self, directory: Path) -> None:
-        """`summary.json`, `reconstructions.npz` and, of images, `grid.png`."""
+        """`summary.json`, `reconstructions.npz` and, of images, `grid.png`.
+
+        The arrays are [victims, examples, ...]; `order` says which reconstruction goes with each original. What is only
+        known with the truth is left out without it.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         arrays = {
-            "original": self.captured.inputs,
-            "original_label": self.captured.targets,
             "seed": self.found.seeds,
             "reconstruction": self.found.examples,
             "reconstruction_at_end": self.found.last,
@@ -142,6 +148,7 @@ class Leaks:
             "iterations": self.found.iterations,
         }
         if self.scores is not None:
+            arrays |= {"original": self.captured.inputs, "original_label": self.captured.targets}
             arrays |= {"mse": self.scores.mse, "order": self.scores.order}
         written = io.BytesIO()
         plain: dict[str, Any] = {name: value.cpu().numpy() for name, value in arrays.items()}
@@ -157,21 +164,22 @@ class Leaks:
         return torch.zeros(len(self.captured), 1, dtype=torch.int64) if self.scores is None else self.scores.order
 
     def _truth(self) -> Tensor:
-        return compared_truth(self.captured, self.found.examples)[0]
+        return compared_truth(self.captured, self.found.examples, self.value_range)[0]
 
     def _true_labels(self) -> Tensor:
-        return compared_truth(self.captured, self.found.examples)[1]
+        return compared_truth(self.captured, self.found.examples, self.value_range)[1]
 
 
-def compared_truth(captured: Captured, guesses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def compared_truth(
+    captured: Captured, guesses: Tensor, value_range: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
     """The examples, labels and filled slots that guesses are compared with: as many of the victim's as there are guesses,
     the nearest ones."""
     count = guesses.shape[1]
     if count == captured.inputs.shape[1]:
         return captured.inputs, captured.targets, captured.present
-    distances = torch.cdist(
-        cleaned(guesses, 0.0, 1.0).flatten(2), captured.inputs.flatten(2)
-    )  # [victims, guesses, examples]
+    # [victims, guesses, examples]
+    distances = torch.cdist(cleaned(guesses, *value_range).flatten(2), captured.inputs.flatten(2))
     distances = distances.masked_fill(~captured.present[:, None], torch.inf)
     nearest = distances.amin(1).argsort(dim=1)[:, :count]
     return rearrange(captured.inputs, nearest), rearrange(captured.targets, nearest), rearrange(captured.present, nearest)
@@ -234,12 +242,23 @@ def judged(
     judge, scores = _score(found.examples, captured, observer, public)
     _, last = _score(found.last, captured, observer, public)
     return Leaks(
-        attack, captured, found, scores, last, judge.baselines(), classes, observer.first_exact, observer.snapshots, seconds
+        attack, captured, found, scores, last, judge.baselines(), classes, observer.value_range, observer.first_exact,
+        observer.snapshots, seconds,
+    )  # fmt: skip
+
+
+def unjudged(
+    attack: str, captured: Captured, found: Reconstruction, observer: Observer, classes: int, seconds: float
+) -> Leaks:
+    """What an attack found where nobody knows the truth."""
+    never = torch.full_like(observer.first_exact, math.inf)
+    return Leaks(
+        attack, captured, found, None, None, None, classes, observer.value_range, never, observer.snapshots, seconds
     )
 
 
 def _score(guesses: Tensor, captured: Captured, observer: Observer, public: Dataset) -> tuple[Judge, Scores]:
-    truth, labels, present = compared_truth(captured, guesses)
+    truth, labels, present = compared_truth(captured, guesses, observer.value_range)
     low, high = observer.value_range
     judge = Judge(truth, labels, public, present, observer.visible, low, high, observer.criteria)
     return judge, judge.score(guesses)
@@ -250,6 +269,10 @@ def _short(scores: Scores) -> dict[str, float]:
     return {name: row[name] for name in ("mse", "rmse", "psnr", "exact", "recognisable", "identified")}
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+def finite(value: Any) -> Any:
+    """The same with None for every number that JSON does not have: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -53,10 +53,15 @@ class Objective:
         return _total(here * (here - 2 * there) for here, there in self._pairs(shown, seen))
 
     def _pairs(self, shown: Tree, seen: Tree) -> list[tuple[Tensor, Tensor]]:
-        pairs = [(shown[name].flatten(1), seen[name].flatten(1)) for name in self.tensors or tuple(seen)]
+        pairs = [(_rows(shown[name]), _rows(seen[name])) for name in self.tensors or tuple(seen)]
         if self.shared_only:
             pairs = [(torch.where(there != 0, here, 0.0), there) for here, there in pairs]
         return pairs
+
+
+def _rows(value: Tensor) -> Tensor:
+    """[victims, ...] as [victims, coordinates]: one, of a scalar."""
+    return value.reshape(len(value), -1)
 
 
 def _total(parts: Iterable[Tensor]) -> Tensor:

@@ -19,7 +19,9 @@ from torch import Tensor
 from fedcdp.attacks.capture import Captured, Leak, Look, capture
 from fedcdp.attacks.forward import predicted
 from fedcdp.attacks.membership import Estimate, area_under_curve
+from fedcdp.attacks.reconstruct import Progress
 from fedcdp.data.dataset import Dataset
+from fedcdp.errors import PlanError
 from fedcdp.randomness import numpy_generator
 from fedcdp.rundir import State
 from fedcdp.simulation import Simulator
@@ -66,29 +68,37 @@ def matched_filter(
     releases: int = 1,
     public: Dataset,
     candidates: int = 1000,
+    progress: Progress | None = None,
 ) -> Presence:
     """Test so many victims for their own first example, which is there or zeroed out; both by the method's own code."""
+    if victims < 2:
+        raise PlanError(f"victims: {victims} is not allowed; the matched filter compares at least 2")
+    if releases < 1:
+        raise PlanError(f"releases: {releases} is not allowed; it must be at least 1")
     started = time.perf_counter()
     layout = simulator.engine.layout
 
-    def flat(captured: Captured) -> Tensor:
-        return layout.flatten(captured.seen, lead=1).double()
+    def look(without: bool, release: int = 0, silent: bool = False) -> tuple[Captured, Tensor]:
+        seen = capture(simulator, state, Look(leak, step, 1, release, without, silent), victims)
+        return seen, layout.flatten(seen.seen, lead=1).double()
 
-    def look(without: bool, silent: bool = False) -> Captured:
-        runs, first = (1, 0) if silent else (releases, releases if without else 0)
-        return capture(simulator, state, Look(leak, step, runs, first, without, silent), victims)
-
-    expected_with, expected_without = (flat(look(without, silent=True)) for without in (False, True))
-    there = look(without=False)
+    (there, expected_with), (_, expected_without) = (look(without, silent=True) for without in (False, True))
     difference, middle = expected_with - expected_without, (expected_with + expected_without) / 2
-    scores = [((flat(each) - middle) * difference).sum(1) for each in (there, look(without=True))]
+    means, captured = [], there
+    for without in (False, True):
+        total = torch.zeros_like(middle)
+        for number in range(without * releases, (without + 1) * releases):  # no noise is used twice
+            captured, seen = look(without, number)
+            total += seen
+            if progress is not None:
+                progress(number + 1, 2 * releases)
+        means.append(total / releases)
+    deviation = captured.deviation / math.sqrt(releases)
+    scores = [((mean - middle) * difference).sum(1) for mean in means]
     distance = difference.norm(dim=1)
-    predicted_auc = None
-    if there.deviation:
-        predicted_auc = float(torch.special.ndtr(distance / (math.sqrt(2) * there.deviation)).mean())
     identified, among = None, None
     if leak == "type2" and there.weights_shared:
-        identified, among = _identify(there, flat(there), public, candidates)
+        identified, among = _identify(there, means[0], public, candidates)
     return Presence(
         simulator.plan.method,
         leak,
@@ -97,9 +107,9 @@ def matched_filter(
         identified,
         among,
         area_under_curve(*(score.cpu().numpy() for score in scores)),
-        predicted_auc,
+        _predicted(distance, deviation) if deviation else None,
         float(distance.mean()),
-        there.deviation,
+        deviation,
         releases,
         simulator.plan.local_steps,
         state.round,
@@ -107,16 +117,25 @@ def matched_filter(
     )
 
 
+def _predicted(distance: Tensor, deviation: float) -> float:
+    """The AUC that is to be expected: the scores of a victim that is there and of another that is not differ by
+    (d² + d'²)/2 on average, with a variance of (d² + d'²)·τ²."""
+    squares = distance.square()
+    return float(torch.special.ndtr((squares[:, None] + squares).sqrt() / (2 * deviation)).mean())
+
+
 def _identify(there: Captured, seen: Tensor, public: Dataset, candidates: int) -> tuple[float, int]:
-    """How often the victim's own example is the most likely one, and among how many: itself and public ones."""
+    """How often the victim's own example is the most likely one, and among how many: itself and public ones that differ."""
     order = numpy_generator(there.plan.seed, "candidates").permutation(len(public))[: candidates - 1]
     pool = public.take(torch.from_numpy(order))
     scores = [_likelihood(there, seen, pool.inputs[who], pool.targets[who]) for who in _chunks(len(pool))]
-    others = torch.cat(scores, dim=1).amax(1)
+    truth, others = there.inputs[:, 0].cpu().flatten(1), pool.inputs.flatten(1)
+    same = torch.stack([(others == each).all(1) for each in truth]).to(seen.device)
+    best = torch.cat(scores, dim=1).masked_fill(same, -torch.inf).amax(1)
     own = torch.cat([
         _likelihood(there, seen, there.inputs[who, 0], there.targets[who, 0])[who].diagonal() for who in _chunks(len(seen))
     ])  # fmt: skip
-    return float((own > others).double().mean()), 1 + len(pool)
+    return float((own > best).double().mean()), 1 + len(pool)
 
 
 def _likelihood(there: Captured, seen: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:

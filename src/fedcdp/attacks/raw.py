@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,16 +55,16 @@ def raw_gradients(
 
 def _by_name(gradients: Mapping[str, Tensor] | Sequence[Tensor], engine: Engine, device: torch.device) -> Tree:
     shapes = engine.layout.shapes
-    if not isinstance(gradients, Mapping):
-        if len(gradients) != len(shapes):
-            raise ModelError(f"gradients: {len(gradients)} tensors do not belong to a network with {len(shapes)}")
-        gradients = dict(zip(shapes, gradients, strict=True))
-    for name in (*(set(shapes) - set(gradients)), *(set(gradients) - set(shapes))):
-        lacks = "have none" if name in shapes else "have one the network does not have"
-        raise ModelError(f"gradients: they do not belong to this network: for {name} they {lacks}")
+    named = _named(gradients, tuple(shapes))
+    for name in (*shapes, *named):
+        if name not in named or name not in shapes:
+            lacks = "have one, and the network has no such parameter to train" if name in named else "have none"
+            raise ModelError(f"gradients: they do not belong to this network: for {name} they {lacks}")
     seen: Tree = {}
     for name, shape in shapes.items():
-        value = gradients[name].detach().to(device=device, dtype=torch.float32)
+        value = _tensor(f"gradients: {name}", named[name]).detach().to(device=device, dtype=torch.float32)
+        if not bool(value.isfinite().all()):
+            raise ModelError(f"gradients: {name} has values that are not finite")
         lead = value.dim() - len(shape)
         if lead not in (0, 1) or value.shape[lead:] != shape:
             raise ModelError(
@@ -76,6 +77,25 @@ def _by_name(gradients: Mapping[str, Tensor] | Sequence[Tensor], engine: Engine,
     return seen
 
 
+def _named(gradients: Mapping[str, Tensor] | Sequence[Tensor], names: tuple[str, ...]) -> dict[str, Any]:
+    """The gradients by name, without those of frozen parameters, which PyTorch gives as None."""
+    if isinstance(gradients, Mapping):
+        return {name: value for name, value in gradients.items() if value is not None}
+    if not isinstance(gradients, Sequence) or isinstance(gradients, str):
+        raise PlanError(f"target: {type(gradients).__name__} is not a run, a plan, or gradients in a list or by name")
+    given = [value for value in gradients if value is not None]
+    if len(given) != len(names):
+        raise ModelError(f"gradients: {len(given)} tensors do not belong to a network that trains {len(names)}")
+    return dict(zip(names, given, strict=True))
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise PlanError(f"{name} is {type(value).__name__}, not a tensor") from None
+
+
 def _examples(
     truth: tuple[Tensor, Tensor] | None, victims: int, shape: tuple[int, ...] | None, examples: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -86,13 +106,15 @@ def _examples(
             raise PlanError(f"examples: {examples} is not allowed; it must be at least 1")
         unknown = torch.zeros(victims, examples, *shape, device=device)
         return unknown, torch.zeros(victims, examples, dtype=torch.int64, device=device)
-    inputs, targets = truth[0].to(device).float(), truth[1].to(device)
+    if not isinstance(truth, tuple | list) or len(truth) != 2:
+        raise PlanError("truth: give a pair, the inputs and their labels")
+    inputs, targets = (_tensor(f"truth: {name}", value).to(device) for name, value in zip(("inputs", "labels"), truth, strict=True))
+    given = f"inputs {list(inputs.shape)} and labels {list(targets.shape)}"
     if targets.dim() == 1:  # one victim's examples, or one example for each victim
         several = victims > 1
         inputs, targets = (inputs[:, None], targets[:, None]) if several else (inputs[None], targets[None])
-    if targets.dim() != 2 or inputs.shape[:2] != targets.shape or len(targets) != victims:
+    if targets.dim() != 2 or inputs.shape[:2] != targets.shape or len(targets) != victims or not targets.numel():
         raise PlanError(
-            f"truth: inputs {list(truth[0].shape)} and labels {list(truth[1].shape)} are not of {victims} victims with "
-            "as many examples each"
+            f"truth: {given} are not of {victims} victims with as many examples each"
         )
-    return inputs, targets.long()
+    return inputs.float(), targets.long()

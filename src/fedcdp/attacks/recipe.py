@@ -47,6 +47,16 @@ class Recipe:
 CPL = Recipe()
 """Wei et al., ESORICS 2020, as the paper ran it."""
 
+_PATIENT = LBFGS(tolerance_grad=1e-10, tolerance_change=1e-14)  # torch's stop where several images still blend
+
+KNOWING = CPL.but(
+    labels="counts", dummies="all", knows="method", objective=Objective(shared_only=True), optimiser=_PATIENT
+)
+"""A reader who knows the method: fits its clipped gradients, and the update of all its local steps."""
+
+ONE_TENSOR = CPL.but(iterations=100)
+"""For one tensor at a time, of which there are many."""
+
 RECIPES: dict[str, Recipe] = {
     "cpl": CPL,
     # Zhu, Liu, Han, NeurIPS 2019: labels are unknowns, too.
@@ -63,9 +73,9 @@ RECIPES: dict[str, Recipe] = {
         space="box",
     ),
     # Without it, clipping alone looks like a defence.
-    "clip-aware": CPL.but(labels="counts", dummies="all", knows="method", objective=Objective(shared_only=True)),
-    "batch": CPL.but(labels="counts", dummies="all"),
-    "unrolled": CPL.but(labels="counts", dummies="all", knows="method", objective=Objective(shared_only=True)),
+    "clip-aware": KNOWING,
+    "batch": CPL.but(labels="counts", dummies="all", optimiser=_PATIENT),
+    "unrolled": KNOWING,
     # Maximum a posteriori in a subspace of likely images, from the mean of many releases.
     "averaging": Recipe(labels="counts", dummies="all", knows="method", space="components", restarts=3),
 }

@@ -18,8 +18,9 @@ from fedcdp.attacks.recipe import Recipe
 from fedcdp.attacks.spaces import Pixels, Space, Subspace
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError
+from fedcdp.randomness import stream_key
 
-_FITS = 1e-12  # of the squared norm of what was seen: nothing is left to gain
+_FITS = 1e-12  # of what showing nothing would lose: nothing is left to gain
 _LOST = 1e6  # of a coordinate, in units of an input's range: nothing comes back from there
 _LEAST_NOISE = 1e-3  # a prior needs some: otherwise it never counts
 _WORTH_KEEPING = 0.6  # of the victims that a recorded evaluation computes
@@ -105,7 +106,8 @@ def _attack(
     part = captured.take(who)
     dummies = part.inputs.shape[1] if recipe.dummies == "all" else 1
     seeds = recipe.seed.draw(who, dummies, tuple(part.inputs.shape[2:]), seed, restart)
-    problem = Problem(part, recipe, space, classes, seeds)
+    logits = recipe.seed.draw(who, dummies, (classes,), stream_key(seed, "labels"), restart)
+    problem = Problem(part, recipe, space, classes, seeds, logits)
     state = recipe.optimiser.begin(problem.start)
     count = len(who)
     best, best_loss = problem.start.clone(), torch.full_like(state.loss, torch.inf)
@@ -156,20 +158,20 @@ def _attack(
 class Problem:
     """The objective of every victim of a chunk, as a function of points."""
 
-    def __init__(self, captured: Captured, recipe: Recipe, space: Space, classes: int, seeds: Tensor) -> None:
+    def __init__(
+        self, captured: Captured, recipe: Recipe, space: Space, classes: int, seeds: Tensor, logits: Tensor
+    ) -> None:
         self._all, self._recipe, self._space, self._classes = captured, recipe, space, classes
         self._present = captured.present if recipe.dummies == "all" else captured.present[:, :1]
         self.start = space.points(seeds)
         self._size = self.start.shape[1]
         self._targets = None
         if recipe.labels == "joint":
-            logits = recipe.seed.draw(torch.arange(len(seeds), device=seeds.device), seeds.shape[1], (classes,), 1)
             self.start = torch.cat([self.start, logits.flatten(1)], dim=1)
         else:
             self._targets = infer_labels(captured, recipe.labels, classes, seeds, recipe.knows)
-        self.scale = captured.engine.layout.flatten(captured.seen, lead=1).square().sum(1)
-        if recipe.objective.distance == "cosine":
-            self.scale = torch.ones_like(self.scale)
+        nothing = {name: torch.zeros_like(value) for name, value in captured.seen.items()}
+        self.scale = recipe.objective.between(nothing, captured.seen)
         if space.has_prior:  # its least value is not known
             self.scale = torch.full_like(self.scale, -torch.inf)
         self.evaluations = 0

@@ -1,0 +1,81 @@
+"""Federations to look at: a simulator and the state that it starts from, without the command's or the API's way there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedcdp import Dataset, Federation, Plan, partition
+from fedcdp.attacks.capture import Captured, Leak, Look, capture
+from fedcdp.engine import FunctionalEngine
+from fedcdp.models import prepare
+from fedcdp.rundir import State
+from fedcdp.simulation import Simulator
+from fedcdp.tree import Tree
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A federation at the beginning of its training."""
+
+    simulator: Simulator
+    state: State
+
+    @property
+    def plan(self) -> Plan:
+        return self.simulator.plan
+
+    @property
+    def federation(self) -> Federation:
+        return self.simulator.federation
+
+    def look(self, leak: Leak, victims: int, **where: Any) -> Captured:
+        return capture(self.simulator, self.state, Look(leak, **where), victims)
+
+
+def scene(model: nn.Module, federation: Federation, **fields: Any) -> Scene:
+    """One local step of one record, in a fixed order, without privacy; `fields` of the plan change that."""
+    defaults = {
+        "method": "nonprivate", "rounds": 5, "per_round": 1, "local_steps": 1, "batch_size": 1, "seed": 3,
+        "record_sampling": "partition",
+    }  # fmt: skip
+    plan = Plan(**defaults | fields)
+    network = prepare(model, plan, "cpu")
+    weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+    simulator = Simulator(FunctionalEngine(network, F.cross_entropy), federation, plan, torch.device("cpu"), None)
+    average = dict(weights) if plan.ema else None
+    return Scene(simulator, State(0, weights, average, plan.quantile.start if plan.quantile else None))
+
+
+def federation_of(inputs: Tensor, targets: Tensor, sizes: list[int]) -> Federation:
+    """Clients that hold so many of the examples each, in turn."""
+    parts = torch.arange(sum(sizes)).split(sizes)
+    return partition((inputs, targets), indices=[part.numpy() for part in parts])
+
+
+def one_example_each(data: Dataset) -> Federation:
+    return partition(data, len(data), "iid")
+
+
+def flat(captured: Captured, tree: Tree | None = None) -> Tensor:
+    """What was seen, or another tree [victims, ...], as [victims, coordinates]."""
+    return captured.engine.layout.flatten(captured.seen if tree is None else tree, lead=1)
+
+
+def naive_loop() -> ModuleType:
+    """`tests/methods/naive.py`: federated training written out, by nothing of fedcdp."""
+    if "naive" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("naive", Path(__file__).parents[1] / "methods" / "naive.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["naive"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["naive"])
+    return sys.modules["naive"]
