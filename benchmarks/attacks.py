@@ -2,9 +2,10 @@
 
     python benchmarks/attacks.py run --device cuda --workers 12 --out results/attacks.json --arrays attack-arrays
     python benchmarks/attacks.py table results/attacks.json > results/attacks.md
-    python benchmarks/attacks.py pictures results/attacks.json attack-arrays results
+    python benchmarks/attacks.py pictures attack-arrays results
 
 `run --list` names the cells, `run --only PREFIX` runs some of them. What is already in the result file is not run again.
+Many processes share a GPU well only under CUDA's multi-process service (`nvidia-cuda-mps-control -d`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedcdp.attacks import RECIPES, Leaks, attack
+from fedcdp.attacks import LEAKS, RECIPES, Leaks, attack
 from fedcdp.experiment import Experiment, assemble
 from fedcdp.presets import preset
 
@@ -37,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 TABLE_METHODS = [name for name in METHODS if name != "DSSGD"]
 SHORT = {"iterations": 100}
+TRAINED = ("non-private", "Fed-SDP (server)", "Fed-CDP", "Fed-CDP(decay)")
 PRUNED = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -75,10 +77,10 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of them, the longest first within a group."""
+    """All of them."""
     return [
-        *_paper_table(), *_presets(), *_clipping(), *_trained_network(), *_steps(), *_averaging(), *_filter(), *_tables(),
-        *_compression(), *_comparison(),
+        *_paper_table(), *_presets(), *_clipping(), *_filter(), *_trained_network(), *_comparison(), *_compression(),
+        *_averaging(), *_tables(), *_steps(),
     ]  # fmt: skip
 
 
@@ -188,7 +190,7 @@ def _compression() -> list[Cell]:
                 recipe=SHORT,
             )
         )
-        for name in ("non-private", "Fed-SDP (server)", "Fed-CDP", "Fed-CDP(decay)"):
+        for name in TRAINED if share != 0.1 else ():
             plan = METHODS[name] | pruned | {"rounds": 20}
             plan |= {"noise": "cohort"} if name.startswith("Fed-CDP") else {}
             plan |= {"clip": 0.5} if name.startswith("Fed-SDP") else {}
@@ -199,7 +201,7 @@ def _compression() -> list[Cell]:
 def _comparison() -> list[Cell]:
     made = []
     for name, plan in METHODS.items():
-        for leak in ("type2", "type1", "type0"):
+        for leak in LEAKS:
             how = "cpl" if leak == "type2" else "batch"
             made.append(Cell(f"comparison/{leak}/{name}", "lfw", plan, leak, how, victims=8))
     return made
@@ -245,7 +247,7 @@ def _keep(found: Leaks, path: Path) -> None:
 def run(out: Path, device: str, workers: int, only: str, limit: float, arrays: Path | None) -> None:
     """All cells that are not in the result file yet, in parallel."""
     stored: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"cells": {}}
-    todo = [cell for cell in cells() if cell.name.startswith(only) and cell.name not in stored["cells"]]
+    todo = [cell for cell in cells() if cell.name.startswith(tuple(only.split(","))) and cell.name not in stored["cells"]]
     stored["machine"] = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     stored["torch"] = torch.__version__
     started = time.perf_counter()
@@ -273,6 +275,159 @@ def run(out: Path, device: str, workers: int, only: str, limit: float, arrays: P
         print(f"{len(todo)} cells are left: {', '.join(cell.name for cell in todo)}")
 
 
+# Showing them --------------------------------------------------------------------------------------------------------
+
+
+PRINTED: dict[str, dict[str, list[float]]] = {  # the paper's Table "Gradient leakage resilience": distance, iterations
+    "mnist/type01": {"non-private": [0.1549, 6], "Fed-SDP": [0.6991, 300], "Fed-CDP": [0.7695, 300],
+                     "Fed-CDP(decay)": [0.937, 300]},
+    "mnist/type2": {"non-private": [0.0008, 7], "Fed-SDP": [0.0008, 7], "Fed-CDP": [0.739, 300],
+                    "Fed-CDP(decay)": [0.943, 300]},
+    "lfw/type01": {"non-private": [0.2214, 24], "Fed-SDP": [0.7352, 300], "Fed-CDP": [0.8036, 300],
+                   "Fed-CDP(decay)": [0.941, 300]},
+    "lfw/type2": {"non-private": [0.0014, 25], "Fed-SDP": [0.0014, 25], "Fed-CDP": [0.6626, 300],
+                  "Fed-CDP(decay)": [0.945, 300]},
+}  # fmt: skip
+
+
+def table(stored: dict[str, Any]) -> str:
+    """All cells as Markdown, group by group. What it all means is said in docs/attacks.md."""
+    found = stored["cells"]
+    parts = [
+        "# Leakage attacks: what was measured",
+        f"{stored['machine']}, torch {stored['torch']}, `python benchmarks/attacks.py run`; the command of every cell is in "
+        "`attacks.json`. MSE and RMSE are of the example clamped to [0, 1], over the pixels that the network can see; "
+        "*exact*: MSE < 1e-3; *recognisable*: PSNR of 15 dB or more and closer than the class mean; *identified*: the true "
+        "example is the nearest of 1000. Iterations are those until exact, else until the search ended; one is up to 20 "
+        "evaluations. [docs/attacks.md](../docs/attacks.md) says how to read this.",
+    ]
+    for leak in ("type2", "type01-one", "type01-batch"):
+        for dataset in ("mnist", "lfw"):
+            parts += [f"## {dataset}, {TITLES[leak]}", _paper_rows(found, dataset, leak)]
+    for group, title in GROUPS.items():
+        rows = {name: row for name, row in found.items() if name.startswith(group + "/")}
+        if rows:
+            parts += [f"## {title}", (_filter_rows if group == "filter" else _rows)(rows)]
+    parts += ["## Pruned updates", _compression_rows(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+TITLES = {
+    "type2": "type-2: one example's gradient, the paper's attack",
+    "type01-one": "type-0&1 as the authors' code does it: one dummy for a batch of one class, scored by its nearest image",
+    "type01-batch": "type-0&1 properly: a dummy for every image of a two-class batch",
+}
+GROUPS = {
+    "presets": "Every preset, one release (MNIST, CPL network)",
+    "clipping": "Clipping without noise (MNIST, CPL network)",
+    "cnn": "The network that the paper trains, at initialisation (MNIST)",
+    "filter": "Matched filter on single examples (MNIST, the paper's CNN at initialisation)",
+    "averaging": "Averaging R releases of the same example, σ = 6, C = 4 (MNIST, CPL network)",
+    "steps": "Updates of several local steps × batch size (MNIST, non-private)",
+    "tables": "Tables: closed form (paper's network), dataset/batch size",
+}
+HEADINGS = (
+    "exact",
+    "recognisable",
+    "identified",
+    "MSE median",
+    "MSE mean",
+    "RMSE at end",
+    "PSNR",
+    "SSIM",
+    "labels",
+    "iterations",
+)
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    keys = ("success_rate", "recognisable_rate", "identified_rate", "distance_median", "distance_mean", "rmse_mean_at_end",
+            "psnr_mean", "ssim_mean", "label_accuracy", "iterations_median")  # fmt: skip
+    shares = {"success_rate", "recognisable_rate", "identified_rate", "label_accuracy"}
+    return [
+        "–" if row.get(key) is None else f"{row[key]:.0%}" if key in shares else f"{row[key]:.3g}" for key in keys
+    ]  # fmt: skip
+
+
+def _markdown(headings: list[str], rows: list[list[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _rows(rows: dict[str, dict[str, Any]]) -> str:
+    body = [[name.partition("/")[2], str(row["victims"]), *_figures(row)] for name, row in rows.items()]
+    return _markdown(["cell", "victims", *HEADINGS], body)
+
+
+def _paper_rows(found: dict[str, Any], dataset: str, leak: str) -> str:
+    printed = PRINTED[f"{dataset}/{leak.partition('-')[0]}"]
+    body = []
+    for name in TABLE_METHODS:
+        row = found.get(f"table/{dataset}/{leak}/{name}")
+        paper = printed[name.partition(" ")[0]]
+        if row is not None:
+            body.append([name, *_figures(row), f"{paper[0]:g}", f"{paper[1]:g}"])
+    return _markdown(["method", *HEADINGS, "*paper: distance*", "*iterations*"], body)
+
+
+def _filter_rows(rows: dict[str, dict[str, Any]]) -> str:
+    body = []
+    for name, row in rows.items():
+        sigma, releases = name.split("/")[1:]
+        low, high = row["auc_interval_99"]
+        picked = f"{row['success_rate']:.1%} of {row['candidates']}"
+        body.append([sigma, releases, str(row["victims"]), f"{row['auc']:.3f} ({low:.3f} to {high:.3f})",
+                     f"{row['auc_predicted']:.3f}", f"{row['distance_between_worlds']:.2f}", picked])  # fmt: skip
+    return _markdown(
+        ["σ", "releases R", "victims", "presence AUC (99 %)", "Φ(|g|√R/(√2σC))", "mean |g|", "identified"], body
+    )
+
+
+def _compression_rows(found: dict[str, Any]) -> str:
+    body = []
+    for share in PRUNED:
+        line = [f"{share:.0%}"]
+        for how in ("cpl/non-private", "clip-aware/non-private", "cpl/Fed-CDP", "cpl/Fed-CDP(decay)"):
+            row = found.get(f"compression/{share:g}/{how}")
+            line.append("–" if row is None else f"{row['success_rate']:.0%} / {row['recognisable_rate']:.0%}")
+        for name in TRAINED:
+            row = found.get(f"compression/{share:g}/accuracy/{name}")
+            line.append("–" if row is None else f"{row['accuracy']:.3f}")
+        body.append(line)
+    leaks = ["non-private, paper's attack", "non-private, knows what was pruned", "Fed-CDP", "Fed-CDP(decay)"]
+    return _markdown(
+        ["pruned", *(f"exact / recognisable: {name}" for name in leaks), *(f"accuracy: {name}" for name in TRAINED)], body
+    )
+
+
+def pictures(arrays: Path, out: Path) -> None:
+    """The compression figure and the method comparison, as pictures."""
+    from fedcdp.attacks.pictures import grid, save
+
+    def batch(leak: str, name: str, what: str = "reconstruction") -> list[torch.Tensor]:
+        return _images(arrays, f"comparison__{leak}__{name}", what)
+
+    rows = [sum((batch(leak, "non-private", "original") for leak in ("type2", "type1")), [])]
+    rows += [sum((batch(leak, name) for leak in ("type2", "type1", "type0")), []) for name in METHODS]
+    titles = ["type-2: one example", *(f"type-{kind}: image {number} of a batch" for kind in (1, 0) for number in (1, 2, 3))]
+    save(grid(rows, titles, ["original", *METHODS]), out / "attack-methods.png")
+
+    ways = {"cpl__non-private": "non-private, the paper's attack", "clip-aware__non-private": "non-private, a reader who "
+            "knows what was pruned", "cpl__Fed-CDP": "Fed-CDP", "cpl__Fed-CDP(decay)": "Fed-CDP(decay)"}  # fmt: skip
+    rows = [_images(arrays, "compression__0__cpl__non-private", "original")]
+    rows += [[_images(arrays, f"compression__{share:g}__{how}")[0] for share in PRUNED] for how in ways]
+    save(
+        grid(rows, [f"{share:.0%} pruned" for share in PRUNED], ["original", *ways.values()]), out / "attack-compression.png"
+    )
+
+
+def _images(arrays: Path, name: str, what: str = "reconstruction", victim: int = 0) -> list[torch.Tensor]:
+    with np.load(arrays / f"{name}.npz") as held:
+        images = torch.from_numpy(held[what][victim])
+        order = torch.from_numpy(held["order"][victim])
+    return list(images if what == "original" else images[order])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -280,13 +435,24 @@ def main() -> None:
     runs.add_argument("--out", type=Path, default=Path("results/attacks.json"))
     runs.add_argument("--device", default="cpu")
     runs.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2))
-    runs.add_argument("--only", default="")
+    runs.add_argument("--only", default="", help="Beginnings of names, separated by commas.")
     runs.add_argument("--limit", type=float, default=float("inf"), help="Seconds after which no new cell is begun.")
     runs.add_argument("--arrays", type=Path)
     runs.add_argument("--list", action="store_true")
+    tables = commands.add_parser("table")
+    tables.add_argument("results", type=Path)
+    shows = commands.add_parser("pictures")
+    shows.add_argument("arrays", type=Path)
+    shows.add_argument("out", type=Path)
     given = parser.parse_args()
+    if given.command == "table":
+        print(table(json.loads(given.results.read_text())), end="")
+        return
+    if given.command == "pictures":
+        pictures(given.arrays, given.out)
+        return
     if given.list:
-        print("\n".join(cell.name for cell in cells() if cell.name.startswith(given.only)))
+        print("\n".join(cell.name for cell in cells() if cell.name.startswith(tuple(given.only.split(",")))))
         return
     run(given.out, given.device, given.workers, given.only, given.limit, given.arrays)
 

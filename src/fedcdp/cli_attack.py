@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from fedcdp import output
+from fedcdp.data.dataset import Splits
 from fedcdp.errors import PlanError, RunError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 _LOOK = "What is read"
 _HOW = "How it is attacked"
+_CONTRACT = (
+    "method", "leak", "attack", "victims", "success_rate", "distance_mean", "distance_median", "psnr_mean",
+    "iterations_mean",
+)  # fmt: skip
 
 
 @takes_settings
@@ -111,18 +117,19 @@ def attack(
     from fedcdp.attacks import attack as attack_it
 
     recipe = _recipe(name, iterations, restarts, seed_image, labels)
+    _require_writable(out if run is None else out or run)
     criteria = Criteria(exact_mse=exact_mse, recognisable_psnr=recognisable_psnr, candidates=candidates)
     common: dict[str, Any] = {
         "leak": leak, "attack": recipe or name, "victims": victims, "step": step, "steps": steps, "releases": releases,
         "criteria": criteria,
     }  # fmt: skip
+    extra: dict[str, Any] = {}
     if run is not None:
         if network is not None or at_round is not None:
             raise PlanError("--run: it is attacked as it is; leave out --network and --round")
-        experiment = stored(run, given)
-        target: Run | Plan = Trained.load(run, data_dir, quiet).as_run()
-        extra: dict[str, Any] = {}
-        out = out or run / "attacks" / f"{leak}-{name or 'default'}"
+        experiment, trained = stored(run, given), Trained.load(run, data_dir, quiet)
+        splits = trained.splits
+        target: Run | Plan = trained.as_run()
     else:
         experiment = _with_network(assemble(*given), network, given)
         splits = experiment.splits(data_dir, quiet)
@@ -130,8 +137,9 @@ def attack(
         target = experiment.plan
     with output.steps("attack", quiet) as progress:
         found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
-    summary = {"dataset": experiment.data.dataset or experiment.data.file, "network": experiment.model.network}
-    summary = _of(found, name, experiment) | summary
+    summary = _summary(found, name, experiment, splits)
+    if run is not None and out is None:
+        out = run / "attacks" / f"{summary['leak']}-{summary['attack']}"
     if out is not None:
         _save(found, summary, out)
     if as_json:
@@ -147,15 +155,21 @@ def _recipe(
 ) -> Recipe | None:
     """The preset with the ingredients that were given; None where none was."""
     from fedcdp.attacks import RECIPES, Seed
+    from fedcdp.attacks.labels import LabelRule
+    from fedcdp.attacks.seeds import SeedKind
 
-    changes: dict[str, Any] = {"iterations": iterations, "restarts": restarts, "labels": labels}
-    changes["seed"] = None if seed_image is None else Seed(seed_image)  # type: ignore[arg-type]
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if not changes:
+    given = {"--iterations": iterations, "--restarts": restarts, "--seed-image": seed_image, "--labels": labels}
+    used = [option for option, value in given.items() if value is not None]
+    if not used:
         return None
     if name not in RECIPES:
-        raise PlanError(f"--{next(iter(changes))}: it is for --attack {', '.join(RECIPES)}; choose one of them")
-    return RECIPES[name].but(**changes)
+        raise PlanError(f"{', '.join(used)}: for --attack {', '.join(RECIPES)}; choose one of them")
+    for option, known in (("--seed-image", get_args(SeedKind)), ("--labels", get_args(LabelRule))):
+        if given[option] is not None and given[option] not in known:
+            raise PlanError(f"{option}: {given[option]!r} is not one of {', '.join(known)}")
+    changes: dict[str, Any] = {"iterations": iterations, "restarts": restarts, "labels": labels}
+    changes["seed"] = None if seed_image is None else Seed(seed_image)  # type: ignore[arg-type]
+    return RECIPES[name].but(**{key: value for key, value in changes.items() if value is not None})
 
 
 def _with_network(experiment: Experiment, network: str | None, given: list[Settings]) -> Experiment:
@@ -171,12 +185,33 @@ def _with_network(experiment: Experiment, network: str | None, given: list[Setti
     return experiment if tables else replace(experiment, model=replace(model, network="cpl"))
 
 
-def _of(found: Found, name: str | None, experiment: Experiment) -> dict[str, Any]:
-    summary = found.summary()
-    summary.setdefault("method", experiment.plan.method)
-    if summary.get("attack") == "recipe":
-        summary["attack"] = name
+def _summary(found: Found, name: str | None, experiment: Experiment, splits: Splits) -> dict[str, Any]:
+    """What was found, as JSON has it: what the contract names first, None for what this attack does not measure."""
+    from fedcdp.attacks.leaks import finite
+
+    network = experiment.model.network
+    if network == "auto":
+        network = "cnn" if len(splits.train.shape) == 3 else "mlp"
+    data = experiment.data.file or experiment.data.dataset
+    figures = {"method": experiment.plan.method} | found.summary() | {"dataset": data, "network": network}
+    if figures["attack"] == "recipe":
+        figures["attack"] = name
+    summary: dict[str, Any] = finite(dict.fromkeys(_CONTRACT) | figures)
     return summary
+
+
+def _require_writable(out: Path | None) -> None:
+    """Say that results cannot be written before they are computed."""
+    if out is None:
+        return
+    try:
+        nearest = next(each for each in (out, *out.absolute().parents) if each.exists())
+    except OSError as error:
+        raise RunError(f"--out: {out} cannot be written: {error.strerror}") from error
+    if not nearest.is_dir():
+        raise RunError(f"--out: {out} cannot be written: {nearest} is not a directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise RunError(f"--out: {out} cannot be written: {nearest} may not be changed")
 
 
 def _save(found: Found, summary: dict[str, Any], out: Path) -> None:
@@ -189,4 +224,4 @@ def _save(found: Found, summary: dict[str, Any], out: Path) -> None:
             found.save(out)
         write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror}") from error
+        raise RunError(f"--out: {out} cannot be written: {error.strerror}") from error

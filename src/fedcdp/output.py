@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -85,71 +86,96 @@ def table(title: str, rows: dict[str, str]) -> None:
     console.print(shown)
 
 
-_TOLD = {
-    "dataset": "data",
-    "network": "network",
-    "victims": "victims",
-    "examples": "their examples",
-    "success_rate": "reconstructed or picked out",
-    "recognisable_rate": "recognisable",
-    "identified_rate": "identified",
-    "candidates": "  among",
-    "distance_median": "MSE, median",
-    "distance_mean": "MSE, mean",
-    "rmse_mean": "RMSE, mean",
-    "psnr_mean": "PSNR, mean (dB)",
-    "ssim_mean": "SSIM, mean",
-    "label_accuracy": "labels inferred",
-    "label_chance_99": "  by chance (99 %)",
-    "visible_coordinates": "coordinates compared",
-    "iterations_median": "iterations, median",
-    "diverged": "diverged",
-    "auc": "AUC: present or not",
-    "auc_interval_99": "  interval (99 %)",
-    "auc_predicted": "  by the formula",
-    "advantage": "advantage over guessing",
-    "tpr_at_1_percent": "found at 1 % false alarms",
-    "most_telling": "most telling tensor",
-    "unsanitised": "tensors without the promised noise",
-    "steps": "local steps read",
-    "releases": "releases averaged",
-    "noise_deviation": "noise on what was read",
-    "seconds": "seconds",
-}
-
-
 def leak_table(summary: dict[str, Any]) -> None:
-    """What an attack got, figure by figure; below it, what knowing nothing scores."""
-    shown = Table(title=_title_of(summary), show_header=False, title_justify="left", title_style="bold")
-    for name, words in _TOLD.items():
-        if (value := summary.get(name)) is not None:
-            shown.add_row(words, _readable(value))
+    """What an attack got, and beside it what knowing nothing scores; or each tensor, where they were attacked one by one."""
+    title = " · ".join(summary[name] for name in ("method", "leak", "attack"))
+    shown = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    for words, figures in _facts(summary):
+        shown.add_row(words, escape(figures))
     stdout.print(shown)
     if nothing := summary.get("knowing_nothing"):
-        _rows("What knowing nothing scores", [{"guess": name.replace("_", " ")} | row for name, row in nothing.items()])
-    if summary.get("layers"):
-        _rows("Each tensor alone", summary["layers"])
+        stdout.print(_beside_nothing(summary, nothing))
+    if layers := summary.get("layers"):
+        stdout.print(_each_tensor(layers))
 
 
-def _title_of(summary: dict[str, Any]) -> str:
-    return " · ".join(str(summary[name]) for name in ("method", "leak", "attack") if summary.get(name))
+def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    examples, others = told.get("examples"), told.get("others")
+    of = f", {examples} examples" if examples not in (None, told["victims"]) else f", {others} others" if others else ""
+    yield "data, network", f"{told['dataset']}, {told['network']}"
+    yield "victims", f"{told['victims']}{of}"
+    if told.get("noise_deviation") is not None:
+        noise = f"noise of deviation {told['noise_deviation']:.4g}" if told["noise_deviation"] else "no noise"
+        yield "what is read", f"{_counted(told['steps'], 'local step')}, {_counted(told['releases'], 'release')}, {noise}"
+    if told.get("label_accuracy") is not None:
+        by_chance = " to ".join(map(_percent, told["label_chance_99"]))
+        yield "labels inferred", f"{_percent(told['label_accuracy'])} (by chance {by_chance})"
+    if told.get("visible_coordinates") is not None:
+        yield "compared", f"{told['visible_coordinates']} of {told['coordinates']} coordinates, those that the network sees"
+        yield "identified", f"the nearest of {told['candidates']}"
+    if told.get("auc") is not None:
+        expected = "" if told.get("auc_predicted") is None else f"; by the formula {told['auc_predicted']:.3f}"
+        yield "there or not", f"AUC {_estimate(told, 'auc')}{expected}"
+        if told.get("success_rate") is not None:
+            yield "picked out", f"{_percent(told['success_rate'])}, among {told['candidates']} candidates"
+    for name, words in (("advantage", "advantage over guessing"), ("tpr_at_1_percent", "found at 1 % false alarms")):
+        if told.get(name) is not None:
+            yield words, _estimate(told, name)
+    if told.get("unsanitised") is not None:
+        yield "without its noise", ", ".join(told["unsanitised"]) or "no tensor"
+    if told.get("iterations_median") is not None:
+        median = _counted(told["iterations_median"], "iteration")
+        ended = f"{told['converged']} converged, {told['diverged']} diverged, {told['out_of_iterations']} ran out"
+        solved = f"solved for {told['converged']} of {told['victims']}"
+        yield "search", solved if told["attack"] == "analytic" else f"{median} (median); {ended}"
+    if told.get("seconds") is not None:
+        yield "time", f"{told['seconds']:.1f} s"
 
 
-def _rows(title: str, rows: list[dict[str, Any]]) -> None:
-    shown = Table(title=title, title_justify="left", title_style="bold")
-    for name in rows[0]:
-        shown.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
-    for row in rows:
-        shown.add_row(*(_readable(value) for value in row.values()))
-    stdout.print(shown)
+def _beside_nothing(told: dict[str, Any], nothing: dict[str, dict[str, float]]) -> Table:
+    names = {"exact": "success_rate", "recognisable": "recognisable_rate", "identified": "identified_rate",
+             "mse": "distance_mean", "median_mse": "distance_median", "psnr": "psnr_mean"}  # fmt: skip
+    rows = {"the attack": {name: told[key] for name, key in names.items()}}
+    rows |= {name.replace("_", " "): row for name, row in nothing.items()}
+    images = told["recognisable_rate"] is not None  # of a table nothing is recognised
+    headings = ["", "exact", *(["recognisable"] if images else []), "identified", "MSE", "median", "PSNR"]
+    shown = _with_header("Beside what knowing nothing scores", *headings)
+    for guess, row in rows.items():
+        shares = [
+            _percent(row[name]) for name in ("exact", "recognisable", "identified") if images or name != "recognisable"
+        ]
+        shown.add_row(guess, *shares, *(f"{row[name]:.3g}" for name in ("mse", "median_mse", "psnr")))
+    return shown
 
 
-def _readable(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return (" to " if all(isinstance(each, float) for each in value) else ", ").join(map(_readable, value))
-    return str(value)
+def _each_tensor(layers: list[dict[str, Any]]) -> Table:
+    shown = _with_header("Each tensor alone", "tensor", "noise on it", "median MSE", "exact")
+    for each in layers:
+        noise = f"{each['noise_deviation']:.3g}" + (" (!)" if each["unsanitised"] else "")
+        shown.add_row(escape(each["tensor"]), noise, f"{each['distance_median']:.3g}", _percent(each["success_rate"]))
+    return shown
+
+
+def _with_header(title: str, first: str, *others: str) -> Table:
+    """A table of figures, narrow enough for a terminal of 80 columns."""
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column(first, no_wrap=True)
+    for heading in others:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _counted(count: float, what: str) -> str:
+    return f"{count:g} {what}" + ("" if count == 1 else "s")
+
+
+def _estimate(told: dict[str, Any], name: str) -> str:
+    low, high = told[f"{name}_interval_99"]
+    return f"{told[name]:.3f} (99 %: {low:.3f} to {high:.3f})"
 
 
 def privacy_table(privacy: Privacy, to_stdout: bool = False) -> None:

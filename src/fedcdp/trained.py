@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedcdp.accounting.ledger import Ledger
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.errors import RunError
@@ -20,7 +21,7 @@ from fedcdp.experiment import Experiment, stored
 from fedcdp.files import check_tensors, load_tensors, save_tensors, write_atomically
 from fedcdp.models import prepare
 from fedcdp.rundir import RunDirectory
-from fedcdp.simulation import Run
+from fedcdp.simulation import Releases, Run
 
 ExportFormat = Literal["safetensors", "torchscript", "onnx", "csv", "tensorboard"]
 _BATCH = 1000
@@ -57,11 +58,11 @@ class Trained:
     def as_run(self) -> Run:
         """The run as training would have returned it, but for the time that it took."""
         federation = self.experiment.federation(self.splits)
-        metrics = self.directory.read_metrics()
-        participations = np.zeros(federation.clients, dtype=np.int64)
+        metrics, released = self.directory.read_metrics(), Releases(federation.clients, Ledger.open(self.directory.ledger))
         return Run(
-            self.experiment.plan, federation, self.model, metrics, 0.0, 0, len(metrics), participations, self.directory.path
-        )
+            self.experiment.plan, federation, self.model, metrics, 0.0, 0, released.count, released.participations,
+            self.directory.path,
+        )  # fmt: skip
 
     def split(self, name: str) -> Dataset:
         """One of the splits, or a sentence that says which there are."""

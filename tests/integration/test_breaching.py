@@ -58,7 +58,7 @@ class Attack:
     network: str
     infers_labels: bool
     reaches: float
-    """The median squared error that it reaches if nothing defends the victims, whatever the seed."""
+    """What its median squared error stayed below, on each of a few seeds, when nothing defended the victims."""
     changes: tuple[str, ...]
 
 

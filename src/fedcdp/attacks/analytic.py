@@ -4,7 +4,7 @@ Over a batch, the gradient of a layer z = Wx + b is [dW | db] = Dᵀ[X | 1], whe
 example that is rank one, and x = dWᵀdb / |db|². Of a batch before a ReLU, SPEAR (Dimitrov et al., "SPEAR: Exact Gradient
 Inversion of Batches in Federated Learning", NeurIPS 2024) finds D: its rows lie in the gradient's column space and are zero
 wherever their example shuts the ReLU, so they are the directions with uncommonly many zeros. Beyond the paper, what counts
-as zero follows from the gradient's own rounding, and examples correct the directions that they were found by (`implied`).
+as zero follows from the gradient's own rounding, and examples correct the directions that they were found by.
 """
 
 from __future__ import annotations
@@ -19,27 +19,19 @@ from torch import Tensor, nn
 from fedcdp.errors import ModelError
 
 _EXACT = 1e-3  # the largest residual of a gradient that is called exact
-_RANK = 10.0  # a singular value counts from so many times the rounding,
-_LOOSE, _TIGHT = 100.0, 20.0  # and an entry is zero up to so many: before and after its direction is fitted to all zeros
+_RANK, _LOOSE, _TIGHT = 10.0, 100.0, 20.0  # times the rounding: least singular value; zeros before and after a first fit
 _CHUNK, _POOL = 512, 64  # subsets of rows looked at between two attempts, and directions kept for the next
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """The examples as recovered, and how far the attacker may trust them without knowing the truth.
+    """The examples as recovered, and how far the attacker may trust them without knowing the truth."""
 
-    `inputs` [examples, n] are finite, best guesses unless `found`, and zero where there is not even a guess. `residual` is
-    the share of the gradient that no `examples` inputs explain: 1e-7 for a float32 gradient as computed, near 1 with noise.
-    `consistency` is the smallest share, over the examples, of units that the example opens just where its gradient is not
-    zero; None if not judged: for one example, and without the layer's weights. `found`: the residual is rounding and, for a
-    batch, the consistency 1. With `up_to_scale` (no bias gradient) the inputs are unit vectors of unknown length.
-    """
-
-    inputs: Tensor
-    found: bool
-    residual: float
-    consistency: float | None
-    up_to_scale: bool
+    inputs: Tensor  # [examples, n], finite: best guesses unless found, and zero where there is not even a guess
+    found: bool  # the residual is rounding and, for a batch, the consistency is 1
+    residual: float  # the share of the gradient that no `examples` inputs explain: 1e-7 in float32, near 1 with noise
+    consistency: float | None  # of a batch, if weights were given: the worst example's share of units open just as D says
+    up_to_scale: bool  # without a bias gradient the inputs are unit vectors, of unknown length
 
     def scaled(self, distance: Callable[[Tensor], float], scales: Iterable[float]) -> Recovered:
         """The same, times the one of `scales` whose inputs have the least `distance`: the caller's, to the gradient say."""
@@ -48,10 +40,8 @@ class Recovered:
 
 
 def first_dense(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, str | None]:
-    """The names of the weight and bias (None without a trainable one) of the dense layer that sees the example itself.
-
-    The order is that in which the modules are registered; only `Flatten` and `Identity` may stand before.
-    """
+    """The names of the weight and the bias (None if there is none to train) of the dense layer that sees the example: the
+    module that is registered first, but for `Flatten` and `Identity`."""
     leaves = ((name, module) for name, module in model.named_modules() if next(module.children(), None) is None)
     name, first = next((leaf for leaf in leaves if not isinstance(leaf[1], nn.Flatten | nn.Identity)), ("", model))
     needs = "analytic needs a network whose first layer is dense"
@@ -59,20 +49,14 @@ def first_dense(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, str | No
         raise ModelError(f"{needs}; this one starts with {type(first).__name__}")
     if first.in_features != math.prod(shape) or not first.weight.requires_grad:
         raise ModelError(f"{needs}, trainable and over all {math.prod(shape)} inputs; this one starts with {first}")
-    prefix = f"{name}." if name else ""
-    return f"{prefix}weight", f"{prefix}bias" if first.bias is not None and first.bias.requires_grad else None
+    has_bias = first.bias is not None and first.bias.requires_grad
+    return f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".") if has_bias else None
 
 
 def invert_dense(
-    weight_gradient: Tensor,
-    bias_gradient: Tensor | None,
-    examples: int,
-    *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    seed: int = 0,
-    tries: int = 20_000,
-) -> Recovered:
+    weight_gradient: Tensor, bias_gradient: Tensor | None, examples: int, *,
+    weight: Tensor | None = None, bias: Tensor | None = None, seed: int = 0, tries: int = 20_000,
+) -> Recovered:  # fmt: skip
     """The inputs of a dense layer, in no particular order, from its gradient over `examples` of them.
 
     `weight` and `bias` are the layer's own, which whoever serves the model knows; they make a batch surer and let it be
@@ -83,7 +67,7 @@ def invert_dense(
     gradient = _augmented(weight_gradient, bias_gradient)
     inputs = weight_gradient.new_zeros(examples, weight_gradient.shape[1])
     nothing = Recovered(inputs, False, 1.0, None, not has_bias)
-    if not gradient.isfinite().all() or not gradient.any():
+    if examples < 1 or not gradient.isfinite().all() or not gradient.any():
         return nothing
     gradient = gradient / gradient.abs().max()
     layer = None if weight is None or (bias is None) == has_bias else _augmented(weight, bias)
@@ -92,9 +76,8 @@ def invert_dense(
         consistency, found = None, residual <= _EXACT
     else:
         factors, residual = _factorise(gradient, examples, torch.finfo(weight_gradient.dtype).eps)
-        if residual > _EXACT:
-            return replace(nothing, residual=residual)
-        rows, consistency = _batch(factors, has_bias, layer, seed, tries)
+        exact = residual <= _EXACT
+        rows, consistency = _batch(factors, has_bias, layer, seed, tries) if exact else (gradient[:0], None)
         found = len(rows) == examples and consistency == 1
     scale = rows[:, -1:] if has_bias else rows.norm(dim=1, keepdim=True)
     inputs[: len(rows)] = (rows[:, : inputs.shape[1]] / scale).to(inputs).nan_to_num(0.0, 0.0, 0.0)
@@ -106,69 +89,55 @@ def _augmented(matrix: Tensor, column: Tensor | None) -> Tensor:
 
 
 def _one_example(gradient: Tensor, has_bias: bool, layer: Tensor | None) -> tuple[Tensor, float]:
-    """[x | 1] by least squares over all units, or x up to scale as the closest rank one; and the residual."""
+    """[x | 1] up to scale by least squares over all units, or x up to scale as the closest rank one; and the residual."""
     if has_bias:
-        outer = gradient[:, -1]
-        row = outer @ gradient / outer.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+        row = gradient[:, -1] @ gradient
     else:
         row = torch.linalg.svd(gradient, full_matrices=False).Vh[0]
         # Units without bias that have a gradient are open, which tells the sign; without weights, most data are positive.
         evidence = row if layer is None else (layer @ row)[gradient.any(dim=1)].sign()
         row = row if evidence.sum() >= 0 else -row
-        outer = gradient @ row
-    return row[None], float((gradient - torch.outer(outer, row)).norm() / gradient.norm())
+    row = nn.functional.normalize(row, dim=0)
+    return row[None], float((gradient - torch.outer(gradient @ row, row)).norm() / gradient.norm())
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """A batch's gradient: up to scale D = (`left` Q)ᵀ and the examples [x | 1] are the rows of Q⁻¹ `basis`.
-
-    Q is unknown; a column of it is called a direction.
-    """
+    """A batch's gradient: up to scale D = (left Q)ᵀ and [X | 1] = Q⁻¹ basis. A column of the unknown Q is a direction."""
 
     left: Tensor  # [m, rank], orthonormal columns; zero for dead units
     values: Tensor  # [rank], the singular values
     basis: Tensor  # [rank, n + 1]
     rounding: float  # of a row of `left` · diag(`values`), which has norm 1
 
-    def zeros(self, directions: Tensor, tolerance: float) -> Tensor:
-        """Where `directions` [k, rank] vanish, [k, m], up to `tolerance` times the rounding."""
-        size: Tensor = (directions / self.values).norm(dim=1, keepdim=True)
-        return (directions @ self.left.T).abs() <= tolerance * self.rounding * size
-
-    def fitted(self, zeros: Tensor) -> tuple[Tensor, Tensor]:
-        """The directions that vanish at `zeros` [k, m], where those leave just one; and if it stands without any of them."""
-        rows = zeros[:, :, None] * self.left
-        eigenvalues, vectors = torch.linalg.eigh(rows.mT @ rows)
-        single = (eigenvalues[:, 1:2] > (_LOOSE * self.rounding / self.values[-1]) ** 2).all(dim=1)
-        leverage = ((rows @ vectors[..., 1:]).square() / eigenvalues[:, None, 1:]).sum(dim=2).amax(dim=1)
-        return vectors[single, :, 0], leverage[single] < 0.999
-
 
 def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Factors, float]:
     """The factors, of the numerical rank but at most `examples`; and the share of the gradient beyond `examples`."""
-    # Rounding is relative to an entry's size: with columns, then rows of norm 1 it is alike for all.
-    columns = gradient.norm(dim=0)
-    balanced = gradient / torch.where(columns == 0, 1, columns)
-    rows = balanced.norm(dim=1, keepdim=True)
-    left, values, right = torch.linalg.svd(balanced / torch.where(rows == 0, 1, rows), full_matrices=False)
-    beyond = float(values[examples:].norm())
-    rounding = precision + beyond / math.sqrt(len(gradient))
+    alive, one = gradient.any(dim=1, keepdim=True), gradient.new_ones(())
+    columns = gradient.norm(dim=0).where(gradient.any(dim=0), one)
+    rows = (gradient / columns).norm(dim=1, keepdim=True).where(alive, one)
+    # Rounding is relative to an entry, so it is alike for all once columns, then rows have norm 1. Other noise is before.
+    for scales in ((columns, rows), (one, one)):
+        left, values, right = torch.linalg.svd(gradient / scales[0] / scales[1], full_matrices=False)
+        residual = float(values[examples:].norm() / values.norm())
+        if residual <= 2 * precision:
+            break
+    rounding = (residual + precision) * float(values.norm()) / math.sqrt(len(gradient))
     rank = int((values[:examples] > _RANK * rounding).sum())
-    basis = values[:rank, None] * right[:rank] * columns
-    return _Factors(left[:, :rank] * (rows > 0), values[:rank], basis, rounding), beyond / float(values.norm())
+    basis = values[:rank, None] * right[:rank] * scales[0]
+    return _Factors(left[:, :rank] * alive, values[:rank], basis, rounding), residual
 
 
 def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, tries: int) -> tuple[Tensor, float | None]:
     """The examples [x | 1] up to scale, one for each of the gradient's ranks or none; and the least consistency."""
     rank, basis, consistency = len(factors.basis), factors.basis, None
-    rows, pool, implied = basis[:0], basis.new_empty(0, rank), basis.new_empty(0, rank)
-    alive = factors.left[factors.left.any(dim=1)]
+    rows, pool = basis[:0], basis.new_empty(0, rank)
+    alive, shut = factors.left[factors.left.any(dim=1)], basis.new_empty(0, len(factors.left), dtype=torch.bool)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(0, min(tries, math.comb(len(alive), rank - 1)), _CHUNK):
         subsets = alive[torch.rand(_CHUNK, len(alive), generator=generator).topk(rank - 1).indices]
         kernels = torch.linalg.qr(subsets.mT, mode="complete").Q[:, :, -1]
-        pool, zeros = _sparsest(factors, torch.cat([pool, implied, kernels]))
+        pool, zeros = _sparsest(factors, torch.cat([pool, kernels]), shut)
         chosen = _independent(pool)
         if len(chosen) == rank and layer is None:
             rows = torch.linalg.inv(pool[chosen].T) @ basis
@@ -178,18 +147,26 @@ def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, t
             rows, consistency = examples @ basis, float(shares.min())
             if consistency == 1:
                 break
-            # An example is right as soon as all other directions are: then the units that it shuts give its own.
-            implied = factors.fitted(examples @ outputs <= 0)[0]
+            shut = examples @ outputs <= 0  # right once all other directions are, and then it gives the example's own
     return rows, consistency
 
 
-def _sparsest(factors: _Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
+def _sparsest(factors: _Factors, directions: Tensor, shut: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct directions with the most zeros, sparsest first, each fitted to all of its zeros; and those zeros."""
+
+    def vanish(tolerance: float) -> Tensor:
+        size: Tensor = (directions / factors.values).norm(dim=1, keepdim=True)
+        return (directions @ factors.left.T).abs() <= tolerance * factors.rounding * size
+
     for tolerance in (_LOOSE, _TIGHT):
-        zeros = factors.zeros(directions, tolerance)
-        # Any direction can have rank − 1 zeros, and one more by chance.
-        directions, solid = factors.fitted(torch.unique(zeros[zeros.sum(dim=1) > len(factors.basis)], dim=0))
-    zeros = factors.zeros(directions, _TIGHT)
+        zeros = torch.cat([vanish(tolerance), shut])
+        # One more zero than a direction may have by chance; and, in the end, zeros that leave no choice of the direction.
+        rows = torch.unique(zeros[zeros.sum(dim=1) > len(factors.basis)], dim=0)[:, :, None] * factors.left
+        eigenvalues, vectors = torch.linalg.eigh(rows.mT @ rows)
+        single = (eigenvalues[:, 1:2] > (_LOOSE * factors.rounding / factors.values[-1]) ** 2).all(dim=1)
+        leverage = ((rows @ vectors[..., 1:]).square() / eigenvalues[:, None, 1:]).sum(dim=2).amax(dim=1)
+        directions, solid = vectors[single, :, 0], leverage[single] < 0.999
+    zeros = vanish(_TIGHT)
     # A mixture of two examples vanishes where both do and in any one unit besides; as it stands on that one, it comes last.
     order = (zeros.sum(dim=1) + len(factors.left) * solid).argsort(descending=True, stable=True)[:_POOL]
     return directions[order], zeros[order]
@@ -205,10 +182,8 @@ def _independent(directions: Tensor) -> list[int]:
 
 
 def _improved(pool: Tensor, zeros: Tensor, chosen: list[int], outputs: Tensor, ones: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The examples in the basis, and the consistency of each, once no exchange of one direction improves the mean.
-
-    `outputs` [rank, m] and `ones` [rank] are the layer's outputs and the bias's input for the basis.
-    """
+    """The examples in the basis, whose outputs are [rank, m] and whose inputs of the bias `ones` [rank]; and how consistent
+    each is, once no exchange of one direction improves their mean."""
 
     def judge(choices: Tensor) -> tuple[Tensor, Tensor]:
         examples, singular = torch.linalg.inv_ex(pool[choices].mT)

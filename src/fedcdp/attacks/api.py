@@ -83,11 +83,11 @@ def attack(
     if name == "membership":
         return _membership(target, public, at_round, seed, device)
     if isinstance(target, Run | Plan):
-        _leave_out("of raw gradients", truth=truth is not None, input_shape=input_shape is not None, examples=examples != 1)
+        _leave_out("raw gradients", truth=truth is not None, input_shape=input_shape is not None, examples=examples != 1)
         scene = _simulated(target, model, federation, leak, at_round, step, steps, device, loss, public)
     else:
         _leave_out(
-            "of a run or a plan", federation=federation is not None, at_round=at_round is not None, step=step != 0,
+            "a run or a plan", federation=federation is not None, at_round=at_round is not None, step=step != 0,
             steps=steps != 1, releases=releases != 1,
         )  # fmt: skip
         scene = _given(target, model, truth, input_shape, examples, device, loss, public)
@@ -146,7 +146,9 @@ class Scene:
 
     def __post_init__(self) -> None:
         if self.public is not None and self.public.shape != self.shape:
-            raise DataError(f"public: inputs of shape {list(self.public.shape)} are not like the victims', {list(self.shape)}")
+            raise DataError(
+                f"public: inputs of shape {list(self.public.shape)} are not like the victims', {list(self.shape)}"
+            )
 
     def captured(self, look: Look, victims: int) -> Captured:
         """What the reader sees."""
@@ -194,7 +196,7 @@ def _named(attack: str | Recipe | None) -> tuple[str, Recipe | None]:
     return attack, None
 
 
-def _whole_numbers(**given: int) -> None:
+def _whole_numbers(**given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, Integral):
             raise PlanError(f"{name}: {value!r} is not a whole number")
@@ -202,7 +204,7 @@ def _whole_numbers(**given: int) -> None:
 
 def _leave_out(where: str, **given: bool) -> None:
     if names := [name for name, is_given in given.items() if is_given]:
-        raise PlanError(f"{', '.join(names)}: this is for an attack {where}; leave it out")
+        raise PlanError(f"{', '.join(names)}: only for an attack on {where}; leave it out")
 
 
 def _simulated(
@@ -218,8 +220,10 @@ def _simulated(
     public: Dataset | None,
 ) -> Scene:
     if isinstance(target, Run):
-        if federation is not None or (model is None) != (at_round is None):
-            raise PlanError("model, federation: a run has its own; only with at_round give the untrained network as model")
+        if at_round is not None and model is None:
+            raise PlanError("at_round: a run holds only its trained network; give the untrained one as model, too")
+        if federation is not None or (at_round is None and model is not None):
+            raise PlanError("model, federation: a run has its own; leave them out")
         plan, federation, network = target.plan, target.federation, target.model if model is None else model
     elif model is None or federation is None:
         raise PlanError("model, federation: an attack on a plan needs both")
@@ -252,14 +256,16 @@ def _check_place(plan: Plan, leak: Leak, at_round: int | None, step: int, steps:
     """Refuse to read where the plan has nothing to read."""
     if at_round is not None and not 0 <= at_round < plan.rounds:
         raise PlanError(f"at_round: {at_round} is not allowed; the plan has rounds 0 to {plan.rounds - 1}")
-    if leak == "type2" and steps != 1:
-        raise PlanError(f"steps: {steps} is for type0 and type1; a reader of type2 sees single examples, at local step `step`")
-    if leak != "type2" and step != 0:
-        raise PlanError(f"step: {step} is for type2; a reader of {leak} sees whole updates, of `steps` local steps")
     if not 1 <= steps <= plan.local_steps:
         raise PlanError(f"steps: {steps} is not allowed; the plan has 1 to {plan.local_steps} local steps")
     if not 0 <= step < plan.local_steps:
         raise PlanError(f"step: {step} is not allowed; the plan has local steps 0 to {plan.local_steps - 1}")
+    if leak == "type2" and steps != 1:
+        raise PlanError(
+            f"steps: {steps} is for type0 and type1; a reader of type2 sees single examples, at local step `step`"
+        )
+    if leak != "type2" and step != 0:
+        raise PlanError(f"step: {step} is for type2; a reader of {leak} sees whole updates, of `steps` local steps")
 
 
 def _given(
@@ -303,7 +309,7 @@ def _membership(
 ) -> Membership:
     if not isinstance(target, Run):
         raise PlanError("attack: membership is inferred from a trained model; give a run")
-    _leave_out("on gradients and updates", at_round=at_round is not None)
+    _leave_out("gradients or updates", at_round=at_round is not None)
     others = public or target.federation.validation
     if others is None:
         raise DataError("public: the federation has no validation split to compare its members with")

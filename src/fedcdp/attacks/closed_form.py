@@ -91,7 +91,7 @@ def _scaled(recovered: Recovered, captured: Captured, labels: Tensor, usual: flo
     scales = torch.stack([lengths, -lengths])
     rough = torch.stack([torch.cat([misfits(some) for some in side.split(_SCALES_AT_ONCE)]) for side in scales])
     shown_nothing = float(sum(value.square().sum() for value in captured.seen.values()))
-    lowest = (-F.max_pool1d(-rough, 3, 1, padding=1) == rough) & (rough <= max(rough.min(), shown_nothing / 10))
+    lowest = (-F.max_pool1d(-rough, 3, 1, padding=1) == rough) & (rough <= max(float(rough.min()), shown_nothing / 10))
     fits = [nearest(nearest(scale, 0.03)[1], 0.0005) for scale in scales[lowest].tolist()]
     bound, wanted = min(fits)[0] + _FITS * shown_nothing, math.log(max(usual or 0.0, _SHORTEST))
     best = min((scale for misfit, scale in fits if misfit <= bound), key=lambda scale: abs(math.log(abs(scale)) - wanted))

@@ -16,6 +16,7 @@ from fedcdp.rundir import State
 from fedcdp.simulation import Simulator
 
 _MUCH_LESS = 0.5  # of the promised deviation: a tensor with less noise than that was not sanitised
+_BY_CHANCE = 1e-6  # unless so little noise is likelier than this, as it is of a few numbers
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def layer_by_layer(
     names = list(seen.seen)
     layers = []
     for number, name in enumerate(names):
-        noise = float((seen.seen[name] - silent.seen[name]).double().square().mean().sqrt())
+        noise = (seen.seen[name] - silent.seen[name]).double()
 
         def told(done: int, total: int, number: int = number) -> None:
             if progress is not None:
@@ -99,11 +100,21 @@ def layer_by_layer(
         alone = recipe.but(objective=recipe.objective.only(name))
         found = reconstruct(seen, alone, classes, seed=seed, value_range=value_range, progress=told)
         mse = _nearest(found.examples, seen, visible, value_range)
-        less = bool(seen.deviation and noise < _MUCH_LESS * seen.deviation)
         exact = float((mse < exact_mse).double().mean())
-        layers.append(LayerLeak(name, noise, less, float(mse.quantile(0.5)), exact))
+        deviation = float(noise.square().mean().sqrt())
+        less = _much_less(deviation, seen.deviation, noise.numel())
+        layers.append(LayerLeak(name, deviation, less, float(mse.quantile(0.5)), exact))
     seconds = round(time.perf_counter() - started, 2)
     return LayerLeaks(simulator.plan.method, look.leak, "per-layer", victims, seen.deviation, tuple(layers), seconds)
+
+
+def _much_less(measured: float, promised: float, numbers: int) -> bool:
+    """Whether the root mean square of so many numbers is far below the deviation of the noise that was promised on them."""
+    from scipy.stats import chi2
+
+    if measured >= _MUCH_LESS * promised:
+        return False
+    return bool(chi2.cdf(numbers * (measured / promised) ** 2, numbers) < _BY_CHANCE)
 
 
 def _nearest(guesses: Tensor, captured: Captured, visible: Tensor, value_range: tuple[float, float]) -> Tensor:

@@ -46,11 +46,11 @@ class LockstepLBFGS:
         self._move = torch.zeros_like(start)
         self._scale = start.new_ones(count)
         self._moves = torch.zeros(count, dtype=torch.int64, device=start.device)
-        # A ring of pairs each: steps s, changes of the gradient y, and all products s_i·y_j.
+        # A ring of pairs each: moves s, changes of the gradient y, and all products s_i·y_j and y_i·y_j.
         self._pairs = torch.zeros(count, dtype=torch.int64, device=start.device)
         self._s = start.new_zeros(count, 0, size)
         self._y = start.new_zeros(count, 0, size)
-        self._products = start.new_zeros(count, 0, 0)
+        self._sy, self._yy = start.new_zeros(count, 0, 0), start.new_zeros(count, 0, 0)
 
     def keep(self, index: Tensor) -> None:
         """Go on with these problems only."""
@@ -111,39 +111,34 @@ class LockstepLBFGS:
         if self._s.shape[1] == 0:
             return -gradient
         order, filled = self._by_age()
-        rows = order[:, :, None]
-        products = self._products.gather(1, rows.expand_as(self._products)).gather(
-            2, order[:, None, :].expand_as(self._products)
-        )
-        both = filled[:, :, None] & filled[:, None, :]
         # s_i·y_j for pairs i not newer than j; a missing pair has the equation "coefficient = 0".
-        upper = torch.where(both, products, torch.diag_embed((~filled).to(products.dtype))).triu()
-        known = upper.diagonal(dim1=1, dim2=2)
-
-        def dots(vectors: Tensor, with_: Tensor) -> Tensor:
-            return torch.where(filled, (vectors @ with_[:, :, None])[..., 0].gather(1, order), 0.0)
-
-        def combined(vectors: Tensor, coefficients: Tensor) -> Tensor:
-            by_place = torch.zeros_like(coefficients).scatter(1, order, coefficients)
-            return (by_place[:, None, :] @ vectors)[:, 0]
-
-        # First loop, newest to oldest: α_i = s_i·q / (s_i·y_i), q ← q − α_i·y_i. Second, oldest to newest, likewise.
-        alpha = torch.linalg.solve_triangular(upper, dots(self._s, -gradient)[..., None], upper=True)[..., 0]
-        q = -gradient - combined(self._y, alpha)
-        scaled = self._scale[:, None] * q
-        right = known * alpha - dots(self._y, scaled)
-        coefficients = torch.linalg.solve_triangular(upper.mT, right[..., None], upper=False)[..., 0]
-        return scaled + combined(self._s, torch.where(filled, coefficients, 0.0))
+        upper = _masked(_rearranged(self._sy, order), filled, 1.0).triu()
+        both = _masked(_rearranged(self._yy, order), filled, 0.0)
+        along_s, along_y = (torch.where(filled, (pairs @ -gradient[:, None].mT)[..., 0].gather(1, order), 0.0)
+                            for pairs in (self._s, self._y))  # fmt: skip
+        # First loop, newest to oldest: α_i = s_i·q / (s_i·y_i), q ← q − α_i·y_i, from q = −gradient.
+        alpha = torch.linalg.solve_triangular(upper, along_s[..., None], upper=True)
+        # Second loop, oldest to newest, from r = γq: r ← r + s_i·(α_i − y_i·r / (s_i·y_i)).
+        right = upper.diagonal(dim1=1, dim2=2)[..., None] * alpha
+        right = right - self._scale[:, None, None] * (along_y[..., None] - both @ alpha)
+        beta = torch.linalg.solve_triangular(upper.mT, right, upper=False)
+        alpha, beta = (torch.zeros_like(along_s).scatter(1, order, torch.where(filled, each[..., 0], 0.0))[:, None]
+                       for each in (alpha, beta))  # fmt: skip
+        return self._scale[:, None] * (-gradient - (alpha @ self._y)[:, 0]) + (beta @ self._s)[:, 0]
 
     def _store(self, change: Tensor, curvature: Tensor, learned: Tensor) -> None:
+        """Put the last move s and the change of the gradient y into the rings of those that learned something."""
         self._make_room()
         who = learned.nonzero()[:, 0]
         place = self._pairs[who] % self.settings.history
-        s, y = self._move[who], change[who]
-        self._s[who, place], self._y[who, place] = s, y
-        self._products[who, :, place] = (self._s[who] @ y[:, :, None])[..., 0]
-        self._products[who, place, :] = (self._y[who] @ s[:, :, None])[..., 0]
-        self._scale[who] = curvature[who] / y.square().sum(1)
+        self._s[who, place], self._y[who, place] = self._move[who], change[who]
+        # Two vectors at once: the stored ones are read from memory only once for both.
+        new = torch.stack([self._move, change], dim=1)
+        with_s, with_y = self._s @ new.mT, self._y @ new.mT
+        self._sy[who, :, place] = with_s[who, :, 1]
+        self._sy[who, place, :] = with_y[who, :, 0]
+        self._yy[who, :, place] = self._yy[who, place, :] = with_y[who, :, 1]
+        self._scale[who] = curvature[who] / change[who].square().sum(1)
         self._pairs[who] += 1
 
     def _make_room(self) -> None:
@@ -153,9 +148,9 @@ class LockstepLBFGS:
         if needed <= places:
             return
         more = min(self.settings.history, max(8, 2 * places)) - places
-        self._s = torch.nn.functional.pad(self._s, (0, 0, 0, more))
-        self._y = torch.nn.functional.pad(self._y, (0, 0, 0, more))
-        self._products = torch.nn.functional.pad(self._products, (0, more, 0, more))
+        pad = torch.nn.functional.pad
+        self._s, self._y = pad(self._s, (0, 0, 0, more)), pad(self._y, (0, 0, 0, more))
+        self._sy, self._yy = pad(self._sy, (0, more, 0, more)), pad(self._yy, (0, more, 0, more))
 
     def _by_age(self) -> tuple[Tensor, Tensor]:
         """For each ring its places, oldest first, and which of them are filled."""
@@ -164,3 +159,15 @@ class LockstepLBFGS:
         full = self._pairs[:, None] >= self.settings.history
         order = torch.where(full, (ages + self._pairs[:, None]) % self.settings.history, ages)
         return order, ages < self._pairs[:, None]
+
+
+def _rearranged(products: Tensor, order: Tensor) -> Tensor:
+    """The rows and the columns of every matrix in this order."""
+    rows = products.gather(1, order[:, :, None].expand_as(products))
+    return rows.gather(2, order[:, None, :].expand_as(products))
+
+
+def _masked(products: Tensor, filled: Tensor, diagonal: float) -> Tensor:
+    """The products of pairs that are there; for the others zeros, and this on the diagonal."""
+    absent = torch.diag_embed((~filled).to(products.dtype) * diagonal)
+    return torch.where(filled[:, :, None] & filled[:, None, :], products, absent)

@@ -170,9 +170,7 @@ class Leaks:
         return compared_truth(self.captured, self.found.examples, self.value_range)[1]
 
 
-def compared_truth(
-    captured: Captured, guesses: Tensor, value_range: tuple[float, float]
-) -> tuple[Tensor, Tensor, Tensor]:
+def compared_truth(captured: Captured, guesses: Tensor, value_range: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
     """The examples, labels and filled slots that guesses are compared with: as many of the victim's as there are guesses,
     the nearest ones."""
     count = guesses.shape[1]
@@ -266,7 +264,7 @@ def _score(guesses: Tensor, captured: Captured, observer: Observer, public: Data
 
 def _short(scores: Scores) -> dict[str, float]:
     row = scores.summary()
-    return {name: row[name] for name in ("mse", "rmse", "psnr", "exact", "recognisable", "identified")}
+    return {name: row[name] for name in ("mse", "median_mse", "rmse", "psnr", "exact", "recognisable", "identified")}
 
 
 def finite(value: Any) -> Any:

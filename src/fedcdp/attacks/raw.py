@@ -77,7 +77,7 @@ def _by_name(gradients: Mapping[str, Tensor] | Sequence[Tensor], engine: Engine,
     return seen
 
 
-def _named(gradients: Mapping[str, Tensor] | Sequence[Tensor], names: tuple[str, ...]) -> dict[str, Any]:
+def _named(gradients: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """The gradients by name, without those of frozen parameters, which PyTorch gives as None."""
     if isinstance(gradients, Mapping):
         return {name: value for name, value in gradients.items() if value is not None}
@@ -108,13 +108,13 @@ def _examples(
         return unknown, torch.zeros(victims, examples, dtype=torch.int64, device=device)
     if not isinstance(truth, tuple | list) or len(truth) != 2:
         raise PlanError("truth: give a pair, the inputs and their labels")
-    inputs, targets = (_tensor(f"truth: {name}", value).to(device) for name, value in zip(("inputs", "labels"), truth, strict=True))
+    inputs, targets = (
+        _tensor(f"truth: {name}", value).to(device) for name, value in zip(("inputs", "labels"), truth, strict=True)
+    )
     given = f"inputs {list(inputs.shape)} and labels {list(targets.shape)}"
     if targets.dim() == 1:  # one victim's examples, or one example for each victim
         several = victims > 1
         inputs, targets = (inputs[:, None], targets[:, None]) if several else (inputs[None], targets[None])
     if targets.dim() != 2 or inputs.shape[:2] != targets.shape or len(targets) != victims or not targets.numel():
-        raise PlanError(
-            f"truth: {given} are not of {victims} victims with as many examples each"
-        )
+        raise PlanError(f"truth: {given} are not of {victims} victims with as many examples each")
     return inputs.float(), targets.long()

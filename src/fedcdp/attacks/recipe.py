@@ -47,11 +47,7 @@ class Recipe:
 CPL = Recipe()
 """Wei et al., ESORICS 2020, as the paper ran it."""
 
-_PATIENT = LBFGS(tolerance_grad=1e-10, tolerance_change=1e-14)  # torch's stop where several images still blend
-
-KNOWING = CPL.but(
-    labels="counts", dummies="all", knows="method", objective=Objective(shared_only=True), optimiser=_PATIENT
-)
+KNOWING = CPL.but(labels="counts", dummies="all", knows="method", objective=Objective(shared_only=True))
 """A reader who knows the method: fits its clipped gradients, and the update of all its local steps."""
 
 ONE_TENSOR = CPL.but(iterations=100)
@@ -74,7 +70,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     # Without it, clipping alone looks like a defence.
     "clip-aware": KNOWING,
-    "batch": CPL.but(labels="counts", dummies="all", optimiser=_PATIENT),
+    "batch": CPL.but(labels="counts", dummies="all"),
     "unrolled": KNOWING,
     # Maximum a posteriori in a subspace of likely images, from the mean of many releases.
     "averaging": Recipe(labels="counts", dummies="all", knows="method", space="components", restarts=3),
