@@ -15,12 +15,10 @@ from torch import Tensor, nn
 import fedcdp
 from fedcdp import DataError, Dataset, FedcdpError, Federation, ModelError, Plan, PlanError
 from fedcdp.attacks import RECIPES, Criteria, Leaks, Membership
-from fedcdp.compression import keep_largest
 from fedcdp.experiment import assemble
 from fedcdp.models import build
 from fedcdp.simulation import Run
 from fedcdp.trained import Trained
-from fedcdp.tree import Layout
 
 CANCER = (30,)
 
@@ -36,6 +34,16 @@ def images(digits: Dataset) -> Federation:
     """Real digits, one at a client; others are public."""
     mine, public = torch.arange(0, 1000, 25), torch.arange(1, 1000, 5)
     return fedcdp.partition(digits.take(mine), clients=40, scheme="iid", validation=digits.take(public))
+
+
+@pytest.fixture(scope="module")
+def colours() -> Federation:
+    """Pictures of three channels, with values from −1 to 1."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = F.interpolate(torch.rand(60, 3, 4, 4, generator=generator), size=(8, 8), mode="bilinear") * 2 - 1
+    targets = torch.randint(4, (60,), generator=generator)
+    public = Dataset(inputs[20:], targets[20:], 4)
+    return fedcdp.partition((inputs[:20], targets[:20]), clients=20, scheme="iid", validation=public)
 
 
 def one_step(**fields: Any) -> Plan:
@@ -124,12 +132,12 @@ def test_a_run_read_back_has_spent_what_it_spent(kept: tuple[Run, Trained]) -> N
 
 
 def test_the_default_attack_is_the_closed_form_for_tables_and_gradient_matching_for_images(
-    tables: Federation, images: Federation
+    tables: Federation, colours: Federation
 ) -> None:
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    assert leaks(one_step(), model=build("mlp", CANCER, 2), federation=tables, victims=1).attack == "analytic"
-    assert leaks(one_step(), model=flat, federation=images, victims=1, leak="type2").attack == "cpl"
-    assert leaks(one_step(), model=flat, federation=images, victims=1, leak="type1").attack == "batch"
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+    assert leaks(one_step(), model=nn.Linear(30, 2), federation=tables, victims=1).attack == "analytic"
+    assert leaks(one_step(), model=flat, federation=colours, victims=1, leak="type2").attack == "cpl"
+    assert leaks(one_step(), model=flat, federation=colours, victims=1, leak="type1").attack == "batch"
 
 
 def test_attacks_are_repeatable_and_the_seed_decides_where_they_start(images: Federation) -> None:
@@ -198,16 +206,6 @@ def test_a_loss_of_ones_own_is_used_throughout(tables: Federation) -> None:
     assert not torch.equal(plain.captured.seen["head.weight"], other.captured.seen["head.weight"])
 
 
-@pytest.fixture(scope="module")
-def colours() -> Federation:
-    """Pictures of three channels, with values from −1 to 1."""
-    generator = torch.Generator().manual_seed(2)
-    inputs = F.interpolate(torch.rand(60, 3, 4, 4, generator=generator), size=(8, 8), mode="bilinear") * 2 - 1
-    targets = torch.randint(4, (60,), generator=generator)
-    public = Dataset(inputs[20:], targets[20:], 4)
-    return fedcdp.partition((inputs[:20], targets[:20]), clients=20, scheme="iid", validation=public)
-
-
 def test_pictures_of_three_channels_outside_0_to_1_are_reconstructed_as_they_are(colours: Federation) -> None:
     network = nn.Sequential(nn.Conv2d(3, 6, 5, padding=2), nn.Sigmoid(), nn.Flatten(), nn.Linear(6 * 64, 4))
     found = leaks(one_step(), model=network, federation=colours, victims=3, attack="cpl")
@@ -259,7 +257,6 @@ def test_public_examples_of_ones_own_are_what_candidates_and_baselines_come_from
     assert row["candidates"] == 8
     nothing = row["knowing_nothing"]
     assert nothing["dataset_mean"]["mse"] == nothing["class_mean"]["mse"]
-    assert "mean_of_squares" not in nothing
 
 
 # Methods and readers --------------------------------------------------------------------------------------------------
@@ -339,11 +336,13 @@ def test_a_reader_of_selective_updates_has_the_shared_part_and_no_more(
         return found.captured.engine.layout.flatten(found.captured.seen, lead=1)
 
     everything = read("type1")
-    shared = keep_largest({"all": everything}, Layout({"all": everything.shape[1:]}), share)["all"]
     for leak in ("type1", "type0"):
         seen = read(leak, **fields)
-        assert 0 < float((seen != 0).double().mean()) <= share + 1e-3
-        torch.testing.assert_close(seen, shared, rtol=1e-4, atol=1e-6)
+        for mine, whole in zip(seen, everything, strict=True):
+            shared = mine != 0
+            assert 0 < int(shared.sum()) <= share * len(mine) + 1
+            torch.testing.assert_close(mine[shared], whole[shared], rtol=1e-4, atol=1e-6)
+            assert whole[shared].abs().min() >= whole[~shared].abs().max() - 1e-6
     torch.testing.assert_close(read("type2", **fields), everything, rtol=1e-4, atol=1e-6)
 
 
@@ -372,7 +371,7 @@ class Words(nn.Module):
 REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     "no victims": ({"victims": 0}, PlanError, "victims: 0"),
     "fewer than no victims": ({"victims": -1}, PlanError, "victims: -1"),
-    "too many victims": ({"victims": 1000, "leak": "type1"}, PlanError, "victims: 1000 is not allowed; type1 has at most 60"),
+    "too many victims": ({"victims": 1000, "leak": "type1"}, PlanError, "victims: 1000 is not allowed; type1 has"),
     "part of a victim": ({"victims": 2.5}, PlanError, "victims: 2.5 is not a whole number"),
     "a leak that is none": ({"leak": "type3"}, PlanError, "leak: 'type3' is not one of type0, type1, type2"),
     "an attack that is none": ({"attack": "nosuch"}, PlanError, "attack: 'nosuch' is not one of cpl, "),
@@ -393,8 +392,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     "another network": ({"model": build("cpl", (1, 28, 28), 2)}, ModelError, "the network cannot be"),
     "a network of words": ({"model": Words()}, ModelError, "model: its answer"),
     "an answer that is always the same": (
-        {"model": nn.Sequential(nn.Flatten(), nn.Linear(30, 2), nn.LayerNorm((2,), elementwise_affine=False), nn.Hardtanh(2, 3)),
-         "attack": "cpl"}, ModelError, "model: its answer does not depend",
+        {"model": nn.Sequential(nn.Linear(30, 2), nn.Softmax(1), nn.Hardtanh(2, 3)), "attack": "cpl"},
+        ModelError, "model: its answer does not depend",
     ),
     "BatchNorm": ({"model": nn.Sequential(nn.Linear(30, 2), nn.BatchNorm1d(2)), "plan": "fed-cdp"}, ModelError, "mixes"),
     "the closed form of a convolution": (
@@ -402,7 +401,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
         ModelError, "analytic needs a network whose first layer is dense; this one starts with Unflatten",
     ),
     "public examples of another shape": (
-        {"public": Dataset(torch.zeros(9, 7), torch.zeros(9, dtype=torch.int64), 2)}, DataError, "public: inputs of shape [7]",
+        {"public": Dataset(torch.zeros(9, 7), torch.zeros(9, dtype=torch.int64), 2)},
+        DataError, "public: inputs of shape [7]",
     ),
     "too few public examples": (
         {"public": Dataset(torch.zeros(9, 30), torch.zeros(9, dtype=torch.int64), 2), "attack": "averaging"},

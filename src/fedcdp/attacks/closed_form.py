@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedcdp.attacks.analytic import Recovered, first_dense, invert_dense
 from fedcdp.attacks.capture import Captured
 from fedcdp.attacks.forward import predicted
-from fedcdp.attacks.labels import infer_labels
+from fedcdp.attacks.labels import infer_labels, refine_labels
 from fedcdp.attacks.objectives import Objective
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.seeds import Seed
@@ -62,6 +62,7 @@ def invert(
         loss[victim] = recovered.residual
         if progress is not None:
             progress(victim + 1, len(captured))
+    labels = refine_labels(captured, labels, classes, examples)
     once = torch.ones(len(captured), dtype=torch.int64, device=captured.device)
     return Reconstruction(examples, examples, seeds, labels, loss, once, found, len(captured))
 

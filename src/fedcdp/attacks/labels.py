@@ -15,6 +15,7 @@ features of the examples that have this label, positive along all others.
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Literal, get_args
 
 import torch
@@ -24,6 +25,8 @@ from fedcdp.attacks.capture import Captured
 from fedcdp.attacks.forward import Knows, predicted
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.tree import Layout, Tree
+
+_FEW = 16  # examples of which every pair is tried
 
 LabelRule = Literal["gradient", "agnostic", "negative-sum", "counts", "known", "joint"]
 
@@ -56,7 +59,7 @@ def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tenso
     else:
         labels = _single_scores(captured.seen, weight, bias, rule, classes).argmin(1)[:, None].expand(victims, examples)
     if rule == "counts" and knows == "method":
-        return _refined(captured, labels, weight, bias, seeds, classes)
+        return refine_labels(captured, labels, classes, seeds)
     return labels
 
 
@@ -114,22 +117,37 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -
     return torch.stack(labels, dim=1)
 
 
-def _refined(captured: Captured, labels: Tensor, weight: str, bias: str | None, seeds: Tensor, classes: int) -> Tensor:
-    """Labels changed one at a time while the seeds, run through the method's own code with them, come closer to what was
-    seen of the last layer. Where it clips, or the network learns over several steps, counts alone do not tell."""
+def refine_labels(captured: Captured, labels: Tensor, classes: int, examples: Tensor) -> Tensor:
+    """The labels that fit better: changed one at a time, then swapped, as long as the examples (or seeds in their place),
+    run through the method's own code, come closer to what was seen of the last layer.
+
+    Where a method clips, or the network learns over several steps, counts alone do not tell; and once the examples are
+    known, this says which of them has which label.
+    """
+    weight, bias = last_layer(captured.engine.layout, classes)
     names = [weight] if bias is None else [weight, bias]
 
     def misfit(tried: Tensor) -> Tensor:
         with torch.no_grad():
-            tree = predicted(captured, "method", seeds, tried, captured.present)
+            tree = predicted(captured, "method", examples, tried, captured.present)
         return torch.stack([(tree[name] - captured.seen[name]).flatten(1).square().sum(1) for name in names]).sum(0)
 
     best = misfit(labels)
-    for place in range(labels.shape[1]):
+
+    def kept_if_better(tried: Tensor) -> None:
+        nonlocal labels, best
+        distance = misfit(tried)
+        labels = torch.where((distance < best)[:, None], tried, labels)
+        best = torch.minimum(distance, best)
+
+    places = range(labels.shape[1])
+    for place in places:
         for label in range(classes):
-            tried = labels.clone()
-            tried[:, place] = label
-            distance = misfit(tried)
-            labels = torch.where((distance < best)[:, None], tried, labels)
-            best = torch.minimum(distance, best)
+            changed = labels.clone()
+            changed[:, place] = label
+            kept_if_better(changed)
+    for one, other in combinations(places, 2) if len(places) <= _FEW else ():
+        swapped = labels.clone()
+        swapped[:, [one, other]] = labels[:, [other, one]]
+        kept_if_better(swapped)
     return labels
