@@ -39,11 +39,30 @@ def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[T
 
     # Not torch.linalg.vector_norm: on a CPU it adds term by term and can be 0.3 % short of the norm of a million
     # weights, which would let a gradient through that is longer than C. A plain sum adds pairwise.
-    def squared(name: str) -> Tensor:
-        return gradients[name].reshape(*gradients[name].shape[:lead], -1).float().square().sum(-1)
+    def squared(value: Tensor) -> Tensor:
+        return value.reshape(*value.shape[:lead], -1).float().square().sum(-1)
 
+    return norms_of_groups({name: squared(value) for name, value in gradients.items()}, groups)
+
+
+def norms_of_groups(squared: Tree, groups: tuple[Group, ...]) -> list[Tensor]:
+    """The L2 norm of every group, of the squared norms of its tensors."""
     # A root's slope at 0 is infinite. Whoever differentiates a clipped gradient (an attack) would get NaN for a zero one.
-    return [torch.stack([squared(name) for name in group]).sum(0).clamp(min=_TINY).sqrt() for group in groups]
+    return [torch.stack([squared[name] for name in group]).sum(0).clamp(min=_TINY).sqrt() for group in groups]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What clipping multiplies each group of each entry by, and the entries that it keeps at all."""
+
+    of_groups: tuple[Tensor, ...]
+    usable: Tensor
+
+
+def clip_factors(norms: list[Tensor], bound: float, present: Tensor) -> Factors:
+    """C / max(C, ‖g‖₂) for every group; an entry that is not real, or not finite in some group, is not usable."""
+    usable = present & torch.stack([torch.isfinite(norm) for norm in norms]).all(0)
+    return Factors(tuple(bound / norm.clamp(min=bound) for norm in norms), usable)
 
 
 def clip(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tensor) -> Clipped:
@@ -51,13 +70,11 @@ def clip(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tens
 
     `present` [clients, examples] or [clients] marks the entries that are real; its axes are the leading ones.
     """
-    norms = group_norms(gradients, groups, present.dim())
-    usable = present & torch.stack([torch.isfinite(norm) for norm in norms]).all(0)
+    factors = clip_factors(group_norms(gradients, groups, present.dim()), bound, present)
     clipped: Tree = {}
-    for group, norm in zip(groups, norms, strict=True):
-        factor = bound / norm.clamp(min=bound)
+    for group, factor in zip(groups, factors.of_groups, strict=True):
         for name in group:
             value = gradients[name]
             scaled = value * factor.view(factor.shape + (1,) * (value.dim() - factor.dim())).to(value.dtype)
-            clipped[name] = masked(scaled, usable)
+            clipped[name] = masked(scaled, factors.usable)
     return Clipped(clipped, bound * math.sqrt(len(groups)))

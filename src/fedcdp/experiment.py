@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Literal
 
 from torch import nn
 
@@ -21,6 +20,7 @@ from fedcdp.accounting.population import Population
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation, partition
+from fedcdp.engine import EngineName
 from fedcdp.errors import PlanError, RunError
 from fedcdp.models import build, prepare
 from fedcdp.plan import Plan
@@ -66,8 +66,10 @@ class MachineSettings(_Checked):
     """`[run]`: where, and how much at once. Does not change results beyond rounding."""
 
     device: str = option("cpu", "cpu, cuda, cuda:1, …")
-    engine: Literal["functional"] = option("functional", "How gradients are computed: functional (any network).")
-    chunk: int | None = option(None, "Clients trained at once. Default: what fits a bounded memory.")
+    engine: EngineName = option(
+        "auto", "How gradients are computed: batched, functional (any network), or auto: the faster."
+    )
+    chunk: int | None = option(None, "Clients trained at once. Default: what is fastest within a bounded memory.")
     evaluate_every: int = option(1, "Rounds between evaluations on the validation split.")
     max_epsilon: float | None = option(None, "End training before the release that would exceed this ε.")
     adversary: str = option("server", "Whose ε that is, and the progress shows: server, update, example or model.")
@@ -135,6 +137,7 @@ class Experiment:
             self.federation(splits),
             self.plan,
             device=self.run.device,
+            engine=self.run.engine,
             chunk=self.run.chunk,
             evaluate_every=self.run.evaluate_every,
             out=out,

@@ -21,6 +21,14 @@ PARTIAL = ".partial"
 _ABOUT = "fedcdp"  # the one metadata key: with several, their order in the file would be left to chance
 
 
+def user_cache() -> Path:
+    """Where this user keeps what can be had again: FEDCDP_CACHE, else XDG_CACHE_HOME/fedcdp, else ~/.cache/fedcdp."""
+    if chosen := os.environ.get("FEDCDP_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fedcdp"
+
+
 @contextmanager
 def atomic_write(target: Path) -> Iterator[BinaryIO]:
     """A file to write to, which becomes `target` once the block ends well and vanishes if it raises.

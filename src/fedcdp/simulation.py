@@ -27,7 +27,8 @@ from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
-from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
+from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
+from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files import check_tensors, save_tensors
 from fedcdp.methods import METHODS, Moment, take_part
@@ -38,12 +39,13 @@ from fedcdp.rundir import Row, RunDirectory, State
 from fedcdp.sampling import choose_clients, choose_records
 from fedcdp.server import Aggregate, moving_average, next_clip, server_update
 from fedcdp.tree import Layout, Tree
+from fedcdp.tuning import tuned
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Mode, Privacy
 
 _EVALUATION_BATCH = 1000
-_MEMORY_FOR_GRADIENTS = {"cpu": 256 * 2**20, "cuda": 8 * 2**30}  # bytes; on a CPU, larger chunks fall out of its caches
+_USUAL_CHUNK = {"cpu": 64, "cuda": 1024}  # where nothing is measured; on a CPU, larger ones fall out of its caches
 
 Progress = Callable[[Row], None]
 
@@ -102,6 +104,7 @@ def simulate(
     per_round: int | None = None,
     loss: Loss = F.cross_entropy,
     device: str | torch.device = "cpu",
+    engine: EngineName = "auto",
     chunk: int | None = None,
     evaluate_every: int = 1,
     out: Path | str | None = None,
@@ -113,8 +116,9 @@ def simulate(
     """Train `model` over `federation` by `plan`; `rounds` and `per_round` override the plan's.
 
     The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
-    every round, and `resume` continues it. `chunk` is how many clients are trained at once (default: what fits a bounded
-    amount of memory); it does not change the result beyond rounding. With `most_releases`, training ends before one more
+    every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
+    at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
+    bounded amount of memory. With `most_releases`, training ends before one more
     round would be released (see `accounting.calibrate.rounds_within`), with the model so far.
     """
     changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
@@ -131,10 +135,12 @@ def simulate(
             f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
             f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
         )
-    simulator = Simulator(FunctionalEngine(network, loss), federation, plan, device, chunk)
+    engines = engines_for(network, loss, engine)
+    simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
     simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
     fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
+    simulator.engine, simulator.chunk = tuned(simulator, engines, fresh, chunk)
     if out is None:
         return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
     directory = RunDirectory(out)
@@ -206,9 +212,7 @@ def usable_device(device: str | torch.device) -> torch.device:
 class Simulator:
     """Rounds of virtual clients: the data stay on the device, and only indices move."""
 
-    def __init__(
-        self, engine: FunctionalEngine, federation: Federation, plan: Plan, device: torch.device, chunk: int | None
-    ) -> None:
+    def __init__(self, engine: Engine, federation: Federation, plan: Plan, device: torch.device, chunk: int | None) -> None:
         self.engine = engine
         self.federation = federation
         self.plan = plan
@@ -217,7 +221,7 @@ class Simulator:
         self.targets = federation.train.targets.to(device)
         self.validation = federation.validation
         self.noise = noise_of(plan, engine.layout)
-        self.chunk = chunk or self._chunk_that_fits()
+        self.chunk = chunk or min(_USUAL_CHUNK.get(device.type, 64), self.most_clients())
 
     def run(
         self,
@@ -317,11 +321,9 @@ class Simulator:
             row |= evaluate(self.engine, state.average or state.weights, self.validation, self.device)
         return row
 
-    def _chunk_that_fits(self) -> int:
-        # Per-example gradients are held about four times over: raw, scaled, clipped, and inside the backward pass.
-        a_client = 4 * 4 * self.engine.layout.size * (self.plan.slots if self.plan.per_example else 2)
-        most = 64 if self.device.type == "cpu" else 1024
-        return int(min(most, max(1, _MEMORY_FOR_GRADIENTS.get(self.device.type, 2**30) // a_client)))
+    def most_clients(self) -> int:
+        """How many clients may be trained at once within the budget of memory."""
+        return clients_within_budget(self.engine.model, self.inputs[0], self.plan.slots, self.plan.per_example)
 
 
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:

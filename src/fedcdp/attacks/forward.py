@@ -97,8 +97,9 @@ class _Unquestioning:
     """An engine that sums gradients without first asking whether all are finite: a GPU need not wait for the answer."""
 
     def __init__(self, engine: Engine) -> None:
-        self.layout, self.loss = engine.layout, engine.loss
+        self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss
         self.per_example_gradients, self.outputs = engine.per_example_gradients, engine.outputs
+        self.clipped_sum, self.check = engine.clipped_sum, engine.check
 
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`; an example whose gradient is not finite is not left out."""

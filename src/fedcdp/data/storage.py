@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fedcdp.data.download import Remote, fetch
 from fedcdp.errors import DataError
+from fedcdp.files import user_cache
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Storage:
     def choose(cls, data_dir: Path | str | None, *, download: bool, quiet: bool) -> Storage:
         """`data_dir`, else FEDCDP_DATA; as cache FEDCDP_CACHE, else XDG_CACHE_HOME/fedcdp, else ~/.cache/fedcdp."""
         chosen = data_dir if data_dir is not None else os.environ.get("FEDCDP_DATA") or None
-        return cls(Path(chosen).expanduser() if chosen is not None else None, _user_cache(), download, quiet)
+        return cls(Path(chosen).expanduser() if chosen is not None else None, user_cache(), download, quiet)
 
     def folder(self, dataset: str) -> Path:
         """The cache's folder of `dataset`; it may not exist yet."""
@@ -72,10 +73,3 @@ def read_unpacked(path: Path) -> bytes:
         return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
-
-
-def _user_cache() -> Path:
-    if chosen := os.environ.get("FEDCDP_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fedcdp"

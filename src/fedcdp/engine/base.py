@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedcdp.tree import Layout, Tree
+from fedcdp.tree import Group, Layout, Tree
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Mean loss of (outputs, targets) over a batch."""
@@ -26,6 +26,7 @@ class Batch:
 class Engine(Protocol):
     """Gradients of one network's loss at each client's own weights [clients, ...]."""
 
+    model: nn.Module
     layout: Layout
     loss: Loss
 
@@ -35,6 +36,17 @@ class Engine(Protocol):
 
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """The sum over each client's real examples [clients, ...]. An example whose gradient is not finite is left out."""
+        ...
+
+    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+        """The sum over each client's examples [clients, ...] of what `clipping.clip` makes of their gradients.
+
+        Equal to that but for rounding, and cheaper where no example's gradient has to be looked at by itself.
+        """
+        ...
+
+    def check(self, weights: Tree, batch: Batch, per_example: bool) -> None:
+        """Try a batch of one client at the global weights; a network that cannot be trained is refused in a sentence."""
         ...
 
     def outputs(self, weights: Tree, inputs: Tensor) -> Tensor:

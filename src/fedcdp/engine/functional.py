@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from fedcdp.clipping import clip
 from fedcdp.engine.base import Batch, Loss
 from fedcdp.errors import ModelError
-from fedcdp.tree import Layout, Tree, masked
+from fedcdp.tree import Group, Layout, Tree, masked
 
 
 class FunctionalEngine:
@@ -24,7 +25,7 @@ class FunctionalEngine:
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.layout = Layout.of(model)
-        self._model = model
+        self.model = model
         self.loss = loss
         parameters = dict(model.named_parameters())
         frozen = {name: p.detach() for name, p in parameters.items() if name not in self.layout.shapes}
@@ -40,10 +41,12 @@ class FunctionalEngine:
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`. One backward pass a client, unless some gradient is not finite."""
         summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
-        # One question a step: a GPU waits for the answer. A sum is finite only if all its terms are.
-        if bool(torch.isfinite(torch.stack([value.double().sum() for value in summed.values()]).sum())):
-            return summed
-        return _sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
+        return summed if all_finite(summed) else sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
+
+    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+        """See `Engine`."""
+        clipped = clip(self.per_example_gradients(weights, batch), groups, bound, batch.present).values
+        return {name: value.sum(1) for name, value in clipped.items()}
 
     def outputs(self, weights: Tree, inputs: Tensor) -> Tensor:
         """See `Engine`."""
@@ -51,7 +54,7 @@ class FunctionalEngine:
             return self._call(weights, inputs)
 
     def check(self, weights: Tree, batch: Batch, per_example: bool) -> None:
-        """Try a batch of one client, so that a network that cannot be trained is refused in a sentence before any work."""
+        """See `Engine`."""
         single = {name: value[None] for name, value in weights.items()}
         try:
             (self.per_example_gradients if per_example else self.summed_gradients)(single, batch)
@@ -60,7 +63,7 @@ class FunctionalEngine:
             raise ModelError(f"the network cannot be differentiated by torch.func: {first_line}") from error
 
     def _call(self, weights: Tree, inputs: Tensor) -> Tensor:
-        outputs: Tensor = functional_call(self._model, (weights, self._constants), (inputs,))
+        outputs: Tensor = functional_call(self.model, (weights, self._constants), (inputs,))
         return outputs
 
     def _example_loss(self, weights: Tree, example: Tensor, target: Tensor) -> Tensor:
@@ -72,7 +75,12 @@ class FunctionalEngine:
         return (losses * present).sum()
 
 
-def _sum_of_finite(gradients: Tree, present: Tensor) -> Tree:
+def all_finite(tree: Tree) -> bool:
+    """Whether every value is finite. A GPU waits for the answer: it is one question, for a sum is finite only if all are."""
+    return bool(torch.isfinite(torch.stack([value.double().sum() for value in tree.values()]).sum()))
+
+
+def sum_of_finite(gradients: Tree, present: Tensor) -> Tree:
     """Sum [clients, examples, ...] over the examples that are real and finite in every tensor."""
     lead = present.shape
     finite = [torch.isfinite(value.reshape(*lead, -1)).all(-1) for value in gradients.values()]

@@ -1,6 +1,6 @@
 """The methods, one file each: pure functions that the simulator and a deployment share."""
 
-from fedcdp.methods.base import Method, Moment, Sent, take_part, train_locally
+from fedcdp.methods.base import Local, Method, Moment, Sent, take_part, train_locally
 from fedcdp.methods.dssgd import DSSGD
 from fedcdp.methods.fedcdp import FedCDP
 from fedcdp.methods.fedsdp import FedSDP
@@ -15,4 +15,16 @@ METHODS: dict[MethodName, Method] = {
     "dssgd": DSSGD(),
 }
 
-__all__ = ["DSSGD", "METHODS", "FedCDP", "FedSDP", "Method", "Moment", "NonPrivate", "Sent", "take_part", "train_locally"]
+__all__ = [
+    "DSSGD",
+    "METHODS",
+    "FedCDP",
+    "FedSDP",
+    "Local",
+    "Method",
+    "Moment",
+    "NonPrivate",
+    "Sent",
+    "take_part",
+    "train_locally",
+]

@@ -35,8 +35,10 @@ class FedCDP(Method):
 
     def counted_sum(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
         """The sum of a step's sanitised gradients; in the first step, also of the indicators of a quantile clip."""
-        gradients = at.engine.per_example_gradients(weights, batch)  # lines 6-7
         counted = at.plan.quantile is not None and at.step == 0
+        if at.tap is None and not counted:  # nobody looks at a single example: lines 6-12 at once, then line 14
+            return _noised(at.engine.clipped_sum(weights, batch, at.groups, at.clip_bound), at), None
+        gradients = at.engine.per_example_gradients(weights, batch)  # lines 6-7
         count = count_examples(gradients, batch.present, at) if counted else None
         clipped = clip(gradients, at.groups, at.clip_bound, batch.present).values  # lines 8-12
         return _noised_sum(clipped, at), count
@@ -52,9 +54,13 @@ def _noised_sum(clipped: Tree, at: Moment) -> Tree:
         at.show("type2", released)
         return _sum(released)
     at.show("type2", clipped)
+    return _noised(_sum(clipped), at)
+
+
+def _noised(total: Tree, at: Moment) -> Tree:
+    """Line 14, in one draw of the summed variance."""
     deviation = deviation_of_step_sum(at.plan, at.round, at.current_clip)
-    noise = at.noise.for_step(at.round, at.clients, at.step, deviation)
-    return combine(_sum(clipped), noise)  # line 14, in one draw of the summed variance
+    return combine(total, at.noise.for_step(at.round, at.clients, at.step, deviation))
 
 
 def _noise_each(clipped: Tree, at: Moment) -> Tree:

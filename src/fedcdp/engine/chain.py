@@ -1,0 +1,133 @@
+"""A network as a chain of rules: which layers the batched engine knows, and what it leaves to the reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedcdp.engine.convolution import Convolution
+from fedcdp.engine.gradients import Gradients
+from fedcdp.engine.rules import Embedding, Linear, Rule, Scaled, WithoutWeights
+from fedcdp.errors import ModelError
+from fedcdp.tree import Layout, Tree
+
+# Layers whose output for an example depends on that example alone, and that draw no random numbers.
+_ONE_BY_ONE: tuple[type[nn.Module], ...] = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign,
+    nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Tanh, nn.Tanhshrink, nn.Softshrink,
+    nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Rules in the order in which they are applied, and the values of the tensors that are not trained [1, ...]."""
+
+    rules: tuple[Rule, ...]
+    constants: Tree
+    first_trained: int
+    """The place of the first rule with trained tensors: what is before it needs no way back."""
+
+    def __call__(self, weights: Tree, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Iterator[Gradients]]]:
+        """The network's outputs [clients, examples, ...], and the way from the loss's derivative to all gradients."""
+        tensors, backs = self.constants | weights, []
+        for place, rule in enumerate(self.rules):
+            inputs, back = rule(tensors, inputs, inputs_matter=place > self.first_trained)
+            if place >= self.first_trained:
+                backs.append(back)
+
+        def all_back(deltas: Tensor | None) -> Iterator[Gradients]:
+            for back in reversed(backs):
+                assert deltas is not None
+                deltas, gradients = back(deltas)
+                yield from (each for each in gradients if each.name in weights)
+
+        return inputs, all_back
+
+
+def chain_of(model: nn.Module) -> Chain:
+    """The chain that does what the model does, or a `ModelError` that names what there is no rule for."""
+    layout = Layout.of(model)
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and id(parameter) in seen:
+            raise ModelError(f"{name} is shared by several layers")
+        seen.add(id(parameter))
+    named = [(name, layer) for name, layer in _layers(model, "")]
+    trained = [any(p.requires_grad for p in layer.parameters()) for _, layer in named]
+    rules = tuple(_rule_of(name, layer, has) for (name, layer), has in zip(named, trained, strict=True))
+    constants = {name: p.detach()[None] for name, p in model.named_parameters() if name not in layout.shapes}
+    return Chain(rules, constants, trained.index(True))
+
+
+def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of nested sequences, in order."""
+    if type(module) is nn.Sequential and not _hooked(module):
+        for child, layer in module._modules.items():
+            if layer is not None:
+                yield from _layers(layer, f"{name}.{child}" if name else child)
+    else:
+        yield name, module
+
+
+def _rule_of(name: str, layer: nn.Module, trained: bool) -> Rule:
+    """The rule of a layer. A subclass may do anything, so that it must be exactly a type that is known."""
+    reason = _why_not(layer)
+    if reason is not None:
+        raise ModelError(f"layer {name or '(the network itself)'} is {type(layer).__name__}, {reason}")
+    if not trained:
+        return WithoutWeights(_out_of_place(layer))
+    prefix = f"{name}." if name else ""
+    weight, bias = f"{prefix}weight", f"{prefix}bias" if getattr(layer, "bias", None) is not None else None
+    if isinstance(layer, nn.Linear):
+        return Linear(weight, bias)
+    if isinstance(layer, nn.Conv2d):
+        return Convolution.of(layer, weight, bias)
+    if isinstance(layer, nn.GroupNorm):
+        return Scaled(partial(F.group_norm, num_groups=layer.num_groups, eps=layer.eps), weight, bias, channels_first=True)
+    if isinstance(layer, nn.LayerNorm):
+        normalise = partial(F.layer_norm, normalized_shape=layer.normalized_shape, eps=layer.eps)
+        return Scaled(normalise, weight, bias, channels_first=False)
+    assert isinstance(layer, nn.Embedding)
+    return Embedding(weight, layer.padding_idx)
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    """What keeps a layer from having a rule."""
+    if type(layer) not in _ONE_BY_ONE:
+        return "for which there is no rule"
+    if _hooked(layer):
+        return "which has hooks"
+    if not {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}:
+        return "which has tensors of the user's own"
+    if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+        return "which is switched on"
+    if isinstance(layer, nn.Flatten) and layer.start_dim < 1:
+        return "which may mix examples"
+    if isinstance(layer, nn.MaxPool2d) and layer.return_indices:
+        return "which returns indices"
+    if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
+        return f"which pads with {layer.padding_mode}"
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+        return "which rescales its rows or their gradients, or has sparse ones"
+    return None
+
+
+def _out_of_place(layer: nn.Module) -> nn.Module:
+    """The layer, or a twin of it that does not write over its inputs."""
+    if getattr(layer, "inplace", False):
+        layer = copy.copy(layer)
+        layer.inplace = False  # type: ignore[assignment]
+    return layer
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, each) for each in hooks)

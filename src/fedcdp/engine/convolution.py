@@ -1,0 +1,105 @@
+"""Convolution for all clients and examples at once, as matrix products over the places where the kernel stands.
+
+Activations keep the shape [clients, examples, channels, height, width] and lie in memory with the channels last, as the
+products leave them: the copies in between are then of long runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedcdp.engine.gradients import Formed, Gradients, Products
+from fedcdp.engine.rules import Back, Rule
+from fedcdp.tree import Tree
+
+
+@dataclass(frozen=True)
+class Convolution(Rule):
+    """Conv2d with any stride, zero padding, dilation and groups."""
+
+    weight: str
+    bias: str | None
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    """Left, right, top, bottom."""
+    groups: int
+
+    @staticmethod
+    def of(layer: nn.Conv2d, weight: str, bias: str | None) -> Convolution:
+        """The rule of a layer whose tensors have these names."""
+        left, right, top, bottom = layer._reversed_padding_repeated_twice
+        kernel, stride, dilation = ((pair[0], pair[1]) for pair in (layer.kernel_size, layer.stride, layer.dilation))
+        return Convolution(weight, bias, kernel, stride, dilation, (left, right, top, bottom), layer.groups)
+
+    def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
+        """See `Rule`."""
+        clients, examples = inputs.shape[:2]
+        columns, height, width = self._columns(inputs)  # [clients, groups, examples, places, values]
+        kernels = self._kernels(weights[self.weight])  # [clients, groups, outputs, values]
+        products = columns.flatten(2, 3) @ kernels.mT
+        if self.bias is not None:
+            products = products + weights[self.bias].unflatten(1, (self.groups, -1))[:, :, None]
+        outputs = products.view(clients, self.groups, examples, height, width, -1).permute(0, 2, 1, 5, 3, 4).flatten(2, 3)
+
+        def back(deltas: Tensor) -> tuple[Tensor | None, list[Gradients]]:
+            grouped = deltas.unflatten(2, (self.groups, -1)).permute(0, 2, 1, 4, 5, 3).flatten(3, 4)
+            before = None
+            if inputs_matter:
+                before = self._folded(grouped.flatten(2, 3) @ kernels, inputs.shape, height, width)
+            gradients: list[Gradients] = [Products(self.weight, grouped, columns, self._shaped)]
+            if self.bias is not None:
+                gradients.append(Formed(self.bias, grouped.sum(3).transpose(1, 2).flatten(2)))
+            return before, gradients
+
+        return outputs, back
+
+    def _columns(self, inputs: Tensor) -> tuple[Tensor, int, int]:
+        """What the kernel sees at each place, and how many places there are down and across."""
+        images = F.pad(inputs.flatten(0, 1), self.padding) if any(self.padding) else inputs.flatten(0, 1)
+        seen = images.unflatten(0, inputs.shape[:2]).unflatten(2, (self.groups, -1))
+        for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            seen = seen.unfold(4 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        # [clients, examples, groups, channels, height, width, kernel height, kernel width]
+        channels, height, width = seen.shape[3:6]
+        if channels * self.kernel[1] < width:  # longer runs are copied if the places come last in memory
+            rows = seen.permute(0, 2, 6, 7, 3, 1, 4, 5).flatten(5).flatten(2, 4)
+            return rows.mT.unflatten(2, (seen.shape[1], -1)), height, width
+        return seen.permute(0, 2, 1, 4, 5, 6, 7, 3).flatten(5).flatten(3, 4), height, width
+
+    def _folded(self, columns: Tensor, shape: torch.Size, height: int, width: int) -> Tensor:
+        """The transpose of `_columns`: what was seen at several places is added up."""
+        (left, right, top, bottom), (clients, examples, channels) = self.padding, shape[:3]
+        images = columns.new_zeros(
+            clients, examples, shape[3] + top + bottom, shape[4] + left + right, self.groups, channels // self.groups
+        )
+        parts = columns.view(clients, self.groups, examples, height, width, *self.kernel, -1).permute(0, 2, 3, 4, 5, 6, 1, 7)
+        for down in range(self.kernel[0]):
+            for across in range(self.kernel[1]):
+                images[
+                    :, :, _reach(down, height, self.stride[0], self.dilation[0]),
+                    _reach(across, width, self.stride[1], self.dilation[1]),
+                ] += parts[:, :, :, :, down, across]  # fmt: skip
+        inner = images[:, :, top : top + shape[3], left : left + shape[4]]
+        return inner.flatten(4).permute(0, 1, 4, 2, 3)
+
+    def _kernels(self, weight: Tensor) -> Tensor:
+        """A weight [clients, outputs, channels, height, width] as [clients, groups, outputs, values]."""
+        grouped: Tensor = weight.unflatten(1, (self.groups, -1))
+        return grouped.permute(0, 1, 2, 4, 5, 3).flatten(3)
+
+    def _shaped(self, values: Tensor) -> Tensor:
+        """[..., groups, values, outputs] in the shape of the weight, [..., outputs, channels, height, width]."""
+        unrolled: Tensor = values.mT.flatten(-3, -2).unflatten(-1, (*self.kernel, -1))
+        return unrolled.movedim(-1, -3)
+
+
+def _reach(first: int, places: int, stride: int, dilation: int) -> slice:
+    """The pixels that one value of the kernel meets along an axis."""
+    start = first * dilation
+    return slice(start, start + (places - 1) * stride + 1, stride)

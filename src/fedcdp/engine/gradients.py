@@ -1,0 +1,135 @@
+"""The gradients of one layer, one for each client and example, in the form in which they are cheapest.
+
+A linear layer's gradient is a product of two vectors, and a convolution's is a sum of such products over the places where
+its kernel stood. What a method needs of it (its norm, a weighted sum over the examples) can often be had from the factors,
+without ever holding the gradients themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Gradients(ABC):
+    """The gradients of one tensor [clients, examples, ...], held in some form."""
+
+    name: str
+
+    @abstractmethod
+    def formed(self) -> Tensor:
+        """The gradients themselves [clients, examples, ...]."""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """The squared L2 norm of each [clients, examples], in float32: infinite or NaN if any value is not finite.
+
+        Guarantees: it falls short of the true one by a rounding error only, so that whoever clips by it keeps the bound.
+        """
+
+    @abstractmethod
+    def summed(self) -> Tensor:
+        """The sum over the examples [clients, ...]."""
+
+    @abstractmethod
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+        """The sum over the `usable` examples, each scaled by its factor; of the others nothing is used, not even a NaN."""
+
+    def ready_to_clip(self) -> Gradients:
+        """The same gradients, in the form from which both norms and weighted sums come without repeating work."""
+        return self
+
+
+Shape = Callable[[Tensor], Tensor]
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+@dataclass(frozen=True)
+class Formed(Gradients):
+    """Gradients that are held one by one [clients, examples, ...]; `shape` gives their trailing axes the tensor's shape."""
+
+    name: str
+    values: Tensor
+    shape: Shape = _as_it_is
+
+    def formed(self) -> Tensor:
+        """See `Gradients`."""
+        return self.shape(self.values)
+
+    def squared_norms(self) -> Tensor:
+        """See `Gradients`. A plain sum adds pairwise (`clipping.group_norms` says why that matters)."""
+        return self.values.reshape(*self.values.shape[:2], -1).float().square().sum(-1)
+
+    def summed(self) -> Tensor:
+        """See `Gradients`."""
+        return self.shape(self.values.sum(1))
+
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+        """See `Gradients`."""
+        rows = _finite(self.values).reshape(*self.values.shape[:2], -1)
+        total = _kept(factors, usable, self.values)[:, None] @ rows
+        return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:]))
+
+
+@dataclass(frozen=True)
+class Products(Gradients):
+    """Gradients that are sums of outer products, Σ_p δ_p ⊗ x_p over places p, in one or several groups of channels.
+
+    `deltas` are [clients, groups, examples, places, outputs], `inputs` [clients, groups, examples, places, values];
+    `shape` makes [..., groups, values, outputs] the tensor's shape. (Outputs come last, for a product with a short last
+    axis is slow, and a first layer has few values.)
+
+    With one place, and one group, the norm is |δ|·|x|. With several, Σ_pq (δ_p·δ_q)(x_p·x_q) would do without the
+    gradients, too, but its terms cancel, and a rounding error of the large ones can make a small norm smaller than it is:
+    the gradients are formed instead.
+    """
+
+    name: str
+    deltas: Tensor
+    inputs: Tensor
+    shape: Shape
+
+    def formed(self) -> Tensor:
+        """See `Gradients`."""
+        return self._formed().formed()
+
+    def squared_norms(self) -> Tensor:
+        """See `Gradients`."""
+        if self.deltas.shape[3] > 1:
+            return self._formed().squared_norms()
+        # In float64 no square overflows or is lost: |δ| may be tiny where |x| is huge.
+        deltas, inputs = (value.double().square().sum((3, 4)) for value in (self.deltas, self.inputs))
+        return (deltas * inputs).sum(1).float()
+
+    def summed(self) -> Tensor:
+        """See `Gradients`. One product over all examples and places."""
+        return self.shape(self.inputs.flatten(2, 3).mT @ self.deltas.flatten(2, 3))
+
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+        """See `Gradients`. One product over all examples and places."""
+        column = _kept(factors, usable, self.deltas)[:, None, :, None, None]
+        return Products(self.name, _finite(self.deltas) * column, _finite(self.inputs), self.shape).summed()
+
+    def ready_to_clip(self) -> Gradients:
+        """See `Gradients`."""
+        return self if self.deltas.shape[3] == 1 else self._formed()
+
+    def _formed(self) -> Formed:
+        return Formed(self.name, (self.inputs.mT @ self.deltas).transpose(1, 2), self.shape)
+
+
+def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:
+    """The factors, zero for an example that is not usable."""
+    return torch.where(usable, factors, 0.0).to(like.dtype)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """The values, with zero for those that zero times does not make zero. A usable example has none of them."""
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,153 @@
+"""How one layer works for all clients and all their examples at once: forward, and back by a rule written out.
+
+Activations are [clients, examples, ...], each client has weights of its own [clients, ...]. A rule is called like
+`torch.func.vjp`: it gives the layer's outputs, and a function that takes the loss's derivative by the outputs back through
+the layer, which gives the derivative by the inputs and the gradients of the layer's tensors. Nothing is recorded by
+autograd but inside layers without tensors of their own, and no shape depends on a value, so that a compiler can take a
+whole step at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vjp
+
+from fedcdp.engine.gradients import Formed, Gradients, Products
+from fedcdp.tree import Tree
+
+Back = Callable[[Tensor], tuple["Tensor | None", list[Gradients]]]
+
+
+class Rule(ABC):
+    """A layer for all clients at once. Its tensors are looked up by their names in the network."""
+
+    @abstractmethod
+    def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
+        """The outputs, and the way back: to the derivative by the inputs (None unless they matter), and the gradients."""
+
+
+@dataclass(frozen=True)
+class WithoutWeights(Rule):
+    """A layer that does the same to every example of every client: an activation, a pooling, a frozen layer."""
+
+    layer: Callable[[Tensor], Tensor]
+
+    def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:  # noqa: ARG002
+        """See `Rule`. The way back is autograd's."""
+        lead, examples = inputs.shape[:2], inputs.flatten(0, 1)
+        if not inputs_matter:
+            return self.layer(examples).unflatten(0, lead), lambda _: (None, [])
+        outputs, pull, *_ = vjp(self.layer, examples)
+
+        def back(deltas: Tensor) -> tuple[Tensor, list[Gradients]]:
+            return pull(deltas.flatten(0, 1))[0].unflatten(0, lead), []
+
+        return outputs.unflatten(0, lead), back
+
+
+@dataclass(frozen=True)
+class Linear(Rule):
+    """Outputs x·Wᵀ + b; a weight's gradient is the outer product of δ and x, summed over the places of a sequence."""
+
+    weight: str
+    bias: str | None
+
+    def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
+        """See `Rule`."""
+        weight = weights[self.weight]
+        flat = inputs.flatten(1, -2)
+        outputs = flat @ weight.mT
+        if self.bias is not None:
+            outputs = outputs + weights[self.bias][:, None]
+
+        def back(deltas: Tensor) -> tuple[Tensor | None, list[Gradients]]:
+            rows = deltas.flatten(1, -2)
+            before = (rows @ weight).view(inputs.shape) if inputs_matter else None
+            places = (inputs.shape[1], -1)
+            by_place = rows.unflatten(1, places)
+            gradients: list[Gradients] = [
+                Products(self.weight, by_place[:, None], flat.unflatten(1, places)[:, None], _linear_weight)
+            ]
+            if self.bias is not None:
+                gradients.append(Formed(self.bias, by_place.sum(2)))
+            return before, gradients
+
+        return outputs.view(*inputs.shape[:-1], -1), back
+
+
+def _linear_weight(values: Tensor) -> Tensor:
+    """[..., 1, values, outputs] as [..., outputs, values]."""
+    return values.squeeze(-3).mT
+
+
+@dataclass(frozen=True)
+class Scaled(Rule):
+    """A normalisation x̂ without weights of its own, then x̂·γ + β, on the axes where γ and β stand.
+
+    With `channels_first` they stand on the first axis of an example (GroupNorm), otherwise on the last ones (LayerNorm).
+    """
+
+    normalise: Callable[[Tensor], Tensor]
+    weight: str
+    bias: str | None
+    channels_first: bool
+
+    def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
+        """See `Rule`."""
+        normal, pull = WithoutWeights(self.normalise)(weights, inputs, inputs_matter)
+        scale = self._spread(weights[self.weight], normal)
+        outputs = normal * scale
+        if self.bias is not None:
+            outputs = outputs + self._spread(weights[self.bias], normal)
+        own = weights[self.weight].dim() - 1
+
+        def gathered(values: Tensor) -> Tensor:
+            others = range(3, values.dim()) if self.channels_first else range(2, values.dim() - own)
+            return values.sum(tuple(others)) if len(others) else values
+
+        def back(deltas: Tensor) -> tuple[Tensor | None, list[Gradients]]:
+            gradients: list[Gradients] = [Formed(self.weight, gathered(deltas * normal))]
+            if self.bias is not None:
+                gradients.append(Formed(self.bias, gathered(deltas)))
+            return pull(deltas * scale)[0], gradients
+
+        return outputs, back
+
+    def _spread(self, value: Tensor, like: Tensor) -> Tensor:
+        """A tensor [clients, ...] where it stands in activations [clients, examples, ...]."""
+        spare = like.dim() - 1 - value.dim()
+        if self.channels_first:
+            return value.view(value.shape[0], 1, *value.shape[1:], *(1,) * spare)
+        return value.view(value.shape[0], 1, *(1,) * spare, *value.shape[1:])
+
+
+@dataclass(frozen=True)
+class Embedding(Rule):
+    """Rows of a table looked up by number. Only the rows that an example used have a gradient."""
+
+    weight: str
+    padding: int | None
+
+    def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:  # noqa: ARG002
+        """See `Rule`."""
+        table = weights[self.weight]
+        rows, width = table.shape[1:]
+        numbers = inputs.flatten(2)
+
+        def back(deltas: Tensor) -> tuple[None, list[Gradients]]:
+            parts = deltas.reshape(*numbers.shape, width)
+            if self.padding is not None:
+                parts = torch.where((numbers == self.padding)[..., None], 0.0, parts)
+            found = parts.new_zeros(*numbers.shape[:2], rows, width)
+            found.scatter_add_(2, numbers[..., None].expand_as(parts), parts)
+            return None, [Formed(self.weight, found)]
+
+        first = torch.arange(table.shape[0], device=table.device)[:, None, None] * rows
+        outputs = F.embedding(numbers + first, table.flatten(0, 1))
+        return outputs.view(*inputs.shape, width), back
