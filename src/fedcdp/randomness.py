@@ -88,18 +88,25 @@ def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Ten
     blocks = torch.arange(-(-length // 4), device=rows.device)
     # A CPU is twice as fast on pieces that stay in its cache.
     piece = max(1, _PIECE // max(1, len(blocks))) if rows.device.type == "cpu" else max(1, len(rows))
-    drawn = [box_muller(philox(key, (blocks[None, :], first, second, part[:, None]))) for part in rows.split(piece)]
-    return (drawn[0] if len(drawn) == 1 else torch.cat(drawn))[:, :length]
+    drawn = torch.empty(len(rows), len(blocks), 4, device=rows.device)
+    for part, into in zip(rows.split(piece), drawn.split(piece), strict=True):
+        _box_muller(philox(key, (blocks[None, :], first, second, part[:, None])), into)
+    return drawn.flatten(1)[:, :length]
 
 
 def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """Four standard normal values of four 32-bit words: of tensors [rows, blocks], values [rows, 4 · blocks]."""
+    return _box_muller(drawn, torch.empty(*drawn[0].shape, 4, dtype=dtype, device=drawn[0].device)).flatten(1)
+
+
+def _box_muller(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
     pairs = []
     for radius_word, angle_word in ((drawn[0], drawn[1]), (drawn[2], drawn[3])):
         # +½ keeps the logarithm finite; small words keep their full precision, so the tail reaches 6.7 deviations.
-        radius = radius_word.to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-        angle = angle_word.to(dtype).mul_(2.0**-32 * 2 * torch.pi)
+        radius = radius_word.to(into.dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = angle_word.to(into.dtype).mul_(2.0**-32 * 2 * torch.pi)
         pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
-    if pairs[0].device.type == "cpu":  # the same by NumPy, several times as fast
-        return torch.from_numpy(np.stack([each.numpy() for each in pairs], axis=-1)).flatten(1)
-    return torch.stack(pairs, dim=-1).flatten(1)
+    if into.device.type == "cpu":  # the same by NumPy, several times as fast
+        np.stack([each.numpy() for each in pairs], axis=-1, out=into.numpy())
+        return into
+    return torch.stack(pairs, dim=-1, out=into)

@@ -6,9 +6,10 @@ other layer is for the reference engine (`functional`), whose numbers these are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
@@ -19,6 +20,8 @@ from fedcdp.engine.functional import FunctionalEngine, all_finite, sum_of_finite
 from fedcdp.engine.gradients import Gradients
 from fedcdp.tree import Group, Tree, masked
 
+LossGradients = Callable[[Tensor, Tensor], Tensor]
+
 
 class BatchedEngine:
     """Gradients of an `nn.Sequential` of known layers. `ModelError` if a layer is not known: it names the layer."""
@@ -28,7 +31,7 @@ class BatchedEngine:
         self._reference = FunctionalEngine(model, loss)
         self.model, self.layout, self.loss = model, self._reference.layout, loss
         self.outputs, self.check = self._reference.outputs, self._reference.check
-        self._loss_gradients = vmap(grad(lambda output, target: loss(output[None], target[None])))
+        self._loss_gradients = _of_cross_entropy if loss is F.cross_entropy else _by_autograd(loss)
 
     @torch.no_grad()
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
@@ -53,9 +56,21 @@ class BatchedEngine:
     def _gradients(self, weights: Tree, batch: Batch, real_only: bool = False) -> Iterator[Gradients]:
         """The gradients of every tensor, from the last layer to the first; with `real_only`, zero for an empty slot."""
         outputs, back = self._chain(weights, batch.inputs)
-        deltas: Tensor = self._loss_gradients(outputs.flatten(0, 1), batch.targets.flatten(0, 1))
-        deltas = deltas.unflatten(0, outputs.shape[:2])
+        deltas = self._loss_gradients(outputs.flatten(0, 1), batch.targets.flatten(0, 1)).unflatten(0, outputs.shape[:2])
         return back(masked(deltas, batch.present) if real_only else deltas)
 
     def _in_order(self, tree: Tree) -> Tree:
         return {name: tree[name] for name in self.layout.shapes}
+
+
+def _by_autograd(loss: Loss) -> LossGradients:
+    """The derivative of each example's loss by its outputs."""
+    derive: LossGradients = vmap(grad(lambda output, target: loss(output[None], target[None])))
+    return derive
+
+
+def _of_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Softmax less the target, for classes; written out, for it takes a tenth of the time."""
+    if outputs.dim() != 2 or targets.dim() != 1:
+        return _by_autograd(F.cross_entropy)(outputs, targets)
+    return outputs.softmax(1) - F.one_hot(targets, outputs.shape[1])

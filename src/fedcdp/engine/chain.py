@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedcdp.engine.convolution import Convolution
 from fedcdp.engine.gradients import Gradients
-from fedcdp.engine.rules import Embedding, Linear, Rule, Scaled, WithoutWeights
+from fedcdp.engine.rules import Embedding, Linear, Pair, Rule, Scaled, pair_of, without_weights
 from fedcdp.errors import ModelError
 from fedcdp.tree import Layout, Tree
 
@@ -60,9 +60,17 @@ def chain_of(model: nn.Module) -> Chain:
         if parameter.requires_grad and id(parameter) in seen:
             raise ModelError(f"{name} is shared by several layers")
         seen.add(id(parameter))
-    named = [(name, layer) for name, layer in _layers(model, "")]
+    named = list(_layers(model, ""))
+    for name, layer in named:
+        if (reason := _why_not(layer)) is not None:
+            raise ModelError(f"layer {name or '(the network itself)'} is {type(layer).__name__}, {reason}")
+    named = _pooled_early(named)
     trained = [any(p.requires_grad for p in layer.parameters()) for _, layer in named]
-    rules = tuple(_rule_of(name, layer, has) for (name, layer), has in zip(named, trained, strict=True))
+    following = [layer for _, layer in named[1:]] + [None]
+    rules = tuple(
+        _rule_of(name, layer, after) if has else without_weights(_out_of_place(layer))
+        for (name, layer), has, after in zip(named, trained, following, strict=True)
+    )
     constants = {name: p.detach()[None] for name, p in model.named_parameters() if name not in layout.shapes}
     return Chain(rules, constants, trained.index(True))
 
@@ -77,19 +85,23 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
-def _rule_of(name: str, layer: nn.Module, trained: bool) -> Rule:
-    """The rule of a layer. A subclass may do anything, so that it must be exactly a type that is known."""
-    reason = _why_not(layer)
-    if reason is not None:
-        raise ModelError(f"layer {name or '(the network itself)'} is {type(layer).__name__}, {reason}")
-    if not trained:
-        return WithoutWeights(_out_of_place(layer))
+def _pooled_early(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """ReLU behind the MaxPool2d that follows it: the same values, and the same gradients, on fewer of them."""
+    named = list(named)
+    for place in range(len(named) - 1):
+        if isinstance(named[place][1], nn.ReLU) and isinstance(named[place + 1][1], nn.MaxPool2d):
+            named[place], named[place + 1] = named[place + 1], named[place]
+    return named
+
+
+def _rule_of(name: str, layer: nn.Module, after: nn.Module | None) -> Rule:
+    """The rule of a layer with trained tensors, given the layer that follows it."""
     prefix = f"{name}." if name else ""
     weight, bias = f"{prefix}weight", f"{prefix}bias" if getattr(layer, "bias", None) is not None else None
     if isinstance(layer, nn.Linear):
         return Linear(weight, bias)
     if isinstance(layer, nn.Conv2d):
-        return Convolution.of(layer, weight, bias)
+        return Convolution.of(layer, weight, bias, _window(after))
     if isinstance(layer, nn.GroupNorm):
         return Scaled(partial(F.group_norm, num_groups=layer.num_groups, eps=layer.eps), weight, bias, channels_first=True)
     if isinstance(layer, nn.LayerNorm):
@@ -99,8 +111,17 @@ def _rule_of(name: str, layer: nn.Module, trained: bool) -> Rule:
     return Embedding(weight, layer.padding_idx)
 
 
+def _window(after: nn.Module | None) -> tuple[Pair, Pair] | None:
+    """Kernel and stride of a pooling that drops what does not fill a window."""
+    if not isinstance(after, nn.MaxPool2d | nn.AvgPool2d) or after.ceil_mode or any(pair_of(after.padding)):
+        return None
+    if isinstance(after, nn.MaxPool2d) and pair_of(after.dilation) != (1, 1):
+        return None
+    return pair_of(after.kernel_size), pair_of(after.stride)
+
+
 def _why_not(layer: nn.Module) -> str | None:
-    """What keeps a layer from having a rule."""
+    """What keeps a layer from having a rule. A subclass may do anything: it must be exactly a type that is known."""
     if type(layer) not in _ONE_BY_ONE:
         return "for which there is no rule"
     if _hooked(layer):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp.engine.gradients import Formed, Gradients, Products
-from fedcdp.engine.rules import Back, Rule
+from fedcdp.engine.rules import Back, Pair, Rule, pair_of
 from fedcdp.tree import Tree
 
 
@@ -23,19 +23,21 @@ class Convolution(Rule):
 
     weight: str
     bias: str | None
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
+    kernel: Pair
+    stride: Pair
+    dilation: Pair
     padding: tuple[int, int, int, int]
     """Left, right, top, bottom."""
     groups: int
+    window: tuple[Pair, Pair] | None = None
+    """Kernel and stride of the pooling that follows, where it drops what does not fill a window: it is not computed."""
 
     @staticmethod
-    def of(layer: nn.Conv2d, weight: str, bias: str | None) -> Convolution:
+    def of(layer: nn.Conv2d, weight: str, bias: str | None, window: tuple[Pair, Pair] | None) -> Convolution:
         """The rule of a layer whose tensors have these names."""
         left, right, top, bottom = layer._reversed_padding_repeated_twice
-        kernel, stride, dilation = ((pair[0], pair[1]) for pair in (layer.kernel_size, layer.stride, layer.dilation))
-        return Convolution(weight, bias, kernel, stride, dilation, (left, right, top, bottom), layer.groups)
+        kernel, stride, dilation = (pair_of(each) for each in (layer.kernel_size, layer.stride, layer.dilation))
+        return Convolution(weight, bias, kernel, stride, dilation, (left, right, top, bottom), layer.groups, window)
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
         """See `Rule`."""
@@ -65,6 +67,9 @@ class Convolution(Rule):
         seen = images.unflatten(0, inputs.shape[:2]).unflatten(2, (self.groups, -1))
         for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             seen = seen.unfold(4 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+            if self.window is not None:
+                window, step = self.window[0][axis], self.window[1][axis]
+                seen = seen.narrow(4 + axis, 0, (seen.shape[4 + axis] - window) // step * step + window)
         # [clients, examples, groups, channels, height, width, kernel height, kernel width]
         channels, height, width = seen.shape[3:6]
         if channels * self.kernel[1] < width:  # longer runs are copied if the places come last in memory

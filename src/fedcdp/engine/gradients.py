@@ -69,13 +69,13 @@ class Formed(Gradients):
 
     def summed(self) -> Tensor:
         """See `Gradients`."""
-        return self.shape(self.values.sum(1))
+        return self.shape(self.values.sum(1)).contiguous()
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`."""
         rows = _finite(self.values).reshape(*self.values.shape[:2], -1)
         total = _kept(factors, usable, self.values)[:, None] @ rows
-        return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:]))
+        return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:])).contiguous()
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Products(Gradients):
 
     def summed(self) -> Tensor:
         """See `Gradients`. One product over all examples and places."""
-        return self.shape(self.inputs.flatten(2, 3).mT @ self.deltas.flatten(2, 3))
+        return self.shape(self.inputs.flatten(2, 3).mT @ self.deltas.flatten(2, 3)).contiguous()
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`. One product over all examples and places."""
