@@ -1,0 +1,50 @@
+"""The estimate of a client's memory: it grows with what is held, and holds from above."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine
+from fedcdp.engine.memory import BUDGET, clients_within_budget
+from fedcdp.models import build
+
+
+def test_more_slots_leave_room_for_fewer_clients():
+    model, example = build("cnn", (1, 28, 28), 10), torch.zeros(1, 28, 28)
+    fits = [clients_within_budget(model, example, slots, per_example=True) for slots in (1, 5, 15, 10**9)]
+    assert fits == sorted(fits, reverse=True)
+    assert fits[-1] == 1
+
+
+def test_a_network_that_does_not_take_the_example_is_left_to_the_engines_check():
+    assert clients_within_budget(nn.Linear(3, 2), torch.zeros(5), 1, per_example=True) > 1
+
+
+def test_the_network_keeps_no_hooks():
+    model = build("cnn", (1, 28, 28), 10)
+    clients_within_budget(model, torch.zeros(1, 28, 28), 5, per_example=True)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("engine", [BatchedEngine, FunctionalEngine])
+@pytest.mark.parametrize(("network", "shape"), [("cnn", (1, 28, 28)), ("mlp", (105,)), ("cpl", (3, 16, 16))])
+def test_what_a_step_holds_at_once_is_within_the_budget(engine, network, shape):
+    model = build(network, shape, 10)
+    fits = clients_within_budget(model, torch.zeros(shape), 5, per_example=True)
+    clients = 8
+    weights = {name: p.detach().expand(clients, *p.shape).clone() for name, p in model.named_parameters()}
+    batch = Batch(torch.randn(clients, 5, *shape), torch.zeros(clients, 5, dtype=torch.int64), torch.ones(clients, 5) > 0)
+    trained = engine(model, F.cross_entropy)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trained.clipped_sum(weights, batch, trained.layout.layers, 1.0)
+    held, peak = 0, 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert peak > 0
+    assert peak / clients * fits <= BUDGET["cpu"]
