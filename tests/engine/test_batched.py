@@ -304,6 +304,20 @@ def test_a_wide_layer_ends_within_the_bound(features):
     assert float(found.double().norm()) == pytest.approx(1.0, rel=1e-6)
 
 
+def test_a_compiler_can_take_a_whole_clipped_sum_at_once():
+    """No question about a value and no shape that depends on one: neither a compiler nor a recorded graph has to stop."""
+    model = head(IMAGE, nn.Conv2d(4, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.GroupNorm(2, 6), nn.GELU())
+    engine = BatchedEngine(model, lambda outputs, targets: F.cross_entropy(outputs, targets, label_smoothing=0.1))
+    weights, batch = own_weights(model, 2), batch_of(IMAGE, 2, 3)
+
+    def clipped(weights: Tree, inputs: Tensor, targets: Tensor, present: Tensor) -> Tree:
+        return engine.clipped_sum(weights, Batch(inputs, targets, present), engine.layout.layers, 0.5)
+
+    whole = torch.compile(clipped, backend="eager", fullgraph=True)
+    arguments = (weights, batch.inputs, batch.targets, batch.present)
+    assert_same(whole(*arguments), clipped(*arguments))
+
+
 # What it leaves alone, and what it leaves to the reference -----------------------------------------------------------
 
 

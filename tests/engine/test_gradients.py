@@ -19,15 +19,15 @@ def shape(values: Tensor) -> Tensor:
 
 def products(groups: int, examples: int, places: int) -> Products:
     generator = torch.Generator().manual_seed(places)
-    deltas = torch.randn(2, groups, examples, places, 4, generator=generator)
-    return Products("w", deltas, torch.randn(2, groups, examples, places, 3, generator=generator), shape)
+    left = torch.randn(2, groups, examples, places, 4, generator=generator)
+    return Products("w", left, torch.randn(2, groups, examples, places, 3, generator=generator), shape)
 
 
 @settings(max_examples=30, deadline=None)
 @given(groups=st.integers(1, 3), examples=st.integers(1, 4), places=st.integers(1, 5))
 def test_both_forms_say_the_same(groups, examples, places):
     factored = products(groups, examples, places)
-    gradients = torch.einsum("kgbpo,kgbpi->kbgio", factored.deltas, factored.inputs)
+    gradients = torch.einsum("kgbpi,kgbpo->kbgio", factored.left, factored.right)
     held = Formed("w", gradients, shape)
     factors, usable = torch.rand(2, examples), torch.rand(2, examples) < 0.7
     scaled = shape(gradients * factors.where(usable, 0.0)[..., None, None, None])
@@ -40,7 +40,7 @@ def test_both_forms_say_the_same(groups, examples, places):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("places", [1, 3])
-@pytest.mark.parametrize("part", ["deltas", "inputs"])
+@pytest.mark.parametrize("part", ["left", "right"])
 def test_a_bad_example_has_no_finite_norm_and_leaves_no_trace_in_a_sum(bad, places, part):
     good = products(1, 3, places)
     spoilt = products(1, 3, places)
@@ -56,9 +56,9 @@ def test_a_bad_example_has_no_finite_norm_and_leaves_no_trace_in_a_sum(bad, plac
 
 def test_where_terms_cancel_the_norm_is_that_of_what_is_summed():
     """Two places whose products nearly cancel: their Gram matrix would give a norm of zero, or the root of a negative."""
-    deltas = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]).mul(1e4)[None, None, None]
-    inputs = torch.tensor([[1.0, 1.0], [-1.0, -1.0 + 2.0**-20]])[None, None, None]
-    form = Products("w", deltas, inputs, shape).ready_to_clip()
+    left = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]).mul(1e4)[None, None, None]
+    right = torch.tensor([[1.0, 1.0], [-1.0, -1.0 + 2.0**-20]])[None, None, None]
+    form = Products("w", left, right, shape).ready_to_clip()
     alone = form.weighted_sum(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
     assert float(alone.norm()) > 0.01
     assert float(form.squared_norms().sqrt()) == pytest.approx(float(alone.double().norm()), rel=1e-6)

@@ -54,7 +54,8 @@ class Convolution(Rule):
             before = None
             if inputs_matter:
                 before = self._folded(grouped.flatten(2, 3) @ kernels, inputs.shape, height, width)
-            gradients: list[Gradients] = [Products(self.weight, grouped, columns, self._shaped)]
+            # Outputs to the right, for a product with a short last axis is slow, and a first layer sees few values.
+            gradients: list[Gradients] = [Products(self.weight, columns, grouped, self._shaped)]
             if self.bias is not None:
                 gradients.append(Formed(self.bias, grouped.sum(3).transpose(1, 2).flatten(2)))
             return before, gradients

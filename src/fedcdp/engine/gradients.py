@@ -80,20 +80,19 @@ class Formed(Gradients):
 
 @dataclass(frozen=True)
 class Products(Gradients):
-    """Gradients that are sums of outer products, Σ_p δ_p ⊗ x_p over places p, in one or several groups of channels.
+    """Gradients that are sums of outer products, Σ_p a_p ⊗ b_p over places p, in one or several groups of channels.
 
-    `deltas` are [clients, groups, examples, places, outputs], `inputs` [clients, groups, examples, places, values];
-    `shape` makes [..., groups, values, outputs] the tensor's shape. (Outputs come last, for a product with a short last
-    axis is slow, and a first layer has few values.)
+    `left` and `right` are [clients, groups, examples, places, values]: the derivative by a layer's outputs and its inputs,
+    or the reverse. `shape` makes [..., groups, left values, right values] the tensor's shape.
 
-    With one place, and one group, the norm is |δ|·|x|. With several, Σ_pq (δ_p·δ_q)(x_p·x_q) would do without the
-    gradients, too, but its terms cancel, and a rounding error of the large ones can make a small norm smaller than it is:
-    the gradients are formed instead.
+    With one place, a group's norm is |a|·|b|. With several, Σ_pq (a_p·a_q)(b_p·b_q) would do without the gradients, too,
+    but its terms cancel, and a rounding error of the large ones can make a small norm smaller than it is: the gradients
+    are formed instead.
     """
 
     name: str
-    deltas: Tensor
-    inputs: Tensor
+    left: Tensor
+    right: Tensor
     shape: Shape
 
     def formed(self) -> Tensor:
@@ -102,27 +101,27 @@ class Products(Gradients):
 
     def squared_norms(self) -> Tensor:
         """See `Gradients`."""
-        if self.deltas.shape[3] > 1:
+        if self.left.shape[3] > 1:
             return self._formed().squared_norms()
-        # In float64 no square overflows or is lost: |δ| may be tiny where |x| is huge.
-        deltas, inputs = (value.double().square().sum((3, 4)) for value in (self.deltas, self.inputs))
-        return (deltas * inputs).sum(1).float()
+        # In float64 no square overflows or is lost: one factor may be tiny where the other is huge.
+        left, right = (value.double().square().sum((3, 4)) for value in (self.left, self.right))
+        return (left * right).sum(1).float()
 
     def summed(self) -> Tensor:
         """See `Gradients`. One product over all examples and places."""
-        return self.shape(self.inputs.flatten(2, 3).mT @ self.deltas.flatten(2, 3)).contiguous()
+        return self.shape(self.left.flatten(2, 3).mT @ self.right.flatten(2, 3)).contiguous()
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`. One product over all examples and places."""
-        column = _kept(factors, usable, self.deltas)[:, None, :, None, None]
-        return Products(self.name, _finite(self.deltas) * column, _finite(self.inputs), self.shape).summed()
+        column = _kept(factors, usable, self.left)[:, None, :, None, None]
+        return Products(self.name, _finite(self.left) * column, _finite(self.right), self.shape).summed()
 
     def ready_to_clip(self) -> Gradients:
         """See `Gradients`."""
-        return self if self.deltas.shape[3] == 1 else self._formed()
+        return self if self.left.shape[3] == 1 else self._formed()
 
     def _formed(self) -> Formed:
-        return Formed(self.name, (self.inputs.mT @ self.deltas).transpose(1, 2), self.shape)
+        return Formed(self.name, (self.left.mT @ self.right).transpose(1, 2), self.shape)
 
 
 def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:

@@ -150,8 +150,8 @@ class Linear(Rule):
 
 
 def _linear_weight(values: Tensor) -> Tensor:
-    """[..., 1, values, outputs] as [..., outputs, values]."""
-    return values.squeeze(-3).mT
+    """[..., 1, outputs, inputs] as [..., outputs, inputs]."""
+    return values.squeeze(-3)
 
 
 @dataclass(frozen=True)
