@@ -70,8 +70,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     # Without it, clipping alone looks like a defence.
     "clip-aware": KNOWING,
-    "batch": CPL.but(labels="counts", dummies="all"),
-    "unrolled": KNOWING,
+    # What keeps several images apart is that each is smooth.
+    "batch": CPL.but(labels="counts", dummies="all", objective=Objective(total_variation=0.02)),
+    "unrolled": KNOWING.but(objective=Objective(shared_only=True, total_variation=0.02)),
     # Maximum a posteriori in a subspace of likely images, from the mean of many releases.
     "averaging": Recipe(labels="counts", dummies="all", knows="method", space="components", restarts=3),
 }
