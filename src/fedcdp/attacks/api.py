@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcdp.attacks.capture import LEAKS, Leak, Look
+from fedcdp.attacks.capture import Look
+from fedcdp.attacks.captured import LEAKS, Leak
 from fedcdp.attacks.closed_form import invert
 from fedcdp.attacks.forward import check_reproduces
 from fedcdp.attacks.layers import LayerLeaks, layer_by_layer

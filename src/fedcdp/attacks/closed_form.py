@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp.attacks.analytic import Recovered, first_dense, invert_dense
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.forward import predicted
 from fedcdp.attacks.labels import LabelRule, infer_labels, refine_labels
 from fedcdp.attacks.objectives import Objective

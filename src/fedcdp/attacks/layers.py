@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import Captured, Look, capture
+from fedcdp.attacks.capture import Look, capture
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.recipe import Recipe
 from fedcdp.attacks.reconstruct import Progress, reconstruct
 from fedcdp.rundir import State

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import Captured, Leak, Look, capture
+from fedcdp.attacks.capture import Look, capture
+from fedcdp.attacks.captured import Captured, Leak
 from fedcdp.attacks.forward import predicted
 from fedcdp.attacks.membership import Estimate, area_under_curve
 from fedcdp.attacks.reconstruct import Progress

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedcdp.attacks.capture import Captured, Leak, Look, capture, state_at
-from fedcdp.attacks.metrics import visible_inputs
+from fedcdp.attacks.capture import Look, capture, state_at
+from fedcdp.attacks.captured import Captured, Leak
 from fedcdp.attacks.raw import raw_gradients
+from fedcdp.attacks.similarity import visible_inputs
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
