@@ -411,16 +411,12 @@ def test_an_out_that_may_not_be_written_is_refused(refused: Callable[..., str], 
         locked.chmod(0o700)
 
 
-def test_a_diverged_run_is_reported_in_strict_json_or_refused_in_a_line(cli: Cli) -> None:
-    train = ["train", "--dataset", "cancer", "--clients", 8, "--per-round", 4, "--local-steps", 2, "--rounds", 2, "--quiet"]
-    for method, rate in (("nonprivate", "1e30"), ("fed-cdp", "1e38")):
-        assert cli(*train, "--method", method, "--lr", rate, "--out", method).status == 0
-        for options in (["--attack", "analytic"], ["--attack", "matched-filter"], ["--leak", "type1"]):
-            outcome = cli("attack", "--run", method, "--victims", 4, *options, "--json")
-            if outcome.status == 0:
-                summary(outcome)
-            else:
-                assert (outcome.status, outcome.stdout, outcome.stderr.count("\n")) == (2, "", 1), outcome
+@pytest.mark.parametrize(("method", "rate"), [("nonprivate", "1e30"), ("fed-cdp", "1e38")])
+def test_a_run_that_diverged_is_refused(cli: Cli, refused: Callable[..., str], method: str, rate: str) -> None:
+    options = ["--dataset", "cancer", "--clients", 8, "--per-round", 4, "--local-steps", 2, "--rounds", 2, "--quiet"]
+    assert cli("train", *options, "--method", method, "--lr", rate, "--out", "run").status == 0
+    for name in ("analytic", "matched-filter"):
+        assert "model: its answers are not finite" in refused("attack", "--run", "run", "--victims", 4, "--attack", name)
 
 
 def test_ctrl_c_gives_one_line(start: Callable[..., Any]) -> None:

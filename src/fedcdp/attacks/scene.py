@@ -121,7 +121,9 @@ def simulated(
         state = state_at(Simulator(engine, federation, plan, device, None), state, at_round)
     looked_at = plan.but(local_steps=max(step + 1, 1) if leak == "type2" else steps)
     simulator = Simulator(engine, federation, looked_at, device, None)
-    simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=True)
+    batch = simulator.batch_of_first_client()
+    simulator.engine.check(weights, batch, per_example=True)
+    _require_finite(engine.outputs(state.weights, batch.inputs[0]))
     low, high = float(federation.train.inputs.min()), float(federation.train.inputs.max())
     return Scene(
         looked_at, ready, engine, federation.train.shape, federation.train.classes, device,
@@ -166,10 +168,12 @@ def given_gradients(
     given = raw_gradients(gradients, ready, engine, plan, truth, input_shape, examples, device)
     shape, weights = tuple(given.inputs.shape[2:]), {name: value[0] for name, value in given.weights.items()}
     try:
-        classes = engine.outputs(weights, given.inputs[:1, 0]).shape[-1]
+        answers = engine.outputs(weights, given.inputs[:1, 0])
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"input_shape: the network does not take inputs of shape {list(shape)}: {reason}") from error
+    _require_finite(answers)
+    classes = answers.shape[-1]
     low, high = int(given.targets.min()), int(given.targets.max())
     if low < 0 or high >= classes:
         raise DataError(f"truth: labels run from {low} to {high}, but the network has classes 0 to {classes - 1}")
@@ -181,3 +185,8 @@ def given_gradients(
         plan, ready, engine, shape, classes, device, (0.0, 1.0) if least >= 0 and most <= 1 else (least, most), public,
         given=given, scored=truth is not None,
     )  # fmt: skip
+
+
+def _require_finite(answers: Tensor) -> None:
+    if not bool(answers.isfinite().all()):
+        raise ModelError("model: its answers are not finite, so that its gradients tell nothing; did its training diverge?")
