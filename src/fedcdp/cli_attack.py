@@ -48,7 +48,9 @@ def attack(
     run: Annotated[
         Path | None, typer.Option("--run", help="Attack this run, at its trained weights.", rich_help_panel=_LOOK)
     ] = None,
-    victims: Annotated[int, typer.Option("--victims", help="How many are attacked.", rich_help_panel=_LOOK)] = 100,
+    victims: Annotated[
+        int | None, typer.Option("--victims", help="How many are attacked. Default: up to 100.", rich_help_panel=_LOOK)
+    ] = None,
     network: Annotated[
         str | None,
         typer.Option(
@@ -232,6 +234,8 @@ def _save(found: Found, summary: dict[str, Any], out: Path) -> None:
 
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for leftover in ("grid.png", "reconstructions.npz"):  # of another attack
+            (out / leftover).unlink(missing_ok=True)
         if isinstance(found, Leaks):
             found.save(out)
         write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())

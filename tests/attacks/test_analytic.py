@@ -86,6 +86,23 @@ def test_batches_of_up_to_eight_are_exact_and_known_to_be(cancer: Dataset, count
         assert exact(recovered, batch.inputs)
 
 
+@pytest.mark.parametrize(("count", "seed"), [(5, 17), (5, 51), (5, 97), (8, 29), (8, 54), (8, 61)])
+def test_batches_in_which_one_example_opens_most_units_are_exact(cancer: Dataset, count: int, seed: int) -> None:
+    recovered, batch = attacked(cancer, count, seed)
+    assert recovered.found
+    assert exact(recovered, batch.inputs)
+
+
+@pytest.mark.parametrize("loss", [1e-2, 1e-4, 1e-6])
+def test_an_example_that_hardly_counts_is_recovered_all_the_same(cancer: Dataset, loss: float) -> None:
+    # In float32: the units that it alone opens show it as sharply as any.
+    for seed in range(5):
+        batch, weight, bias = some(cancer, 3, seed), drawn(seed, 64, 30), drawn(seed + 1, 64)
+        slopes = drawn(seed + 2, 3, 64) * (batch.inputs @ weight.T + bias > 0) * torch.tensor([1, 1, loss])[:, None]
+        recovered = invert_dense(slopes.T @ batch.inputs, slopes.sum(dim=0), 3, weight=weight, bias=bias)
+        assert exact(recovered, batch.inputs)
+
+
 def test_what_is_called_found_is_exact_even_where_not_all_is_found(cancer: Dataset) -> None:
     # In the gradient of batch 144 one example is active only where another one is: its direction is not determined.
     recovered, batch = attacked(cancer, 4, 144)
@@ -209,6 +226,22 @@ def test_noise_is_recognised_at_once(cancer: Dataset, count: int) -> None:
     assert recovered.inputs.isfinite().all()
     assert recovered.residual > 0.3 or count >= 30  # 30 features and the bias hide no noise from 31 examples
     assert count == 1 or not recovered.inputs.any()
+
+
+def test_a_batch_too_large_is_given_up_at_once(cancer: Dataset) -> None:
+    start = time.process_time()
+    recovered, _ = attacked(cancer, 32, 0)
+    assert time.process_time() - start < 0.5
+    assert not recovered.found
+    assert not recovered.inputs.any()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_zeros_tell_nothing(count: int) -> None:
+    for weight_gradient in (torch.zeros(64, 30), drawn(1, 64, 30), drawn(1, 64, 1) * drawn(2, 1, 30)):
+        recovered = invert_dense(weight_gradient, torch.zeros(64), count)
+        assert not recovered.found
+        assert not recovered.inputs.any()
 
 
 @pytest.mark.parametrize("activation", ["tanh", "sigmoid"])

@@ -471,3 +471,17 @@ def test_what_counts_as_success_can_be_said(tables: Federation) -> None:
     )
     assert (strict.success_rate, lax.success_rate) == (0, 1)
     assert (strict.summary()["candidates"], lax.summary()["candidates"]) == (10, 20)
+
+
+def test_a_network_that_mixes_examples_is_refused():
+    data = fedcdp.load("mnist5k")
+    federation = fedcdp.partition(data, clients=4, scheme="iid", records=20)
+    mixing = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 26 * 26, 10))
+    plan = fedcdp.Plan(method="nonprivate", record_sampling="fixed")
+    with pytest.raises(ModelError, match="layer 1 is BatchNorm2d, which mixes the examples"):
+        fedcdp.attack(plan, model=mixing, federation=federation)
+
+
+def test_the_rate_of_a_recipe_falls_over_all_of_its_iterations():
+    recipe = RECIPES["inverting-gradients"].but(iterations=50)
+    assert recipe.optimiser.total == 50 * recipe.optimiser.inner

@@ -37,7 +37,7 @@ def attack(
     *,
     leak: Leak = "type2",
     attack: str | Recipe | None = None,
-    victims: int = 100,
+    victims: int | None = None,
     model: nn.Module | None = None,
     federation: Federation | None = None,
     truth: tuple[Tensor, Tensor] | None = None,
@@ -65,15 +65,16 @@ def attack(
       `input_shape` and how many `examples` each is of.
 
     `attack` is the name of a preset (`ATTACKS`) or a `Recipe` of your own; by default the paper's for single images,
-    `batch` for updates, `analytic` for tables. `type2` reads local step `step`; `type1` and `type0` read an update of
-    `steps` local steps (the paper: 1). With several `releases` the reader averages. `public` are examples that anyone has:
-    baselines, candidates and priors come from them (default: the federation's validation split or, where it has none, its
-    training data; for raw gradients, nothing but the range of the inputs).
+    `batch` for updates, `analytic` for tables. There are up to 100 `victims` unless their number is given. `type2` reads
+    local step `step`; `type1` and `type0` read an update of `steps` local steps (the paper: 1). With several `releases` the
+    reader averages. `public` are examples that anyone has: baselines, candidates and priors come from them (default: the
+    federation's validation split or, where it has none, its training data; for raw gradients, nothing but the range of
+    the inputs).
     """
     name, recipe = _named(attack)
     if leak not in LEAKS:
         raise PlanError(f"leak: {leak!r} is not one of {', '.join(LEAKS)}")
-    _whole_numbers(victims=victims, examples=examples, step=step, steps=steps, releases=releases)
+    _whole_numbers(victims=1 if victims is None else victims, examples=examples, step=step, steps=steps, releases=releases)
     device = usable_device(device)
     if name == "membership":
         return _membership(target, public, at_round, seed, device)

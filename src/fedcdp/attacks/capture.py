@@ -30,6 +30,7 @@ from fedcdp.sampling import choose_clients
 from fedcdp.simulation import Simulator
 from fedcdp.tree import Tree
 
+_USUAL = 100  # victims, where there are as many
 _MEMORY = {"cpu": 2**28, "cuda": 2**32}  # bytes for what is released of one chunk of clients
 
 
@@ -59,28 +60,29 @@ class Look:
     """Without the method's noise: what whoever knows the examples expects to see."""
 
 
-def capture(simulator: Simulator, state: State, look: Look, victims: int) -> Captured:
+def capture(simulator: Simulator, state: State, look: Look, victims: int | None = None) -> Captured:
     """What a reader sees of so many victims in the round that `state` is at the beginning of.
 
     Victims are clients, drawn from the plan's seed; for `type2`, one example each (more where there are fewer clients than
-    victims).
+    victims). Without a number, up to a hundred.
     """
-    _check(simulator.plan, look, victims)
+    wanted = _USUAL if victims is None else victims
+    _check(simulator.plan, look, wanted)
     parts, found = [], 0
-    for clients in _victim_clients(simulator, victims).split(_clients_at_once(simulator, look)):
+    for clients in _victim_clients(simulator, wanted).split(min(wanted, _clients_at_once(simulator, look))):
         part = _of_clients(simulator, state, look, clients)
         if part is not None:
             parts.append(part)
             found += len(part) if look.leak != "type2" else int((part.slot == 0).sum())
-        if found >= victims:
+        if found >= wanted:
             break
     seen = join(parts) if parts else None
-    if seen is None or len(seen) < victims:
+    if seen is None or (victims is not None and len(seen) < victims):
         raise PlanError(
-            f"victims: {victims} is not allowed; {look.leak} has at most {0 if seen is None else len(seen)} here, in a "
+            f"victims: {wanted} is not allowed; {look.leak} has at most {0 if seen is None else len(seen)} here, in a "
             f"federation of {simulator.federation.clients} clients"
         )
-    return seen.take(seen.slot.argsort(stable=True)[:victims])
+    return seen.take(seen.slot.argsort(stable=True)[:wanted])
 
 
 def _check(plan: Plan, look: Look, victims: int) -> None:

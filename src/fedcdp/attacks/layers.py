@@ -75,7 +75,7 @@ def layer_by_layer(
     simulator: Simulator,
     state: State,
     look: Look,
-    victims: int,
+    victims: int | None,
     recipe: Recipe,
     classes: int,
     *,
@@ -106,7 +106,7 @@ def layer_by_layer(
         less = _much_less(deviation, seen.deviation, noise.numel())
         layers.append(LayerLeak(name, deviation, less, float(mse.quantile(0.5)), exact))
     seconds = round(time.perf_counter() - started, 2)
-    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", victims, seen.deviation, tuple(layers), seconds)
+    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.deviation, tuple(layers), seconds)
 
 
 def _much_less(measured: float, promised: float, numbers: int) -> bool:

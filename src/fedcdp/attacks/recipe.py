@@ -38,6 +38,9 @@ class Recipe:
         for name in ("components", "iterations", "restarts"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}: {getattr(self, name)} is not allowed; it must be at least 1")
+        if isinstance(self.optimiser, Adam):  # its rate falls over all of its moves, however many there are
+            lasting = replace(self.optimiser, total=self.iterations * self.optimiser.inner)
+            object.__setattr__(self, "optimiser", lasting)
 
     def but(self, **changes: object) -> Recipe:
         """The same recipe with some ingredients changed."""

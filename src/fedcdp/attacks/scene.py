@@ -16,7 +16,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
-from fedcdp.models import prepare
+from fedcdp.models import mixing_layers, prepare
 from fedcdp.plan import Plan
 from fedcdp.rundir import State
 from fedcdp.schedules import constant
@@ -48,7 +48,7 @@ class Scene:
                 f"public: inputs of shape {list(self.public.shape)} are not like the victims', {list(self.shape)}"
             )
 
-    def captured(self, look: Look, victims: int) -> Captured:
+    def captured(self, look: Look, victims: int | None) -> Captured:
         """What the reader sees."""
         if self.simulator is not None and self.state is not None:
             return capture(self.simulator, self.state, look, victims)
@@ -108,6 +108,7 @@ def simulated(
     else:
         plan, network = target, model
     _check_place(plan, leak, at_round, step, steps)
+    _check_apart(network)
     # The rounds before are the plan's own; only in the captured one does a client take as many steps as are asked for.
     ready = prepare(network, plan, device)
     engine = FunctionalEngine(ready, loss)
@@ -130,6 +131,14 @@ def simulated(
         (0.0, 1.0) if low >= 0 and high <= 1 else (low, high),
         public or federation.validation or federation.train, simulator, state,
     )  # fmt: skip
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Refuse a network in which one example's gradient is not its own."""
+    for name, layer in mixing_layers(model):
+        kind = type(layer).__name__
+        raise ModelError(f"model: layer {name or '(the network itself)'} is {kind}, which mixes the examples of a batch; "
+                         "what a reader sees of one of them is not defined")  # fmt: skip
 
 
 def _check_place(plan: Plan, leak: Leak, at_round: int | None, step: int, steps: int) -> None:
@@ -161,6 +170,7 @@ def given_gradients(
     """Gradients from anywhere, at the model's own weights."""
     if model is None:
         raise PlanError("model: an attack on gradients needs the network that they are of")
+    _check_apart(model)
     # A large step, for little of a gradient may be lost where the method's code adds it to the weights and takes them off.
     plan = Plan(method="nonprivate", local_steps=1, record_sampling="partition", learning_rate=constant(1e3))
     ready = prepare(model, plan, device)
