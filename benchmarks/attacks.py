@@ -107,7 +107,7 @@ def _presets() -> list[Cell]:
         for preset_name in ("dlg", "idlg", "inverting-gradients", "clip-aware", "averaging"):
             made.append(Cell(f"presets/{preset_name}/{name}", "mnist", plan, attack=preset_name))
         slow = plan | {"learning_rate": 0.005, "batch_size": 1}
-        made.append(Cell(f"presets/unrolled/{name}", "mnist", slow, "type1", "unrolled", look={"steps": 3}))
+        made.append(Cell(f"presets/unrolled/{name}", "mnist", slow, "type1", "unrolled", look={"steps": 3}, recipe=ROUGH))
         made.append(Cell(f"presets/per-layer/{name}", "mnist", plan, attack="per-layer", victims=20))
     return made
 
@@ -128,23 +128,33 @@ def _trained_network() -> list[Cell]:
 def _steps() -> list[Cell]:
     made = []
     plan = METHODS["non-private"] | {"learning_rate": 0.005}
-    for steps, batch in ((1, 1), (2, 1), (5, 1), (10, 1), (1, 5), (2, 5)):
-        here = plan | {"batch_size": batch}
+    for steps, batch, victims in ((1, 1, 50), (2, 1, 50), (5, 1, 10), (1, 5, 50)):
+        here, look = plan | {"batch_size": batch}, {"steps": steps}
         made.append(
-            Cell(f"steps/{steps}x{batch}/unrolled", "mnist", here, "type1", "unrolled", look={"steps": steps}, victims=50)
+            Cell(
+                f"steps/{steps}x{batch}/unrolled",
+                "mnist",
+                here,
+                "type1",
+                "unrolled",
+                look=look,
+                victims=victims,
+                recipe=ROUGH,
+            )
         )
     here = METHODS["non-private"] | {"batch_size": 5}
-    made.append(Cell("steps/100x5/cpl", "mnist", here, "type1", "cpl", look={"steps": 100}, network="paper"))
+    made.append(Cell("steps/100x5/cpl", "mnist", here, "type1", "cpl", look={"steps": 100}, network="paper", victims=20))
     return made
 
 
 def _averaging() -> list[Cell]:
     made = []
-    for releases in (10, 100, 1000, 2304):
+    for releases in (1, 100, 1000, 2304):
         for name in ("averaging", "clip-aware"):
-            plan = METHODS["Fed-CDP"] | {"batch_size": 1}
-            here = {"releases": releases}
-            made.append(Cell(f"averaging/{releases}/{name}", "mnist", plan, attack=name, look=here, victims=50))
+            plan, look = METHODS["Fed-CDP"] | {"batch_size": 1}, {"releases": releases}
+            made.append(
+                Cell(f"averaging/{releases}/{name}", "mnist", plan, attack=name, look=look, victims=20, recipe=SHORT)
+            )
     return made
 
 
