@@ -15,7 +15,7 @@ import json
 import os
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedcdp.attacks import LEAKS, RECIPES, Leaks, attack
+from fedcdp.attacks import RECIPES, Leaks, attack
 from fedcdp.experiment import Experiment, assemble
 from fedcdp.presets import preset
 
@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 TABLE_METHODS = [name for name in METHODS if name != "DSSGD"]
 SHORT = {"iterations": 100}
+ROUGH = {"total_variation": 0.0}
 TRAINED = ("non-private", "Fed-SDP (server)", "Fed-CDP", "Fed-CDP(decay)")
 PRUNED = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -93,7 +94,8 @@ def _paper_table() -> list[Cell]:
             made += [
                 Cell(f"table/{dataset}/type2/{name}", dataset, plan),
                 Cell(f"table/{dataset}/type01-one/{name}", dataset, plan, "type1", data={"classes_per_client": 1}),
-                Cell(f"table/{dataset}/type01-batch/{name}", dataset, plan, "type1", "batch"),
+                Cell(f"table/{dataset}/type01-batch/{name}", dataset, plan, "type1", "batch", recipe=ROUGH),
+                Cell(f"table/{dataset}/type01-smooth/{name}", dataset, plan, "type1", "batch", victims=20, recipe=SHORT),
             ]
     return made
 
@@ -105,7 +107,7 @@ def _presets() -> list[Cell]:
         for preset_name in ("dlg", "idlg", "inverting-gradients", "clip-aware", "averaging"):
             made.append(Cell(f"presets/{preset_name}/{name}", "mnist", plan, attack=preset_name))
         slow = plan | {"learning_rate": 0.005, "batch_size": 1}
-        made.append(Cell(f"presets/unrolled/{name}", "mnist", slow, "type1", "unrolled", look={"steps": 3}))
+        made.append(Cell(f"presets/unrolled/{name}", "mnist", slow, "type1", "unrolled", look={"steps": 3}, recipe=ROUGH))
         made.append(Cell(f"presets/per-layer/{name}", "mnist", plan, attack="per-layer", victims=20))
     return made
 
@@ -126,23 +128,33 @@ def _trained_network() -> list[Cell]:
 def _steps() -> list[Cell]:
     made = []
     plan = METHODS["non-private"] | {"learning_rate": 0.005}
-    for steps, batch in ((1, 1), (2, 1), (5, 1), (10, 1), (1, 5), (2, 5)):
-        here = plan | {"batch_size": batch}
+    for steps, batch, victims in ((1, 1, 50), (2, 1, 50), (5, 1, 10), (1, 5, 50)):
+        here, look = plan | {"batch_size": batch}, {"steps": steps}
         made.append(
-            Cell(f"steps/{steps}x{batch}/unrolled", "mnist", here, "type1", "unrolled", look={"steps": steps}, victims=50)
+            Cell(
+                f"steps/{steps}x{batch}/unrolled",
+                "mnist",
+                here,
+                "type1",
+                "unrolled",
+                look=look,
+                victims=victims,
+                recipe=ROUGH,
+            )
         )
     here = METHODS["non-private"] | {"batch_size": 5}
-    made.append(Cell("steps/100x5/cpl", "mnist", here, "type1", "cpl", look={"steps": 100}, network="paper"))
+    made.append(Cell("steps/100x5/cpl", "mnist", here, "type1", "cpl", look={"steps": 100}, network="paper", victims=20))
     return made
 
 
 def _averaging() -> list[Cell]:
     made = []
-    for releases in (10, 100, 1000, 2304):
+    for releases in (1, 100, 1000, 2304):
         for name in ("averaging", "clip-aware"):
-            plan = METHODS["Fed-CDP"] | {"batch_size": 1}
-            here = {"releases": releases}
-            made.append(Cell(f"averaging/{releases}/{name}", "mnist", plan, attack=name, look=here, victims=50))
+            plan, look = METHODS["Fed-CDP"] | {"batch_size": 1}, {"releases": releases}
+            made.append(
+                Cell(f"averaging/{releases}/{name}", "mnist", plan, attack=name, look=look, victims=20, recipe=SHORT)
+            )
     return made
 
 
@@ -201,9 +213,10 @@ def _compression() -> list[Cell]:
 def _comparison() -> list[Cell]:
     made = []
     for name, plan in METHODS.items():
-        for leak in LEAKS:
-            how = "cpl" if leak == "type2" else "batch"
-            made.append(Cell(f"comparison/{leak}/{name}", "lfw", plan, leak, how, victims=8))
+        for leak in ("type2", "type1"):
+            # What was not shared says nothing: whoever reads DSSGD's updates compares the rest only.
+            how = "cpl" if leak == "type2" else "unrolled" if name == "DSSGD" else "batch"
+            made.append(Cell(f"comparison/{leak}/{name}", "lfw", plan, leak, how, victims=2))
     return made
 
 
@@ -218,11 +231,17 @@ def measure(cell: Cell, device: str, arrays: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
     experiment = cell.experiment(device)
     splits = experiment.splits(quiet=True)
-    row: dict[str, Any] = {"cell": cell.name, "command": cell.command()}
+    row: dict[str, Any] = {"cell": cell.name, "command": cell.command(), "machine": _machine(device)}
     if cell.trains:
         run = experiment.train(None, splits=splits, quiet=True)
         return row | {"accuracy": run.accuracy, "rounds": run.rounds, "seconds": round(time.perf_counter() - started, 1)}
-    how: Any = RECIPES[cell.attack].but(**cell.recipe) if cell.recipe else cell.attack
+    how: Any = cell.attack
+    if cell.recipe:
+        changes = dict(cell.recipe)
+        if "total_variation" in changes:
+            weight = changes.pop("total_variation")
+            changes["objective"] = replace(RECIPES[cell.attack].objective, total_variation=weight)
+        how = RECIPES[cell.attack].but(**changes)
     found = attack(
         experiment.plan, model=experiment.network(splits), federation=experiment.federation(splits), leak=cell.leak,
         attack=how, victims=cell.victims, device=device, **cell.look,
@@ -230,6 +249,11 @@ def measure(cell: Cell, device: str, arrays: Path | None) -> dict[str, Any]:
     if arrays is not None and isinstance(found, Leaks):
         _keep(found, arrays / (cell.name.replace("/", "__") + ".npz"))
     return row | found.summary() | {"attack": cell.attack, "wall_seconds": round(time.perf_counter() - started, 1)}
+
+
+def _machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU, one thread"
+    return f"{name}, torch {torch.__version__}"
 
 
 def _keep(found: Leaks, path: Path) -> None:
@@ -248,8 +272,6 @@ def run(out: Path, device: str, workers: int, only: str, limit: float, arrays: P
     """All cells that are not in the result file yet, in parallel."""
     stored: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"cells": {}}
     todo = [cell for cell in cells() if cell.name.startswith(tuple(only.split(","))) and cell.name not in stored["cells"]]
-    stored["machine"] = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
-    stored["torch"] = torch.__version__
     started = time.perf_counter()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         waiting: dict[Future[dict[str, Any]], Cell] = {}
@@ -295,13 +317,13 @@ def table(stored: dict[str, Any]) -> str:
     found = stored["cells"]
     parts = [
         "# Leakage attacks: what was measured",
-        f"{stored['machine']}, torch {stored['torch']}, `python benchmarks/attacks.py run`; the command of every cell is in "
-        "`attacks.json`. MSE and RMSE are of the example clamped to [0, 1], over the pixels that the network can see; "
+        "`python benchmarks/attacks.py run`; the command and the machine of every cell are in `attacks.json`. MSE and RMSE "
+        "are of the example clamped to [0, 1], over the pixels that the network can see; "
         "*exact*: MSE < 1e-3; *recognisable*: PSNR of 15 dB or more and closer than the class mean; *identified*: the true "
         "example is the nearest of 1000. Iterations are those until exact, else until the search ended; one is up to 20 "
         "evaluations. [docs/attacks.md](../docs/attacks.md) says how to read this.",
     ]
-    for leak in ("type2", "type01-one", "type01-batch"):
+    for leak in ("type2", "type01-one", "type01-batch", "type01-smooth"):
         for dataset in ("mnist", "lfw"):
             parts += [f"## {dataset}, {TITLES[leak]}", _paper_rows(found, dataset, leak)]
     for group, title in GROUPS.items():
@@ -315,7 +337,8 @@ def table(stored: dict[str, Any]) -> str:
 TITLES = {
     "type2": "type-2: one example's gradient, the paper's attack",
     "type01-one": "type-0&1 as the authors' code does it: one dummy for a batch of one class, scored by its nearest image",
-    "type01-batch": "type-0&1 properly: a dummy for every image of a two-class batch",
+    "type01-batch": "type-0&1 with a dummy for every image of a batch, no prior",
+    "type01-smooth": "type-0&1 with a dummy for every image of a batch, smooth ones preferred (`batch`), 100 iterations",
 }
 GROUPS = {
     "presets": "Every preset, one release (MNIST, CPL network)",
@@ -407,9 +430,9 @@ def pictures(arrays: Path, out: Path) -> None:
     def batch(leak: str, name: str, what: str = "reconstruction") -> list[torch.Tensor]:
         return _images(arrays, f"comparison__{leak}__{name}", what)
 
-    rows = [sum((batch(leak, "non-private", "original") for leak in ("type2", "type1")), [])]
-    rows += [sum((batch(leak, name) for leak in ("type2", "type1", "type0")), []) for name in METHODS]
-    titles = ["type-2: one example", *(f"type-{kind}: image {number} of a batch" for kind in (1, 0) for number in (1, 2, 3))]
+    rows = [[*batch("type2", "non-private", "original"), *batch("type1", "non-private", "original")]]
+    rows += [[*batch("type2", name), *batch("type1", name)] for name in METHODS]
+    titles = ["type-2: one example", *(f"type-0&1: image {number} of a batch" for number in (1, 2, 3))]
     save(grid(rows, titles, ["original", *METHODS]), out / "attack-methods.png")
 
     ways = {"cpl__non-private": "non-private, the paper's attack", "clip-aware__non-private": "non-private, a reader who "

@@ -48,7 +48,9 @@ def attack(
     run: Annotated[
         Path | None, typer.Option("--run", help="Attack this run, at its trained weights.", rich_help_panel=_LOOK)
     ] = None,
-    victims: Annotated[int, typer.Option("--victims", help="How many are attacked.", rich_help_panel=_LOOK)] = 100,
+    victims: Annotated[
+        int | None, typer.Option("--victims", help="How many are attacked. Default: up to 100.", rich_help_panel=_LOOK)
+    ] = None,
     network: Annotated[
         str | None,
         typer.Option(
@@ -81,6 +83,10 @@ def attack(
         int | None, typer.Option("--iterations", help="At most; one is up to 20 evaluations.", rich_help_panel=_HOW)
     ] = None,
     restarts: Annotated[int | None, typer.Option("--restarts", help="Seeds for each victim.", rich_help_panel=_HOW)] = None,
+    total_variation: Annotated[
+        float | None,
+        typer.Option("--total-variation", help="Weight of smoothness in the objective.", rich_help_panel=_HOW),
+    ] = None,
     seed_image: Annotated[
         str | None,
         typer.Option("--seed-image", help="pattern, uniform, normal or zeros.", rich_help_panel=_HOW),
@@ -116,7 +122,7 @@ def attack(
     from fedcdp.attacks import Criteria
     from fedcdp.attacks import attack as attack_it
 
-    recipe = _recipe(name, iterations, restarts, seed_image, labels)
+    recipe = _recipe(name, iterations, restarts, total_variation, seed_image, labels)
     _require_writable(out if run is None else out or run)
     criteria = Criteria(exact_mse=exact_mse, recognisable_psnr=recognisable_psnr, candidates=candidates)
     common: dict[str, Any] = {
@@ -151,14 +157,20 @@ def attack(
 
 
 def _recipe(
-    name: str | None, iterations: int | None, restarts: int | None, seed_image: str | None, labels: str | None
+    name: str | None,
+    iterations: int | None,
+    restarts: int | None,
+    total_variation: float | None,
+    seed_image: str | None,
+    labels: str | None,
 ) -> Recipe | None:
     """The preset with the ingredients that were given; None where none was."""
     from fedcdp.attacks import RECIPES, Seed
     from fedcdp.attacks.labels import LabelRule
     from fedcdp.attacks.seeds import SeedKind
 
-    given = {"--iterations": iterations, "--restarts": restarts, "--seed-image": seed_image, "--labels": labels}
+    given = {"--iterations": iterations, "--restarts": restarts, "--total-variation": total_variation,
+             "--seed-image": seed_image, "--labels": labels}  # fmt: skip
     used = [option for option, value in given.items() if value is not None]
     if not used:
         return None
@@ -169,6 +181,8 @@ def _recipe(
             raise PlanError(f"{option}: {given[option]!r} is not one of {', '.join(known)}")
     changes: dict[str, Any] = {"iterations": iterations, "restarts": restarts, "labels": labels}
     changes["seed"] = None if seed_image is None else Seed(seed_image)  # type: ignore[arg-type]
+    if total_variation is not None:
+        changes["objective"] = replace(RECIPES[name].objective, total_variation=total_variation)
     return RECIPES[name].but(**{key: value for key, value in changes.items() if value is not None})
 
 
@@ -220,6 +234,8 @@ def _save(found: Found, summary: dict[str, Any], out: Path) -> None:
 
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for leftover in ("grid.png", "reconstructions.npz"):  # of another attack
+            (out / leftover).unlink(missing_ok=True)
         if isinstance(found, Leaks):
             found.save(out)
         write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp import Dataset, Federation, Plan, partition
-from fedcdp.attacks.capture import Captured, Leak, Look, capture
+from fedcdp.attacks.capture import Look, capture
+from fedcdp.attacks.captured import Captured, Leak
 from fedcdp.engine import FunctionalEngine
 from fedcdp.models import prepare
 from fedcdp.rundir import State

@@ -306,7 +306,7 @@ def test_one_release_of_fed_cdp_shows_nothing_to_any_attack(images: Federation, 
 
 
 def test_the_same_attack_succeeds_where_nothing_is_added(images: Federation, cpl: nn.Module) -> None:
-    found = leaks(one_step(), model=cpl, federation=images, victims=3, attack=RECIPES["cpl"].but(iterations=12))
+    found = leaks(one_step(), model=cpl, federation=images, victims=2, attack=RECIPES["cpl"].but(iterations=8))
     assert found.summary()["recognisable_rate"] == 1
 
 
@@ -471,3 +471,17 @@ def test_what_counts_as_success_can_be_said(tables: Federation) -> None:
     )
     assert (strict.success_rate, lax.success_rate) == (0, 1)
     assert (strict.summary()["candidates"], lax.summary()["candidates"]) == (10, 20)
+
+
+def test_a_network_that_mixes_examples_is_refused():
+    data = fedcdp.load("mnist5k")
+    federation = fedcdp.partition(data, clients=4, scheme="iid", records=20)
+    mixing = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 26 * 26, 10))
+    plan = fedcdp.Plan(method="nonprivate", record_sampling="fixed")
+    with pytest.raises(ModelError, match="layer 1 is BatchNorm2d, which mixes the examples"):
+        fedcdp.attack(plan, model=mixing, federation=federation)
+
+
+def test_the_rate_of_a_recipe_falls_over_all_of_its_iterations():
+    recipe = RECIPES["inverting-gradients"].but(iterations=50)
+    assert recipe.optimiser.total == 50 * recipe.optimiser.inner

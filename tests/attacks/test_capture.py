@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fedcdp import Federation, simulate
 from fedcdp.attacks import capture as capturing
-from fedcdp.attacks.capture import LEAKS, Captured, Leak, promised_deviation, state_at
+from fedcdp.attacks.capture import promised_deviation, state_at
+from fedcdp.attacks.captured import LEAKS, Captured, Leak
 from fedcdp.errors import PlanError
 from fedcdp.sampling import choose_clients
 from fedcdp.tree import Tree

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scenes import Scene, federation_of, flat, naive_loop, scene
 from torch import Tensor, nn
 
-from fedcdp.attacks.capture import LEAKS, Captured, Leak
+from fedcdp.attacks.captured import LEAKS, Captured, Leak
 from fedcdp.attacks.forward import Knows, check_reproduces, predicted
 from fedcdp.attacks.objectives import Objective
 from fedcdp.clipping import clip, group_norms

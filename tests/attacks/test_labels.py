@@ -11,7 +11,7 @@ from scipy.stats import binomtest
 from torch import Tensor, nn
 
 from fedcdp import Dataset, partition
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.labels import infer_labels, last_layer
 from fedcdp.attacks.seeds import Seed
 from fedcdp.errors import ModelError, PlanError

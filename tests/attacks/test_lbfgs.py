@@ -156,6 +156,18 @@ def test_the_learning_rate_scales_every_move_as_in_torch(learning_rate: float) -
     assert_same(trajectory(valley, start, 4, chosen), expected, 1e-8)
 
 
+def test_a_step_ends_at_a_move_that_is_too_short_as_in_torch() -> None:
+    """Where the function is so steep that its values still change."""
+
+    def steep(point: Tensor, number: int) -> Tensor:
+        return 1e6 * valley(point, number)
+
+    chosen, start = LBFGS(inner=20, tolerance_change=1e-2), starts(4, 8)
+    expected, moves = reference(steep, start, 3, chosen)
+    assert max(moves) < 60
+    assert_same(trajectory(steep, start, 3, chosen), expected, 1e-8)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     problems=st.integers(1, 4),

@@ -1,4 +1,4 @@
-"""The matched filter does as well as theory says that anyone can, and no better; where there is no noise, it is never wrong."""
+"""The matched filter does as well as theory says that anyone can, and no better; without noise it is never wrong."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_auc_is_what_the_formula_says(tables: Federation, leak: Any, sigma: 
     assert found.auc_predicted == pytest.approx(float(alike), abs=0.02)
 
 
-def test_in_a_batch_the_noise_of_every_slot_hides_an_example(tables: Federation) -> None:
+def test_in_a_batch_the_noise_of_every_slot_hides_an_example() -> None:
     pairs = fedcdp.partition(fedcdp.load("cancer", quiet=True), clients=200, scheme="iid")
     found = filtered(plan_of(noise_multiplier=0.3, batch_size=2), pairs, leak="type1", victims=200)
     assert found.noise_deviation == pytest.approx(0.3 * 4 * math.sqrt(2) / 2)
@@ -111,14 +111,14 @@ def test_without_noise_it_is_never_wrong(tables: Federation, fields: dict[str, A
 
 
 def test_it_identifies_by_chance_under_much_noise_and_always_under_little(tables: Federation) -> None:
-    much, little = (filtered(plan_of(noise_multiplier=sigma), tables, victims=100) for sigma in (60.0, 0.001))
+    much, little = (filtered(plan_of(noise_multiplier=sigma), tables, victims=100) for sigma in (60.0, 1e-6))
     assert much.success_rate is not None
     assert much.success_rate <= 0.1
     assert (little.success_rate, little.candidates) == (1, 144)
 
 
 def test_candidates_are_as_many_as_are_asked_for_and_never_the_victim_itself(tables: Federation) -> None:
-    plan = plan_of(noise_multiplier=0.001)
+    plan = plan_of(noise_multiplier=1e-6)
     few = filtered(plan, tables, victims=10, criteria=Criteria(candidates=20))
     assert few.candidates == 20
     everyone = Dataset(tables.train.inputs, tables.train.targets, 2)

@@ -226,6 +226,10 @@ def convolution() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
 
 
+def _spoilt(layer: nn.Module) -> None:
+    nn.init.constant_(layer.weight, math.inf)  # type: ignore[arg-type]
+
+
 def unvectorisable(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs, labels) if labels.max().item() < 9 else outputs.sum()
 
@@ -259,6 +263,10 @@ REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[Fed
     "a generator": (lambda s: s.refused(v for v in s.named.values()), PlanError, "target: generator"),
     "no network": (lambda s: s.refused(model=None), PlanError, "model: an attack on gradients needs the network"),
     "another network": (lambda s: s.refused(model=nn.Linear(6, 3)), ModelError, "gradients: "),
+    "a network without finite weights": (
+        lambda s: s.refused(model=nn.Sequential(*s.model[:2], nn.Linear(20, 3).apply(_spoilt))),  # type: ignore[index]
+        ModelError, "model: its answers are not finite",
+    ),
     "another network of the same shapes": (
         lambda s: s.refused(model=nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))),
         ModelError, "the true examples do not give this gradient",

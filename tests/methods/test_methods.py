@@ -56,7 +56,7 @@ class Training:
         def read(reader: str, at: Moment, shown: Tree) -> None:
             assert at.round == round_
             assert at.clients.tolist() == CLIENTS
-            assert at.step == (len(seen["type2"]) if reader == "type2" else 0)
+            assert at.step == (len(seen[reader]) if reader in ("type2", "local-weights") else 0)
             seen[reader].append(shown)
 
         clients = torch.tensor(CLIENTS)
@@ -94,7 +94,8 @@ def raw_update(training: Training) -> Tree:
 def test_a_reader_at_every_tap_is_called_once_a_step_and_once_an_update(small):
     for method in ALL:
         seen = Training(small, method=method).run()[1]
-        assert {reader: len(shown) for reader, shown in seen.items()} == {"type2": STEPS, "type1": 1, "type0": 1}
+        every_step = {"local-weights": STEPS, "type2": STEPS}
+        assert {reader: len(shown) for reader, shown in seen.items()} == every_step | {"type1": 1, "type0": 1}
 
 
 @pytest.mark.parametrize("fields", [{"method": "nonprivate"}, {"method": "dssgd"}, {"method": "fed-sdp"}])

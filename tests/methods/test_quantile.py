@@ -174,7 +174,7 @@ def test_readers_see_the_count_noised_as_the_gradients_are(small, convention):
     assert len(set(raw.flatten().tolist())) > 1
     shown = seen["type2-count"][0]["within"]
     assert {reader: len(told) for reader, told in seen.items()} == dict.fromkeys(
-        ["type2-count", "type2", "type1", "type0", "type1-count", "type0-count"], 1
+        ["local-weights", "type2-count", "type2", "type1", "type0", "type1-count", "type0-count"], 1
     )
     if convention == "example":
         torch.testing.assert_close(shown, raw + noise.for_indicators(0, clients, plan.slots, 0.7))

@@ -2,7 +2,7 @@
 
 from fedcdp.attacks.adam import Adam
 from fedcdp.attacks.api import ATTACKS, attack
-from fedcdp.attacks.capture import LEAKS
+from fedcdp.attacks.captured import LEAKS
 from fedcdp.attacks.layers import LayerLeaks
 from fedcdp.attacks.lbfgs import LBFGS
 from fedcdp.attacks.leaks import Leaks

@@ -1,10 +1,10 @@
 """Closed-form inversion of a dense first layer: no optimisation, and exact where it works.
 
 Over a batch, the gradient of a layer z = Wx + b is [dW | db] = Dᵀ[X | 1], where D = dL/dZ has one row an example. Of one
-example that is rank one, and x = dWᵀdb / |db|². Of a batch before a ReLU, SPEAR (Dimitrov et al., "SPEAR: Exact Gradient
-Inversion of Batches in Federated Learning", NeurIPS 2024) finds D: its rows lie in the gradient's column space and are zero
-wherever their example shuts the ReLU, so they are the directions with uncommonly many zeros. Beyond the paper, what counts
-as zero follows from the gradient's own rounding, and examples correct the directions that they were found by.
+example, x = dWᵀdb / |db|². Of a batch before a ReLU, SPEAR (Dimitrov et al., "SPEAR: Exact Gradient Inversion of Batches in
+Federated Learning", NeurIPS 2024) finds D: its rows lie in the gradient's column space and are zero where their example
+shuts the ReLU, so they are the directions with uncommonly many zeros. Beyond the paper, the gradient's own errors say what
+counts as zero, and examples correct the directions that they were found by. Of more than 16 examples no direction shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedcdp.errors import ModelError
 
 _EXACT = 1e-3  # the largest residual of a gradient that is called exact
 _RANK, _LOOSE, _TIGHT = 10.0, 100.0, 20.0  # times the rounding: least singular value; zeros before and after a first fit
-_CHUNK, _POOL = 512, 64  # subsets of rows looked at between two attempts, and directions kept for the next
+_CHUNK, _POOL, _LARGEST = 512, 64, 16  # subsets of rows between two attempts; directions kept; examples at most
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def invert_dense(
     """The inputs of a dense layer, in no particular order, from its gradient over `examples` of them.
 
     `weight` and `bias` are the layer's own, which whoever serves the model knows; they make a batch surer and let it be
-    judged, and are used if there is a bias just when there is its gradient. At most `tries` subsets of rows are looked at,
-    so that time is bounded for any gradient; none raises an error.
+    judged, and are used if there is a bias just when there is its gradient. At most `tries` subsets of rows are looked at:
+    no gradient takes more time, and none raises an error.
     """
     has_bias = bias_gradient is not None
     gradient = _augmented(weight_gradient, bias_gradient)
@@ -72,13 +72,12 @@ def invert_dense(
     gradient = gradient / gradient.abs().max()
     layer = None if weight is None or (bias is None) == has_bias else _augmented(weight, bias)
     if examples == 1:
-        rows, residual = _one_example(gradient, has_bias, layer)
-        consistency, found = None, residual <= _EXACT
+        rows, residual, consistency = *_one_example(gradient, has_bias, layer), None
     else:
         factors, residual = _factorise(gradient, examples, torch.finfo(weight_gradient.dtype).eps)
-        exact = residual <= _EXACT
-        rows, consistency = _batch(factors, has_bias, layer, seed, tries) if exact else (gradient[:0], None)
-        found = len(rows) == examples and consistency == 1
+        hopeful = residual <= _EXACT and examples <= _LARGEST
+        rows, consistency = _batch(factors, has_bias, layer, seed, tries) if hopeful else (gradient[:0], None)
+    found = residual <= _EXACT and len(rows) == examples and (examples == 1 or consistency == 1)
     scale = rows[:, -1:] if has_bias else rows.norm(dim=1, keepdim=True)
     inputs[: len(rows)] = (rows[:, : inputs.shape[1]] / scale).to(inputs).nan_to_num(0.0, 0.0, 0.0)
     return replace(nothing, found=found, residual=residual, consistency=consistency)
@@ -108,32 +107,30 @@ class _Factors:
     left: Tensor  # [m, rank], orthonormal columns; zero for dead units
     values: Tensor  # [rank], the singular values
     basis: Tensor  # [rank, n + 1]
-    rounding: float  # of a row of `left` · diag(`values`), which has norm 1
+    rounding: float  # the error of a row of left · diag(values)
 
 
 def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Factors, float]:
     """The factors, of the numerical rank but at most `examples`; and the share of the gradient beyond `examples`."""
     alive, one = gradient.any(dim=1, keepdim=True), gradient.new_ones(())
-    columns = gradient.norm(dim=0).where(gradient.any(dim=0), one)
-    rows = (gradient / columns).norm(dim=1, keepdim=True).where(alive, one)
+    norms = gradient.norm(dim=0).where(gradient.any(dim=0), one)
     # Rounding is relative to an entry, so it is alike for all once columns, then rows have norm 1. Other noise is before.
-    for scales in ((columns, rows), (one, one)):
-        left, values, right = torch.linalg.svd(gradient / scales[0] / scales[1], full_matrices=False)
+    for columns, rows in ((norms, (gradient / norms).norm(dim=1, keepdim=True).where(alive, one)), (one, one)):
+        left, values, right = torch.linalg.svd(gradient / columns / rows, full_matrices=False)
         residual = float(values[examples:].norm() / values.norm())
         if residual <= 2 * precision:
             break
     rounding = (residual + precision) * float(values.norm()) / math.sqrt(len(gradient))
     rank = int((values[:examples] > _RANK * rounding).sum())
-    basis = values[:rank, None] * right[:rank] * scales[0]
+    basis = values[:rank, None] * right[:rank] * columns
     return _Factors(left[:, :rank] * alive, values[:rank], basis, rounding), residual
 
 
 def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, tries: int) -> tuple[Tensor, float | None]:
     """The examples [x | 1] up to scale, one for each of the gradient's ranks or none; and the least consistency."""
-    rank, basis, consistency = len(factors.basis), factors.basis, None
-    rows, pool = basis[:0], basis.new_empty(0, rank)
-    alive, shut = factors.left[factors.left.any(dim=1)], basis.new_empty(0, len(factors.left), dtype=torch.bool)
-    generator = torch.Generator().manual_seed(seed)
+    rank, basis, alive = len(factors.basis), factors.basis, factors.left[factors.left.any(dim=1)]
+    rows, pool, consistency = basis[:0], basis.new_empty(0, rank), None
+    shut, generator = basis.new_empty(0, len(factors.left), dtype=torch.bool), torch.Generator().manual_seed(seed)
     for _ in range(0, min(tries, math.comb(len(alive), rank - 1)), _CHUNK):
         subsets = alive[torch.rand(_CHUNK, len(alive), generator=generator).topk(rank - 1).indices]
         kernels = torch.linalg.qr(subsets.mT, mode="complete").Q[:, :, -1]

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fedcdp.engine.base import Batch, Engine
+from fedcdp.attacks.captured import LEAKS, Captured, Leak, join, widen
+from fedcdp.engine.base import Batch
 from fedcdp.errors import PlanError
 from fedcdp.methods import METHODS, Moment, take_part
 from fedcdp.noise import SeededNoise, Silence, deviation_of_step_sum, noise_of
@@ -30,77 +30,8 @@ from fedcdp.sampling import choose_clients
 from fedcdp.simulation import Simulator
 from fedcdp.tree import Tree
 
-Leak = Literal["type0", "type1", "type2"]
-LEAKS: tuple[Leak, ...] = get_args(Leak)
-
+_USUAL = 100  # victims, where there are as many
 _MEMORY = {"cpu": 2**28, "cuda": 2**32}  # bytes for what is released of one chunk of clients
-_BY_VICTIM = ("inputs", "targets", "present", "expected_batch", "slot")
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What was seen of N victims, what the reader knows besides, and the examples that it came from, to score by."""
-
-    leak: Leak
-    plan: Plan
-    """As it was run: `local_steps` is the number of steps that the captured update is made of."""
-    engine: Engine
-    round: int
-    seen: Tree
-    """[victims, ...] in units of a gradient; the mean over the releases where there are several."""
-    weights: Tree
-    """[victims, ...]: where the gradient was taken, or the local training started."""
-    weights_shared: bool
-    """Whether these are the same for all victims."""
-    inputs: Tensor
-    """[victims, examples, ...]: the distinct examples behind what was seen."""
-    targets: Tensor
-    present: Tensor
-    """[victims, examples]: a victim may have fewer examples than another."""
-    uses: Tensor
-    """[steps, victims, slots]: which of its examples a victim used in each step."""
-    used: Tensor
-    """[steps, victims, slots]: whether the slot was filled."""
-    expected_batch: Tensor
-    """[victims]: what the sum over a step is divided by (1 for a single example)."""
-    deviation: float
-    """Standard deviation of the noise on a coordinate of `seen` that the method promises there; 0 where it adds none."""
-    releases: int
-    current_clip: float | None
-    slot: Tensor
-    """[victims]: the place of the example in its client's batch, for `type2`."""
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def steps(self) -> int:
-        """Local steps behind what was seen."""
-        return len(self.uses)
-
-    @property
-    def means(self) -> Tensor:
-        """[victims]: how many mean gradients of a victim's examples were added up: the steps, if every batch was full."""
-        return self.used.sum((0, 2)) / self.expected_batch
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.inputs.device
-
-    def take(self, who: Tensor) -> Captured:
-        """What was seen of some of the victims, in that order."""
-        taken: dict[str, Any] = {name: getattr(self, name)[who] for name in _BY_VICTIM}
-        seen = {name: value[who] for name, value in self.seen.items()}
-        if self.weights_shared:
-            weights = {name: value[:1].expand(len(who), *value.shape[1:]) for name, value in self.weights.items()}
-        else:
-            weights = {name: value[who] for name, value in self.weights.items()}
-        return replace(self, seen=seen, weights=weights, uses=self.uses[:, who], used=self.used[:, who], **taken)
-
-    def clip_bound(self) -> float:
-        """C where it was captured."""
-        return self.plan.clip_at(self.round, self.current_clip)
 
 
 def state_at(simulator: Simulator, state: State, round_: int) -> State:
@@ -129,28 +60,29 @@ class Look:
     """Without the method's noise: what whoever knows the examples expects to see."""
 
 
-def capture(simulator: Simulator, state: State, look: Look, victims: int) -> Captured:
+def capture(simulator: Simulator, state: State, look: Look, victims: int | None = None) -> Captured:
     """What a reader sees of so many victims in the round that `state` is at the beginning of.
 
     Victims are clients, drawn from the plan's seed; for `type2`, one example each (more where there are fewer clients than
-    victims).
+    victims). Without a number, up to a hundred.
     """
-    _check(simulator.plan, look, victims)
+    wanted = _USUAL if victims is None else victims
+    _check(simulator.plan, look, wanted)
     parts, found = [], 0
-    for clients in _victim_clients(simulator, victims).split(_clients_at_once(simulator, look)):
+    for clients in _victim_clients(simulator, wanted).split(min(wanted, _clients_at_once(simulator, look))):
         part = _of_clients(simulator, state, look, clients)
         if part is not None:
             parts.append(part)
             found += len(part) if look.leak != "type2" else int((part.slot == 0).sum())
-        if found >= victims:
+        if found >= wanted:
             break
-    seen = _join(parts) if parts else None
-    if seen is None or len(seen) < victims:
+    seen = join(parts) if parts else None
+    if seen is None or (victims is not None and len(seen) < victims):
         raise PlanError(
-            f"victims: {victims} is not allowed; {look.leak} has at most {0 if seen is None else len(seen)} here, in a "
+            f"victims: {wanted} is not allowed; {look.leak} has at most {0 if seen is None else len(seen)} here, in a "
             f"federation of {simulator.federation.clients} clients"
         )
-    return seen.take(seen.slot.argsort(stable=True)[:victims])
+    return seen.take(seen.slot.argsort(stable=True)[:wanted])
 
 
 def _check(plan: Plan, look: Look, victims: int) -> None:
@@ -291,8 +223,8 @@ def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, T
 def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Moment) -> dict[str, Tensor]:
     """Every client that drew a record as a victim, with the distinct examples that its local steps used."""
     slots = max(records.shape[1] for records, _ in drawn)
-    records = torch.stack([_widen(each, 1, slots) for each, _ in drawn])
-    used = torch.stack([_widen(present, 1, slots) for _, present in drawn])
+    records = torch.stack([widen(each, 1, slots) for each, _ in drawn])
+    used = torch.stack([widen(present, 1, slots) for _, present in drawn])
     client = used.any(0).any(1).nonzero()[:, 0]
     distinct = [records[:, each][used[:, each]].unique() for each in client.tolist()]
     most = max(len(each) for each in distinct)
@@ -312,34 +244,3 @@ def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Momen
         "used": used[:, client],
         "expected_batch": at.expected_batch[client],
     }
-
-
-def _join(parts: list[Captured]) -> Captured:
-    most = {name: max(getattr(part, name).shape[1] for part in parts) for name in ("inputs", "targets", "present")}
-    slots = max(part.uses.shape[2] for part in parts)
-
-    def cat(name: str) -> Tensor:
-        values = [getattr(part, name) for part in parts]
-        return torch.cat([_widen(value, 1, most[name]) for value in values])
-
-    lead: dict[str, Any] = {name: cat(name) for name in most}
-    return replace(
-        parts[0],
-        **lead,
-        seen={name: torch.cat([part.seen[name] for part in parts]) for name in parts[0].seen},
-        weights={name: torch.cat([part.weights[name] for part in parts]) for name in parts[0].weights},
-        weights_shared=all(part.weights_shared for part in parts),
-        uses=torch.cat([_widen(part.uses, 2, slots) for part in parts], dim=1),
-        used=torch.cat([_widen(part.used, 2, slots) for part in parts], dim=1),
-        expected_batch=torch.cat([part.expected_batch for part in parts]),
-        slot=torch.cat([part.slot for part in parts]),
-    )
-
-
-def _widen(value: Tensor, axis: int, length: int) -> Tensor:
-    missing = length - value.shape[axis]
-    if not missing:
-        return value
-    shape = list(value.shape)
-    shape[axis] = missing
-    return torch.cat([value, value.new_zeros(shape)], dim=axis)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp.attacks.analytic import Recovered, first_dense, invert_dense
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.forward import predicted
-from fedcdp.attacks.labels import infer_labels, refine_labels
+from fedcdp.attacks.labels import LabelRule, infer_labels, refine_labels
 from fedcdp.attacks.objectives import Objective
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.seeds import Seed
@@ -20,6 +20,7 @@ from fedcdp.data.dataset import Dataset
 
 _SCALES_AT_ONCE = 64
 _SHORTEST = 1e-3
+_RULES: tuple[LabelRule, LabelRule] = ("counts", "gradient")
 _FITS = 1e-6  # of the squared norm of what was seen: a length that shows it
 
 
@@ -40,7 +41,9 @@ def invert(
     weight, bias = first_dense(model, shape)
     everyone = torch.arange(len(captured), device=captured.device)
     seeds = Seed("zeros").draw(everyone, captured.inputs.shape[1], shape, seed)
-    labels = infer_labels(captured, "counts", classes, Seed("uniform").draw(everyone, captured.inputs.shape[1], shape, seed))
+    drawn = Seed("uniform").draw(everyone, captured.inputs.shape[1], shape, seed)
+    counted, single = (infer_labels(captured, rule, classes, drawn) for rule in _RULES)
+    labels = torch.where(captured.present.sum(1, keepdim=True) == 1, single, counted)
     usual = None if public is None else float(public.inputs.flatten(1).norm(dim=1).median())
     examples, found = seeds.clone(), torch.zeros(len(captured), dtype=torch.int64, device=captured.device)
     loss = torch.full((len(captured),), torch.inf, device=captured.device)

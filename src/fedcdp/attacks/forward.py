@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.engine.base import Batch, Engine
 from fedcdp.errors import ModelError
 from fedcdp.methods import METHODS, Moment, take_part

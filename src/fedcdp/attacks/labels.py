@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.forward import Knows, predicted
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.tree import Layout, Tree

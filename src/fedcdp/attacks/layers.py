@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import Captured, Look, capture
+from fedcdp.attacks.capture import Look, capture
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.recipe import Recipe
 from fedcdp.attacks.reconstruct import Progress, reconstruct
 from fedcdp.rundir import State
@@ -74,7 +75,7 @@ def layer_by_layer(
     simulator: Simulator,
     state: State,
     look: Look,
-    victims: int,
+    victims: int | None,
     recipe: Recipe,
     classes: int,
     *,
@@ -105,7 +106,7 @@ def layer_by_layer(
         less = _much_less(deviation, seen.deviation, noise.numel())
         layers.append(LayerLeak(name, deviation, less, float(mse.quantile(0.5)), exact))
     seconds = round(time.perf_counter() - started, 2)
-    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", victims, seen.deviation, tuple(layers), seconds)
+    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.deviation, tuple(layers), seconds)
 
 
 def _much_less(measured: float, promised: float, numbers: int) -> bool:

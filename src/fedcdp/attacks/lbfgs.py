@@ -104,18 +104,27 @@ class LockstepLBFGS:
         """The direction of the next move of those that are alive, after storing what the last one taught."""
         change = gradient - self._gradient
         curvature = (change * self._move).sum(1)
-        learned = alive & (self._moves > 0) & (curvature > _SMALLEST_CURVATURE)
+        learned = (alive & (self._moves > 0) & (curvature > _SMALLEST_CURVATURE)).nonzero()[:, 0]
         self._moves = self._moves + alive
-        if bool(learned.any()):
-            self._store(change, curvature, learned)
+        place = self._pairs[learned] % self.settings.history
+        if len(learned):
+            self._make_room()
+            self._s[learned, place], self._y[learned, place] = self._move[learned], change[learned]
+            self._scale[learned] = curvature[learned] / change[learned].square().sum(1)
+            self._pairs[learned] += 1
         if self._s.shape[1] == 0:
             return -gradient
+        # Three vectors at once: the stored ones are read from memory only once for all.
+        vectors = torch.stack([gradient, self._move, change], dim=1)
+        with_s, with_y = self._s @ vectors.mT, self._y @ vectors.mT
+        self._sy[learned, :, place] = with_s[learned, :, 2]
+        self._sy[learned, place, :] = with_y[learned, :, 1]
+        self._yy[learned, :, place] = self._yy[learned, place, :] = with_y[learned, :, 2]
         order, filled = self._by_age()
         # s_i·y_j for pairs i not newer than j; a missing pair has the equation "coefficient = 0".
         upper = _masked(_rearranged(self._sy, order), filled, 1.0).triu()
         both = _masked(_rearranged(self._yy, order), filled, 0.0)
-        along_s, along_y = (torch.where(filled, (pairs @ -gradient[:, None].mT)[..., 0].gather(1, order), 0.0)
-                            for pairs in (self._s, self._y))  # fmt: skip
+        along_s, along_y = (torch.where(filled, -each[..., 0].gather(1, order), 0.0) for each in (with_s, with_y))
         # First loop, newest to oldest: α_i = s_i·q / (s_i·y_i), q ← q − α_i·y_i, from q = −gradient.
         alpha = torch.linalg.solve_triangular(upper, along_s[..., None], upper=True)
         # Second loop, oldest to newest, from r = γq: r ← r + s_i·(α_i − y_i·r / (s_i·y_i)).
@@ -125,21 +134,6 @@ class LockstepLBFGS:
         alpha, beta = (torch.zeros_like(along_s).scatter(1, order, torch.where(filled, each[..., 0], 0.0))[:, None]
                        for each in (alpha, beta))  # fmt: skip
         return self._scale[:, None] * (-gradient - (alpha @ self._y)[:, 0]) + (beta @ self._s)[:, 0]
-
-    def _store(self, change: Tensor, curvature: Tensor, learned: Tensor) -> None:
-        """Put the last move s and the change of the gradient y into the rings of those that learned something."""
-        self._make_room()
-        who = learned.nonzero()[:, 0]
-        place = self._pairs[who] % self.settings.history
-        self._s[who, place], self._y[who, place] = self._move[who], change[who]
-        # Two vectors at once: the stored ones are read from memory only once for both.
-        new = torch.stack([self._move, change], dim=1)
-        with_s, with_y = self._s @ new.mT, self._y @ new.mT
-        self._sy[who, :, place] = with_s[who, :, 1]
-        self._sy[who, place, :] = with_y[who, :, 0]
-        self._yy[who, :, place] = self._yy[who, place, :] = with_y[who, :, 1]
-        self._scale[who] = curvature[who] / change[who].square().sum(1)
-        self._pairs[who] += 1
 
     def _make_room(self) -> None:
         """More places in the rings, doubled as the fullest needs them."""

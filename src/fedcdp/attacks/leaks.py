@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks import pictures
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.metrics import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
 from fedcdp.attacks.reconstruct import Reconstruction
 from fedcdp.data.dataset import Dataset

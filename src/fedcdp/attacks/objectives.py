@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -23,7 +24,7 @@ class Objective:
 
     distance: Distance = "squared"
     total_variation: float = 0.0
-    """Weight of the mean absolute difference of neighbouring pixels."""
+    """Weight of the mean absolute difference of neighbouring pixels: small enough, it only chooses among what fits."""
     shared_only: bool = False
     """Compare only where what was seen is not zero: what pruning left out says little."""
     tensors: tuple[str, ...] | None = None
@@ -32,6 +33,8 @@ class Objective:
     def __post_init__(self) -> None:
         if self.distance not in get_args(Distance):
             raise PlanError(f"distance: {self.distance!r} is not one of {', '.join(get_args(Distance))}")
+        if not 0 <= self.total_variation < math.inf:
+            raise PlanError(f"total_variation: {self.total_variation} is not allowed; it must be 0 or more, and finite")
 
     def only(self, *tensors: str) -> Objective:
         """The same, over these tensors alone."""

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import Captured, Leak, Look, capture
+from fedcdp.attacks.capture import Look, capture
+from fedcdp.attacks.captured import Captured, Leak
 from fedcdp.attacks.forward import predicted
 from fedcdp.attacks.membership import Estimate, area_under_curve
 from fedcdp.attacks.reconstruct import Progress
@@ -62,7 +63,7 @@ def matched_filter(
     simulator: Simulator,
     state: State,
     leak: Leak,
-    victims: int,
+    victims: int | None,
     *,
     step: int = 0,
     releases: int = 1,
@@ -71,7 +72,7 @@ def matched_filter(
     progress: Progress | None = None,
 ) -> Presence:
     """Test so many victims for their own first example, which is there or zeroed out; both by the method's own code."""
-    if victims < 2:
+    if victims is not None and victims < 2:
         raise PlanError(f"victims: {victims} is not allowed; the matched filter compares at least 2")
     if releases < 1:
         raise PlanError(f"releases: {releases} is not allowed; it must be at least 1")
@@ -103,7 +104,7 @@ def matched_filter(
         simulator.plan.method,
         leak,
         "matched-filter",
-        victims,
+        len(there),
         identified,
         among,
         area_under_curve(*(score.cpu().numpy() for score in scores)),

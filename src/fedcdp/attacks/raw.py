@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.engine.base import Engine
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.plan import Plan

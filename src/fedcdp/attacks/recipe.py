@@ -38,6 +38,9 @@ class Recipe:
         for name in ("components", "iterations", "restarts"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}: {getattr(self, name)} is not allowed; it must be at least 1")
+        if isinstance(self.optimiser, Adam):  # its rate falls over all of its moves, however many there are
+            lasting = replace(self.optimiser, total=self.iterations * self.optimiser.inner)
+            object.__setattr__(self, "optimiser", lasting)
 
     def but(self, **changes: object) -> Recipe:
         """The same recipe with some ingredients changed."""
@@ -70,8 +73,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     # Without it, clipping alone looks like a defence.
     "clip-aware": KNOWING,
-    "batch": CPL.but(labels="counts", dummies="all"),
-    "unrolled": KNOWING,
+    # What keeps several images apart is that each is smooth.
+    "batch": CPL.but(labels="counts", dummies="all", objective=Objective(total_variation=0.02)),
+    "unrolled": KNOWING.but(objective=Objective(shared_only=True, total_variation=0.02)),
     # Maximum a posteriori in a subspace of likely images, from the mean of many releases.
     "averaging": Recipe(labels="counts", dummies="all", knows="method", space="components", restarts=3),
 }

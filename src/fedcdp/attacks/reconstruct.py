@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import Captured
+from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.forward import predicted
 from fedcdp.attacks.graphed import Graphed, record
 from fedcdp.attacks.labels import infer_labels

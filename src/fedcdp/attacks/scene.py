@@ -1,0 +1,202 @@
+"""What is attacked: the network, what can be read of it, and what anyone knows of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedcdp.attacks.capture import Look, capture, state_at
+from fedcdp.attacks.captured import Captured, Leak
+from fedcdp.attacks.raw import raw_gradients
+from fedcdp.attacks.similarity import visible_inputs
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
+from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
+from fedcdp.errors import DataError, ModelError, PlanError
+from fedcdp.models import mixing_layers, prepare
+from fedcdp.plan import Plan
+from fedcdp.rundir import State
+from fedcdp.schedules import constant
+from fedcdp.simulation import Run, Simulator
+
+RawGradients = Mapping[str, Tensor] | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is attacked: the network, what was or will be captured of it, and what anyone knows of the data."""
+
+    plan: Plan
+    network: nn.Module
+    engine: Engine
+    shape: tuple[int, ...]
+    classes: int
+    device: torch.device
+    value_range: tuple[float, float]
+    public: Dataset | None
+    simulator: Simulator | None = None
+    state: State | None = None
+    given: Captured | None = None
+    scored: bool = True
+
+    def __post_init__(self) -> None:
+        if self.public is not None and self.public.shape != self.shape:
+            raise DataError(
+                f"public: inputs of shape {list(self.public.shape)} are not like the victims', {list(self.shape)}"
+            )
+
+    def captured(self, look: Look, victims: int | None) -> Captured:
+        """What the reader sees."""
+        if self.simulator is not None and self.state is not None:
+            return capture(self.simulator, self.state, look, victims)
+        if self.given is None:
+            raise PlanError("there is nothing to attack")
+        return self.given
+
+    def visible(self) -> Tensor:
+        """Which coordinates of an input the network can see."""
+        weights = {name: p.detach() for name, p in self.network.named_parameters()}
+        try:
+            seen = visible_inputs(
+                lambda inputs: torch.func.functional_call(self.network, weights, (inputs,)), self.shape, self.device
+            )
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelError(f"model: its answer cannot be differentiated by its inputs: {reason}") from error
+        if not bool(seen.any()):
+            raise ModelError("model: its answer does not depend on its inputs; there is nothing to reconstruct")
+        return seen
+
+    def public_examples(self) -> Dataset:
+        """Examples that anyone has; where there are none, the middle of the range that inputs have."""
+        if self.public is not None:
+            return self.public
+        middle = torch.full((1, *self.shape), sum(self.value_range) / 2)
+        return Dataset(middle, torch.zeros(1, dtype=torch.int64), self.classes)
+
+    def default_attack(self, leak: Leak) -> str:
+        """The paper's for single images, all dummies for updates, closed form for tables."""
+        if len(self.shape) < 3:
+            return "analytic"
+        return "cpl" if (self.given.leak if self.given else leak) == "type2" else "batch"
+
+
+def simulated(
+    target: Run | Plan,
+    model: nn.Module | None,
+    federation: Federation | None,
+    leak: Leak,
+    at_round: int | None,
+    step: int,
+    steps: int,
+    device: torch.device,
+    loss: Loss,
+    public: Dataset | None,
+) -> Scene:
+    """A run at its trained weights, or a plan at the beginning of a round that is simulated up to there."""
+    if isinstance(target, Run):
+        if at_round is not None and model is None:
+            raise PlanError("at_round: a run holds only its trained network; give the untrained one as model, too")
+        if federation is not None or (at_round is None and model is not None):
+            raise PlanError("model, federation: a run has its own; leave them out")
+        plan, federation, network = target.plan, target.federation, target.model if model is None else model
+    elif model is None or federation is None:
+        raise PlanError("model, federation: an attack on a plan needs both")
+    else:
+        plan, network = target, model
+    _check_place(plan, leak, at_round, step, steps)
+    _check_apart(network)
+    # The rounds before are the plan's own; only in the captured one does a client take as many steps as are asked for.
+    ready = prepare(network, plan, device)
+    engine = FunctionalEngine(ready, loss)
+    weights = {name: p.detach() for name, p in ready.named_parameters() if p.requires_grad}
+    state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
+    if isinstance(target, Run) and at_round is None and target.rounds:
+        bound = target.metrics[-1].get("clip") if plan.quantile else None
+        state = State(min(target.rounds, plan.rounds - 1), weights, None, bound)
+    elif at_round:
+        plan.check_clients(federation.clients)
+        state = state_at(Simulator(engine, federation, plan, device, None), state, at_round)
+    looked_at = plan.but(local_steps=max(step + 1, 1) if leak == "type2" else steps)
+    simulator = Simulator(engine, federation, looked_at, device, None)
+    batch = simulator.batch_of_first_client()
+    simulator.engine.check(weights, batch, per_example=True)
+    _require_finite(engine.outputs(state.weights, batch.inputs[0]))
+    low, high = float(federation.train.inputs.min()), float(federation.train.inputs.max())
+    return Scene(
+        looked_at, ready, engine, federation.train.shape, federation.train.classes, device,
+        (0.0, 1.0) if low >= 0 and high <= 1 else (low, high),
+        public or federation.validation or federation.train, simulator, state,
+    )  # fmt: skip
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Refuse a network in which one example's gradient is not its own."""
+    for name, layer in mixing_layers(model):
+        kind = type(layer).__name__
+        raise ModelError(f"model: layer {name or '(the network itself)'} is {kind}, which mixes the examples of a batch; "
+                         "what a reader sees of one of them is not defined")  # fmt: skip
+
+
+def _check_place(plan: Plan, leak: Leak, at_round: int | None, step: int, steps: int) -> None:
+    """Refuse to read where the plan has nothing to read."""
+    if at_round is not None and not 0 <= at_round < plan.rounds:
+        raise PlanError(f"at_round: {at_round} is not allowed; the plan has rounds 0 to {plan.rounds - 1}")
+    if not 1 <= steps <= plan.local_steps:
+        raise PlanError(f"steps: {steps} is not allowed; the plan has 1 to {plan.local_steps} local steps")
+    if not 0 <= step < plan.local_steps:
+        raise PlanError(f"step: {step} is not allowed; the plan has local steps 0 to {plan.local_steps - 1}")
+    if leak == "type2" and steps != 1:
+        raise PlanError(
+            f"steps: {steps} is for type0 and type1; a reader of type2 sees single examples, at local step `step`"
+        )
+    if leak != "type2" and step != 0:
+        raise PlanError(f"step: {step} is for type2; a reader of {leak} sees whole updates, of `steps` local steps")
+
+
+def given_gradients(
+    gradients: RawGradients,
+    model: nn.Module | None,
+    truth: tuple[Tensor, Tensor] | None,
+    input_shape: tuple[int, ...] | None,
+    examples: int,
+    device: torch.device,
+    loss: Loss,
+    public: Dataset | None,
+) -> Scene:
+    """Gradients from anywhere, at the model's own weights."""
+    if model is None:
+        raise PlanError("model: an attack on gradients needs the network that they are of")
+    _check_apart(model)
+    # A large step, for little of a gradient may be lost where the method's code adds it to the weights and takes them off.
+    plan = Plan(method="nonprivate", local_steps=1, record_sampling="partition", learning_rate=constant(1e3))
+    ready = prepare(model, plan, device)
+    engine = FunctionalEngine(ready, loss)
+    given = raw_gradients(gradients, ready, engine, plan, truth, input_shape, examples, device)
+    shape, weights = tuple(given.inputs.shape[2:]), {name: value[0] for name, value in given.weights.items()}
+    try:
+        answers = engine.outputs(weights, given.inputs[:1, 0])
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"input_shape: the network does not take inputs of shape {list(shape)}: {reason}") from error
+    _require_finite(answers)
+    classes = answers.shape[-1]
+    low, high = int(given.targets.min()), int(given.targets.max())
+    if low < 0 or high >= classes:
+        raise DataError(f"truth: labels run from {low} to {high}, but the network has classes 0 to {classes - 1}")
+    engine.check(weights, Batch(given.inputs[:1], given.targets[:1], given.present[:1]), per_example=True)
+    known = [data.inputs for data in (public,) if data is not None] + ([given.inputs] if truth is not None else [])
+    least = min((float(each.min()) for each in known), default=0.0)
+    most = max((float(each.max()) for each in known), default=1.0)
+    return Scene(
+        plan, ready, engine, shape, classes, device, (0.0, 1.0) if least >= 0 and most <= 1 else (least, most), public,
+        given=given, scored=truth is not None,
+    )  # fmt: skip
+
+
+def _require_finite(answers: Tensor) -> None:
+    if not bool(answers.isfinite().all()):
+        raise ModelError("model: its answers are not finite, so that its gradients tell nothing; did its training diverge?")
