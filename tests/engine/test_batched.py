@@ -142,6 +142,14 @@ def test_an_embedding_gives_what_the_reference_gives(padding):
     compare(model, batch_of((5,), clients=3, examples=4, words=7))
 
 
+def test_a_number_that_is_not_in_the_table_does_not_read_another_clients_row():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, CLASSES))
+    batch = batch_of((5,), clients=3, examples=4, words=7)
+    batch.inputs[0, 0, 0] = 7
+    with pytest.raises((IndexError, RuntimeError)):
+        BatchedEngine(model, F.cross_entropy).per_example_gradients(own_weights(model, 3), batch)
+
+
 def test_a_network_may_be_a_single_layer():
     compare(nn.Linear(5, CLASSES), batch_of((5,), clients=3, examples=4))
 

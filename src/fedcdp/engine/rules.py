@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vjp
 
@@ -88,15 +87,9 @@ class MaxPool(WithoutWeights):
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:  # noqa: ARG002
         """See `Rule`."""
-        kernel, stride, padding, dilation = (
-            list(pair_of(each))
-            for each in (self.layer.kernel_size, self.layer.stride, self.layer.padding, self.layer.dilation)
-        )
-        options, images, lead = (
-            (kernel, stride, padding, dilation, self.layer.ceil_mode),
-            inputs.flatten(0, 1),
-            inputs.shape[:2],
-        )
+        pool, images, lead = self.layer, inputs.flatten(0, 1), inputs.shape[:2]
+        pairs = (pair_of(each) for each in (pool.kernel_size, pool.stride, pool.padding, pool.dilation))
+        options = (*pairs, pool.ceil_mode)
         outputs, places = torch.ops.aten.max_pool2d_with_indices(images, *options)
 
         def back(deltas: Tensor) -> tuple[Tensor | None, list[Gradients]]:
@@ -216,6 +209,5 @@ class Embedding(Rule):
             found.scatter_add_(2, numbers[..., None].expand_as(parts), parts)
             return None, [Formed(self.weight, found)]
 
-        first = torch.arange(table.shape[0], device=table.device)[:, None, None] * rows
-        outputs = F.embedding(numbers + first, table.flatten(0, 1))
-        return outputs.view(*inputs.shape, width), back
+        used = numbers.flatten(1)[..., None].expand(-1, -1, width)
+        return table.gather(1, used).view(*inputs.shape, width), back
