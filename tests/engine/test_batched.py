@@ -185,6 +185,7 @@ def test_a_regression_has_targets_that_are_no_classes():
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
     """A random network of convolutions, activations, norms and poolings, and the shape of its inputs."""
+    torch.manual_seed(draw(st.integers(0, 2**32)))  # its first weights
     channels = draw(st.integers(1, 4))
     shape = (channels, draw(st.integers(6, 11)), draw(st.integers(6, 11)))
     layers: list[nn.Module] = []
@@ -208,7 +209,7 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
         block = nn.Sequential(layer, after, pool)
         try:
             grown = block(torch.zeros(1, *size)).shape[1:]
-        except RuntimeError:  # the image is too small by now
+        except (RuntimeError, ValueError):  # the image is too small by now
             break
         if draw(st.booleans()):
             layers.append(block)
@@ -230,8 +231,10 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
 @settings(max_examples=40, deadline=None)
 @given(network=networks(), clients=st.integers(1, 3), examples=st.integers(1, 4))
 def test_random_networks_give_what_the_reference_gives(network, clients, examples):
+    """In float64: some networks (LayerNorm of two values, say) make much of a rounding error, whoever computes them."""
     model, shape = network
-    compare(model, batch_of(shape, clients, examples))
+    batch = batch_of(shape, clients, examples)
+    compare(model.double(), Batch(batch.inputs.double(), batch.targets, batch.present))
 
 
 # Bad examples and empty slots ----------------------------------------------------------------------------------------
