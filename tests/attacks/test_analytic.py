@@ -168,16 +168,6 @@ def test_without_a_bias_the_direction_is_exact_and_its_length_left_to_the_caller
         assert exact(recovered, F.normalize(batch.inputs))
 
 
-def test_the_length_is_found_by_the_distance_that_the_caller_gives(cancer: Dataset) -> None:
-    batch = some(cancer, 1, 3)
-    length = float(batch.inputs.norm())
-    unknown = invert_dense(gradients(without_bias(3), batch)[0], None, 1)
-    known = unknown.scaled(lambda inputs: float((inputs - batch.inputs).norm()), [sign * length for sign in (1, -1, 0.5)])
-    assert exact(known, batch.inputs)
-    assert unknown.up_to_scale
-    assert not known.up_to_scale
-
-
 def test_duplicates_are_recovered_once_and_the_rest_is_zero(cancer: Dataset) -> None:
     three = cancer.take(torch.tensor([7, 7, 8]))
     weight_gradient, bias_gradient, weight, bias = gradients(build("mlp", (30,), 2), three)

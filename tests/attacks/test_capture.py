@@ -281,6 +281,13 @@ def test_fewer_victims_are_the_first_of_more(federation: Federation) -> None:
     assert torch.equal(many.inputs[:4], few.inputs)
 
 
+def test_fewer_victims_are_the_first_of_more_among_many_clients_too() -> None:
+    inputs, targets = torch.randn(300, 4), torch.arange(300) % 3
+    many = scene(nn.Linear(4, 3), federation_of(inputs, targets, [1] * 300))
+    few, more = many.look("type1", 3), many.look("type1", 20)
+    assert torch.equal(few.inputs, more.inputs[:3])
+
+
 def test_victims_do_not_depend_on_how_clients_are_chunked(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     there = watched(federation, "fed-cdp, example noise", record_sampling="poisson", local_steps=2)
     for leak in LEAKS:

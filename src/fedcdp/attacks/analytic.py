@@ -4,13 +4,12 @@ Over a batch, the gradient of a layer z = Wx + b is [dW | db] = Dᵀ[X | 1], whe
 example, x = dWᵀdb / |db|². Of a batch before a ReLU, SPEAR (Dimitrov et al., "SPEAR: Exact Gradient Inversion of Batches in
 Federated Learning", NeurIPS 2024) finds D: its rows lie in the gradient's column space and are zero where their example
 shuts the ReLU, so they are the directions with uncommonly many zeros. Beyond the paper, the gradient's own errors say what
-counts as zero, and examples correct the directions that they were found by. Of more than 16 examples no direction shows.
+counts as zero, and examples correct the directions that they were found by. More than 16 examples are not tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,11 +31,6 @@ class Recovered:
     residual: float  # the share of the gradient that no `examples` inputs explain: 1e-7 in float32, near 1 with noise
     consistency: float | None  # of a batch, if weights were given: the worst example's share of units open just as D says
     up_to_scale: bool  # without a bias gradient the inputs are unit vectors, of unknown length
-
-    def scaled(self, distance: Callable[[Tensor], float], scales: Iterable[float]) -> Recovered:
-        """The same, times the one of `scales` whose inputs have the least `distance`: the caller's, to the gradient say."""
-        best = min(scales, key=lambda scale: distance(self.inputs * scale))
-        return replace(self, inputs=self.inputs * best, up_to_scale=False)
 
 
 def first_dense(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, str | None]:

@@ -121,10 +121,9 @@ def _accumulated(plan: Plan) -> float:
 
 
 def _victim_clients(simulator: Simulator, victims: int) -> Tensor:
-    """Clients in a random order of their own, more than enough: some may have drawn no record."""
-    generator = numpy_generator(simulator.plan.seed, "victims")
-    several = min(simulator.federation.clients, 4 * victims + 64)
-    return torch.from_numpy(generator.choice(simulator.federation.clients, several, replace=False))
+    """Clients in a random order, the same however many are wanted; more than enough, for some may have drawn no record."""
+    order = numpy_generator(simulator.plan.seed, "victims").permutation(simulator.federation.clients)
+    return torch.from_numpy(order[: 4 * victims + 64])
 
 
 def _clients_at_once(simulator: Simulator, look: Look) -> int:

@@ -33,7 +33,7 @@ def invert(
     public: Dataset | None = None,
     progress: Progress | None = None,
 ) -> Reconstruction:
-    """The examples behind the gradient of the first layer, victim by victim; those that were not found are zero.
+    """The examples behind the gradient of the first layer, victim by victim: exact where converged, else a best guess.
 
     Where the layer has no bias, several lengths of an example may show the same: that of the `public` ones is the likeliest.
     """

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcdp.attacks import pictures
 from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.metrics import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
 from fedcdp.attacks.reconstruct import Reconstruction
@@ -113,6 +112,8 @@ class Leaks:
     def picture(self) -> Any:
         """Originals, seeds, what the search looked like on its way, and what it found, of each victim's first example; None
         unless they are images."""
+        from fedcdp.attacks.pictures import grid
+
         truth = self._truth()
         if truth.dim() != 5 or truth.shape[2] not in (1, 3):
             return None
@@ -131,7 +132,7 @@ class Leaks:
         columns += [("reconstruction", column(found.examples))]
         rows = [list(row) for row in zip(*(images for _, images in columns), strict=True)]
         figures = [] if self.scores is None else [f"MSE {float(mse):.2g}" for mse in self.scores.mse[:shown, 0]]
-        return pictures.grid(rows, [title for title, _ in columns], figures)
+        return grid(rows, [title for title, _ in columns], figures)
 
     def save(self, directory: Path) -> None:
         """`summary.json`, `reconstructions.npz` and, of images, `grid.png`.
@@ -139,6 +140,7 @@ class Leaks:
         The arrays are [victims, examples, ...]; `order` says which reconstruction goes with each original. What is only
         known with the truth is left out without it.
         """
+
         directory.mkdir(parents=True, exist_ok=True)
         arrays = {
             "seed": self.found.seeds,
