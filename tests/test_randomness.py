@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from scipy import stats
 
-from fedcdp.randomness import normals, numpy_generator, philox, stream_key, words
+from fedcdp.randomness import _philox_on_device, normals, numpy_generator, philox, stream_key, words
 
 ONES = 0xFFFFFFFF
 word = st.integers(0, ONES)
@@ -62,6 +62,14 @@ def test_philox_broadcasts_its_counters():
         for block in range(3):
             expected = philox_in_python(123456789 << 20, (block, 7, 8, int(rows[row, 0])))
             assert tuple(int(each[row, block]) for each in drawn) == expected
+
+
+@settings(deadline=None, derandomize=True)
+@given(key=st.integers(0, 2**64 - 1), first=word, second=word, rows=st.lists(word, min_size=1, max_size=4))
+def test_a_device_draws_the_words_that_a_cpu_draws(key, first, second, rows):
+    counter = (torch.arange(5)[None], torch.tensor(first), torch.tensor(second), torch.tensor(rows)[:, None])
+    for ours, theirs in zip(philox(key, counter), _philox_on_device(key, *counter), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # Streams -------------------------------------------------------------------------------------------------------------

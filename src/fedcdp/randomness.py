@@ -36,14 +36,18 @@ def numpy_generator(seed: int, purpose: str, *where: int) -> np.random.Generator
 
 
 def philox(key: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]) -> list[Tensor]:
-    """Philox 4x32-10 of broadcastable 32-bit counters; four tensors of 32-bit words held in int64.
+    """Philox 4x32-10 of broadcastable 32-bit counters; four tensors of 32-bit words held in int64."""
+    counters = [torch.as_tensor(c, dtype=torch.int64) for c in counter]
+    on_cpu = all(c.device.type == "cpu" for c in counters)
+    return _philox_on_cpu(key, *counters) if on_cpu else _philox_on_device(key, *counters)
+
+
+def _philox_on_device(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
+    """In tensor operations.
 
     A 32×32-bit product needs 64 bits; int64 arithmetic wraps to the right bit pattern, and masking after the shift
     discards the copied sign.
     """
-    c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64) for c in counter)
-    if all(c.device.type == "cpu" for c in (c0, c1, c2, c3)):
-        return _philox_on_cpu(key, c0, c1, c2, c3)
     for k0, k1 in _round_keys(key):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((p1 >> 32) ^ c1 ^ k0) & _MASK
