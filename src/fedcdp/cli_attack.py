@@ -152,6 +152,8 @@ def attack(
         typer.echo(json.dumps(summary))
     elif not quiet:
         output.leak_table(summary)
+        if experiment.plan.private:
+            output.note("computed from training data, which no privacy guarantee covers: keep it where those data are kept")
         if out is not None:
             output.console.print(f"Figures, arrays and pictures are in {out}")
 

@@ -31,6 +31,7 @@ from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files import check_tensors, save_tensors
+from fedcdp.interrupts import deferred_interrupts, stop_if_asked
 from fedcdp.methods import METHODS, Moment, take_part
 from fedcdp.models import mixing_layers, prepare
 from fedcdp.noise import noise_of
@@ -223,6 +224,7 @@ class Simulator:
         self.noise = noise_of(plan, engine.layout)
         self.chunk = chunk or min(_USUAL_CHUNK.get(device.type, 64), self.most_clients())
 
+    @deferred_interrupts()
     def run(
         self,
         network: nn.Module,
@@ -233,7 +235,10 @@ class Simulator:
         every: int,
         progress: Progress | None,
     ) -> Run:
-        """All rounds that are left, each charged before it begins and kept on disk before the next one does."""
+        """All rounds that are left, each charged before it begins and kept on disk before the next one does.
+
+        Ctrl-C ends them between two local steps.
+        """
         started, steps = time.perf_counter(), 0
         metrics = directory.forget_metrics_after(state.round) if directory else []
         state = _to(state, self.device)
@@ -298,6 +303,7 @@ class Simulator:
     def batches(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[Batch]:
         """The batches of a round's local steps, cut to the slots that some client of the chunk fills."""
         for records, present in self.drawn(at, table, sizes):
+            stop_if_asked()
             yield Batch(self.inputs[records], self.targets[records], present)
 
     def drawn(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

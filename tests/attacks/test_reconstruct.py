@@ -205,7 +205,8 @@ def test_restarts_keep_what_fits_better(small: Any, labels: Any) -> None:
 def test_victims_that_are_done_keep_their_results_while_others_go_on(small: Any) -> None:
     captured = vectors(small).look("type2", 8)
     watched = Watched()
-    found = reconstruct(captured, QUICK, 3, watch=watched.watch)
+    few_moves = QUICK.but(optimiser=LBFGS(inner=3))  # so that they need different numbers of iterations
+    found = reconstruct(captured, few_moves, 3, watch=watched.watch)
     assert len(set(found.iterations.tolist())) > 1
     assert set(found.outcome.tolist()) <= {0, Reconstruction.CONVERGED, Reconstruction.DIVERGED}
     for victim in range(8):

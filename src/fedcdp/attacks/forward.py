@@ -59,8 +59,9 @@ def _plain_gradient(captured: Captured, inputs: Tensor, targets: Tensor, present
     share = captured.means / present.sum(1)
     mean = {}
     for name, value in gradients.items():
-        each = masked(value.reshape(victims, examples, *value.shape[2:]), present)
-        mean[name] = each.sum(1) * share.view(-1, *(1,) * (each.dim() - 2))
+        each = value.reshape(victims, examples, *value.shape[2:])
+        total = each[:, 0] if examples == 1 else masked(each, present).sum(1)  # whoever has one example has its first
+        mean[name] = total * share.view(-1, *(1,) * (total.dim() - 1))
     return mean
 
 

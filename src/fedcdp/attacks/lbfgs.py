@@ -48,6 +48,7 @@ class LockstepLBFGS:
         self._moves = torch.zeros(count, dtype=torch.int64, device=start.device)
         # A ring of pairs each: moves s, changes of the gradient y, and all products s_i·y_j and y_i·y_j.
         self._pairs = torch.zeros(count, dtype=torch.int64, device=start.device)
+        self._stored = 0  # as many as any of them holds, or has held, at most
         self._s = start.new_zeros(count, 0, size)
         self._y = start.new_zeros(count, 0, size)
         self._sy, self._yy = start.new_zeros(count, 0, 0), start.new_zeros(count, 0, 0)
@@ -112,7 +113,8 @@ class LockstepLBFGS:
             self._s[learned, place], self._y[learned, place] = self._move[learned], change[learned]
             self._scale[learned] = curvature[learned] / change[learned].square().sum(1)
             self._pairs[learned] += 1
-        if self._s.shape[1] == 0:
+            self._stored += 1
+        if self._stored == 0:
             return -gradient
         # Three vectors at once: the stored ones are read from memory only once for all.
         vectors = torch.stack([gradient, self._move, change], dim=1)
@@ -120,39 +122,43 @@ class LockstepLBFGS:
         self._sy[learned, :, place] = with_s[learned, :, 2]
         self._sy[learned, place, :] = with_y[learned, :, 1]
         self._yy[learned, :, place] = self._yy[learned, place, :] = with_y[learned, :, 2]
-        order, filled = self._by_age()
+        sy, yy, along_s, along_y = self._sy, self._yy, -with_s[..., 0], -with_y[..., 0]
+        filled = torch.arange(sy.shape[1], device=sy.device) < self._pairs[:, None]
+        order = self._by_age()
+        if order is not None:
+            sy, yy = _rearranged(sy, order), _rearranged(yy, order)
+            along_s, along_y = along_s.gather(1, order), along_y.gather(1, order)
+        along_s, along_y = (torch.where(filled, each, 0.0) for each in (along_s, along_y))
         # s_i·y_j for pairs i not newer than j; a missing pair has the equation "coefficient = 0".
-        upper = _masked(_rearranged(self._sy, order), filled, 1.0).triu()
-        both = _masked(_rearranged(self._yy, order), filled, 0.0)
-        along_s, along_y = (torch.where(filled, -each[..., 0].gather(1, order), 0.0) for each in (with_s, with_y))
+        upper, both = _masked(sy, filled, 1.0).triu(), _masked(yy, filled, 0.0)
         # First loop, newest to oldest: α_i = s_i·q / (s_i·y_i), q ← q − α_i·y_i, from q = −gradient.
         alpha = torch.linalg.solve_triangular(upper, along_s[..., None], upper=True)
         # Second loop, oldest to newest, from r = γq: r ← r + s_i·(α_i − y_i·r / (s_i·y_i)).
         right = upper.diagonal(dim1=1, dim2=2)[..., None] * alpha
         right = right - self._scale[:, None, None] * (along_y[..., None] - both @ alpha)
         beta = torch.linalg.solve_triangular(upper.mT, right, upper=False)
-        alpha, beta = (torch.zeros_like(along_s).scatter(1, order, torch.where(filled, each[..., 0], 0.0))[:, None]
-                       for each in (alpha, beta))  # fmt: skip
-        return self._scale[:, None] * (-gradient - (alpha @ self._y)[:, 0]) + (beta @ self._s)[:, 0]
+        alpha, beta = (torch.where(filled, each[..., 0], 0.0) for each in (alpha, beta))
+        if order is not None:
+            alpha, beta = (torch.zeros_like(each).scatter(1, order, each) for each in (alpha, beta))
+        return self._scale[:, None] * (-gradient - (alpha[:, None] @ self._y)[:, 0]) + (beta[:, None] @ self._s)[:, 0]
 
     def _make_room(self) -> None:
         """More places in the rings, doubled as the fullest needs them."""
         places = self._s.shape[1]
-        needed = min(int(self._pairs.max()) + 1, self.settings.history)
-        if needed <= places:
+        if min(self._stored + 1, self.settings.history) <= places:
             return
         more = min(self.settings.history, max(8, 2 * places)) - places
         pad = torch.nn.functional.pad
         self._s, self._y = pad(self._s, (0, 0, 0, more)), pad(self._y, (0, 0, 0, more))
         self._sy, self._yy = pad(self._sy, (0, more, 0, more)), pad(self._yy, (0, more, 0, more))
 
-    def _by_age(self) -> tuple[Tensor, Tensor]:
-        """For each ring its places, oldest first, and which of them are filled."""
-        places = self._s.shape[1]
-        ages = torch.arange(places, device=self.point.device)
-        full = self._pairs[:, None] >= self.settings.history
-        order = torch.where(full, (ages + self._pairs[:, None]) % self.settings.history, ages)
-        return order, ages < self._pairs[:, None]
+    def _by_age(self) -> Tensor | None:
+        """For each ring its places, oldest first; None as long as no ring has come around, and they are in that order."""
+        history = self.settings.history
+        if self._stored <= history:
+            return None
+        ages = torch.arange(history, device=self.point.device)
+        return torch.where(self._pairs[:, None] >= history, (ages + self._pairs[:, None]) % history, ages)
 
 
 def _rearranged(products: Tensor, order: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fedcdp.attacks.recipe import Recipe
 from fedcdp.attacks.spaces import Pixels, Space, Subspace
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError
+from fedcdp.interrupts import deferred_interrupts, stop_if_asked
 from fedcdp.randomness import stream_key
 
 _FITS = 1e-12  # of what showing nothing would lose: nothing is left to gain
@@ -78,8 +79,10 @@ def reconstruct(
     for restart in range(recipe.restarts):
         parts = []
         for number, who in enumerate(chunks):
+            stop_if_asked()
             before = (restart * len(chunks) + number) * recipe.iterations
-            parts.append(_attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total))
+            with deferred_interrupts():
+                parts.append(_attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total))
         found = _join(parts)
         best = found if best is None else _better(best, found)
     if best is None:
@@ -205,6 +208,7 @@ class Problem:
 
     def evaluate(self, points: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and gradients at points of those victims (numbered among the ones in focus)."""
+        stop_if_asked()
         self.evaluations += len(who)
         names = self._who[who]
         if self._graph is not None:
