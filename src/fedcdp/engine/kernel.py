@@ -1,0 +1,228 @@
+"""All local steps of many clients in one GPU kernel, for the paper's CNN: one client on one multiprocessor.
+
+An engine computes a step of all clients, writes their gradients to memory, and computes the next. Here a client's weights,
+activations and sums stay in the caches of the multiprocessor that trains it, from its first step to its last. The numbers
+are those of `Method.local_step` under any engine, up to rounding, and the noise is the same draw.
+
+What the kernel takes, `fits` says; everything else is for the engines. Nothing here imports Triton before it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedcdp.engine.base import Loss
+from fedcdp.engine.chain import chain_of
+from fedcdp.engine.rules import pair_of
+from fedcdp.errors import ModelError
+from fedcdp.tree import Layout, Tree
+
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
+_CHANNELS = (16, 32, 64)
+_MOST_WINDOWS = 64  # of the second pooling; more do not fit into the registers
+_MOST_CLASSES = 128
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the clients train on: their records, as places in the data, and how they are counted."""
+
+    records: Tensor
+    """[clients, steps, slots], the real ones first."""
+    counts: Tensor
+    """[clients, steps]: how many of a step's records are real. The others cost nothing."""
+    clients: Tensor
+    """[clients]: their numbers, by which noise is drawn."""
+    expected_batch: Tensor
+    """[clients]: what a step's sum is divided by."""
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """How a local step moves the weights: W ← W − η (Σ clipped gradients + noise) / expected batch."""
+
+    learning_rate: float
+    clip_bound: float | None = None
+    """C of every example and layer; None: gradients as they are."""
+    flat: bool = False
+    """Clip the whole gradient at once."""
+    deviation: float = 0.0
+    """Standard deviation of the noise on a step's sum."""
+    noise_key: int = 0
+    """`stream_key(seed, "step-noise", round)`."""
+    tf32: bool = False
+    """Round the factors of products to 10 bits of mantissa, as `torch.backends.cuda.matmul.allow_tf32` does."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work is laid out on a multiprocessor; it changes nothing beyond rounding."""
+
+    warps: int = 4
+    programs: int = 4
+    """Programs that are started for each multiprocessor; each has scratch memory, and trains clients in turn."""
+    first_tile: int = 64
+    """Pooling windows of the first layer that are computed at once."""
+    back_tile: int = 64
+    """The same, on the way back."""
+    dense_tile: int = 128
+    """Features that the dense layer takes at once."""
+    stages: int = 1
+    """How many loads ahead of a product; 1: none, which leaves the loads to the first-level cache."""
+    exact: str = "tf32x3"
+    """Triton's name of the products to use where tf32 is not allowed."""
+
+
+@dataclass(frozen=True)
+class Cnn:
+    """The sizes of a network that the kernel takes, but for those of the image."""
+
+    layout: Layout
+    channels: int
+    first: int
+    second: int
+    classes: int
+    features: int
+    activation: str
+
+    def check(self, inputs: Tensor) -> None:
+        """`ModelError` if the network does not take such inputs."""
+        shape = tuple(inputs.shape[1:])
+        rest = [((side - 2) // 2 - 2) // 2 for side in shape[1:]]
+        if len(shape) != 3 or shape[0] != self.channels or rest[0] * rest[1] * self.second != self.features:
+            raise ModelError(f"the network does not take inputs of shape {list(shape)}")
+
+    def packed(self, weights: Tree) -> Tensor:
+        """Weights [...] in the kernel's order: the inverse of `unpacked`, for one client."""
+        first, second, dense = (weights[name].detach() for name in self.layout.shapes)
+        parts = first.flatten(1).T, second.flatten(2).permute(2, 0, 1), dense
+        return torch.cat([part.flatten() for part in parts])
+
+    def unpacked(self, flat: Tensor) -> Tree:
+        """Weights [clients, ...] of what the kernel left [clients, size]."""
+        sizes = [shape.numel() for shape in self.layout.shapes.values()]
+        first, second, dense = flat.split(sizes, dim=1)
+        parts = (
+            first.view(-1, self.channels * 9, self.first).mT,
+            second.view(-1, 9, self.second, self.first).permute(0, 2, 3, 1),
+            dense,
+        )
+        named = zip(self.layout.shapes.items(), parts, strict=True)
+        return {name: part.reshape(len(flat), *shape) for (name, shape), part in named}
+
+
+def fits(model: nn.Module, loss: Loss) -> str | None:
+    """Why the kernel cannot train a network, or None if it can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if loss is not F.cross_entropy:
+        return "the loss is not torch.nn.functional.cross_entropy"
+    try:
+        cnn_of(model)
+    except ModelError as reason:
+        return str(reason)
+    return None
+
+
+def cnn_of(model: nn.Module) -> Cnn:
+    """The sizes of a network, or a `ModelError` that says what keeps the kernel from taking it."""
+    chain_of(model)  # refuses hooks, shared tensors, and layers that are not known at all
+    layers = [layer for layer in model.modules() if not isinstance(layer, nn.Sequential)]
+    match layers:
+        case [nn.Conv2d() as one, act, nn.MaxPool2d() as half, nn.Conv2d() as two, again, nn.MaxPool2d() as quarter,
+              nn.Flatten() as flatten, nn.Linear() as dense]:  # fmt: skip
+            pass
+        case _:
+            raise ModelError("the network is not convolution, activation, pooling, twice, and one dense layer")
+    if type(act) not in _ACTIVATIONS or type(act) is not type(again):
+        raise ModelError("its activations are not ReLU, tanh or sigmoid, both times the same")
+    for convolution in (one, two):
+        plain = (convolution.kernel_size, convolution.stride, convolution.dilation) == ((3, 3), (1, 1), (1, 1))
+        if not plain or convolution.padding not in ((0, 0), "valid") or convolution.groups != 1:
+            raise ModelError("a convolution is not a plain one of 3×3")
+        if convolution.out_channels not in _CHANNELS:
+            raise ModelError(f"a convolution has {convolution.out_channels} channels, not 16, 32 or 64")
+    for pool in (half, quarter):
+        pairs = [pair_of(each) for each in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
+        if pairs != [(2, 2), (2, 2), (0, 0), (1, 1)] or pool.ceil_mode:
+            raise ModelError("a pooling is not a plain one of 2×2")
+    if (flatten.start_dim, flatten.end_dim) != (1, -1):
+        raise ModelError("the dense layer does not see all features of an example")
+    if any(layer.bias is not None for layer in (one, two, dense)):
+        raise ModelError("a layer has a bias")
+    if not all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters()):
+        raise ModelError("a tensor is frozen, or not of float32")
+    if dense.in_features > _MOST_WINDOWS * two.out_channels or dense.out_features > _MOST_CLASSES or one.in_channels > 4:
+        raise ModelError("the images or the classes are too many for one multiprocessor")
+    return Cnn(
+        Layout.of(model), one.in_channels, one.out_channels, two.out_channels, dense.out_features, dense.in_features,
+        _ACTIVATIONS[type(act)],
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def train(
+    network: Cnn, weights: Tree, inputs: Tensor, targets: Tensor, work: Work, rule: StepRule, tuning: Tuning | None = None
+) -> Tree:
+    """The weights [clients, ...] after all steps of the work, each client's from the global `weights`.
+
+    `inputs` [examples, ...] and `targets` [examples] are the data, on the device. Guarantees: an example's gradient enters
+    the sum with norm at most C a layer, up to rounding; one that is not finite does not enter it at all; noise is that of
+    `SeededNoise.for_step`.
+    """
+    from fedcdp.engine.kernel_cnn import train_cnn
+
+    network.check(inputs)
+    tuning = tuning or Tuning()
+    clients, steps, slots = work.records.shape
+    height, width = inputs.shape[2:]
+    windows = ((height - 2) // 2) * ((width - 2) // 2)
+    padded_classes = _padded(network.classes)
+    kernels = sum(weights[name].numel() for name in list(network.layout.shapes)[:2])
+    second = 9 * network.first * network.second
+    a_slot = windows * network.first + 2 * network.features + padded_classes
+    scratch_size = _aligned(2 * second + kernels + 4 * network.features + slots * a_slot)
+    programs = max(1, min(clients, tuning.programs * _multiprocessors(inputs.device)))
+    flat = network.packed(weights).expand(clients, -1).contiguous()
+    launch: Callable[..., Any] = train_cnn[(programs,)]
+    launch(
+        flat, inputs.contiguous(), targets.contiguous(), work.records.contiguous(), work.counts.contiguous(),
+        work.clients.contiguous(), work.expected_batch.contiguous(),
+        torch.empty(programs, scratch_size, device=inputs.device),
+        torch.zeros(1, dtype=torch.int32, device=inputs.device), clients, steps, slots, scratch_size,
+        rule.learning_rate, rule.clip_bound or 0.0, rule.deviation, *_halves(rule.noise_key),
+        channels=network.channels, height=height, width=width, first=network.first, second=network.second,
+        classes=network.classes, activation=network.activation, clipped=rule.clip_bound is not None, flat=rule.flat,
+        noisy=rule.deviation > 0, precision="tf32" if rule.tf32 else tuning.exact,
+        patch=_padded(9 * network.channels), windows=_padded(network.features // network.second),
+        padded_classes=padded_classes, first_tile=tuning.first_tile, back_tile=tuning.back_tile,
+        dense_tile=tuning.dense_tile, group=16, stages=tuning.stages, num_warps=tuning.warps, num_stages=1,
+    )  # fmt: skip
+    return network.unpacked(flat)
+
+
+def _padded(size: int) -> int:
+    """The next power of two, at least 16: what Triton's products take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 32) * 32
+
+
+def _halves(key: int) -> tuple[int, int]:
+    """A 64-bit key as two signed words of 32 bits, low first: a kernel is compiled anew for arguments of other types."""
+    words = key & 0xFFFFFFFF, key >> 32
+    low, high = (word - 2**32 if word >= 2**31 else word for word in words)
+    return low, high
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
