@@ -101,9 +101,8 @@ def _write_normals(into, coordinates, step, client, key_low, key_high, origin, t
 
 
 @triton.jit
-def _places(rows, across: tl.constexpr):
-    """Where rows in the order [window, place in the window] stand in an image with so many windows across."""
-    window, inside = rows // 4, rows % 4
+def _place(window, inside, across: tl.constexpr):
+    """Where a place inside a window stands in an image with so many windows across: down, right."""
     return window // across * 2 + inside // 2, window % across * 2 + inside % 2
 
 
@@ -124,14 +123,6 @@ def _pooled(products, windows: tl.constexpr, channels: tl.constexpr):
 def _larger(largest, chosen, value, place: tl.constexpr):
     better = (value > largest) | (value != value)
     return tl.where(better, value, largest), tl.where(better, place, chosen)
-
-
-@triton.jit
-def _unpooled(values, chosen, windows: tl.constexpr, channels: tl.constexpr):
-    """[windows, channels] as [windows · 4, channels]: each at the place that was chosen in its window, zero elsewhere."""
-    inside = tl.arange(0, 4)[None, :, None]
-    spread = tl.where(chosen[:, None, :] == inside, values[:, None, :], 0.0)
-    return tl.reshape(spread, [windows * 4, channels])
 
 
 # What was chosen in a window is kept in the last two bits of what came out of it, where it is less than a rounding error.
@@ -157,15 +148,13 @@ def _unmarked(values):
 
 @triton.jit
 def _patches(
-    image, start, total: tl.constexpr, across: tl.constexpr, rows: tl.constexpr, values: tl.constexpr,
-    channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
-    """What the first convolution sees at places [rows, values], from the window `start` on of `total`."""
-    row, value = start * 4 + tl.arange(0, rows), tl.arange(0, values)
-    down, right = _places(row, across)
+    image, down, right, real, values: tl.constexpr, channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr
+):
+    """What the first convolution sees at its places [rows, values]."""
+    value = tl.arange(0, values)
     channel, offset = value // 9, value % 9
     source = (down * width + right)[:, None] + (channel * height * width + offset // 3 * width + offset % 3)[None, :]
-    return tl.load(image + source, mask=(row < 4 * total)[:, None] & (value < 9 * channels)[None, :], other=0.0)
+    return tl.load(image + source, mask=real[:, None] & (value < 9 * channels)[None, :], other=0.0)
 
 
 @triton.jit
@@ -180,7 +169,9 @@ def _first_layer(
     value, channel = origin + tl.arange(0, patch)[:, None], tl.arange(0, first)[None, :]
     kernel = tl.load(weights + value * first + channel, mask=value < 9 * channels, other=0.0)  # [patch, first]
     for start in range(origin, total, tile):
-        patches = _patches(image, start, total, pooled_width, 4 * tile, patch, channels, height, width)
+        row = start * 4 + tl.arange(0, 4 * tile)
+        down, right = _place(row // 4, row % 4, pooled_width)
+        patches = _patches(image, down, right, row < 4 * total, patch, channels, height, width)
         largest, chosen = _pooled(tl.dot(patches, kernel, input_precision=precision), tile, first)
         window = start + tl.arange(0, tile)[:, None]
         tl.store(into + window * first + channel, _marked(_activated(largest, activation), chosen), mask=window < total)
@@ -196,7 +187,7 @@ def _second_layer(
     """Its features behind the second pooling, in the order [second, window]."""
     total: tl.constexpr = out_height * out_width
     row, ingoing, outgoing = origin + tl.arange(0, 4 * windows), tl.arange(0, first), tl.arange(0, second)
-    down, right = _places(row, out_width)
+    down, right = _place(row // 4, row % 4, out_width)
     source = ((down * pooled_width + right) * first)[:, None] + ingoing[None, :]
     kernel_source = ingoing[:, None] + (origin + outgoing)[None, :] * first  # [first, second], of a tensor [second, first]
     products = tl.zeros([4 * windows, second], dtype=tl.float32)
@@ -259,14 +250,14 @@ def _second_deltas(
 ):  # fmt: skip
     """One example's derivative by the products of the second convolution [2 · out height, 2 · out width, second]."""
     total: tl.constexpr = out_height * out_width
-    window, row, outgoing = origin + tl.arange(0, windows), origin + tl.arange(0, 4 * windows), tl.arange(0, second)
-    place, real = window[:, None] + outgoing[None, :] * total, (window < total)[:, None]
-    feature, chosen = _unmarked(tl.load(features + place, mask=real, other=0.0))
-    delta = tl.load(back + place, mask=real, other=0.0) * _slope(feature, activation)
-    down, right = _places(row, out_width)
-    spread = _unpooled(delta, chosen, windows, second)
-    place = ((down * (2 * out_width) + right) * second)[:, None] + outgoing[None, :]
-    tl.store(into + place, spread, mask=(row < 4 * total)[:, None])
+    window, outgoing = (origin + tl.arange(0, windows))[:, None], tl.arange(0, second)[None, :]
+    own, real = window + outgoing * total, window < total
+    feature, chosen = _unmarked(tl.load(features + own, mask=real, other=0.0))
+    delta = tl.load(back + own, mask=real, other=0.0) * _slope(feature, activation)
+    for inside in range(4):
+        down, right = _place(window, inside, out_width)
+        into_place = into + (down * (2 * out_width) + right) * second + outgoing
+        tl.store(into_place, tl.where(chosen == inside, delta, 0.0), mask=real)
 
 
 @triton.jit
@@ -294,9 +285,12 @@ def _first_gradient(
             back = tl.dot(seen, kernel, back, input_precision=precision)
         own = window[:, None] * first + ingoing[None, :]
         value, chosen = _unmarked(tl.load(values + own, mask=(window < total)[:, None], other=0.0))
-        spread = _unpooled(back * _slope(value, activation), chosen, tile, first)
-        patches = _patches(image, start, total, pooled_width, 4 * tile, patch, channels, height, width)
-        gradient = tl.dot(tl.trans(patches), spread, gradient, input_precision=precision)
+        back *= _slope(value, activation)
+        for inside in range(4):
+            down, right = _place(window, inside, pooled_width)
+            patches = _patches(image, down, right, window < total, patch, channels, height, width)
+            spread = tl.where(chosen == inside, back, 0.0)
+            gradient = tl.dot(tl.trans(patches), spread, gradient, input_precision=precision)
     return gradient
 
 
