@@ -76,6 +76,8 @@ class Tuning:
     """Features that the dense layer takes at once."""
     stages: int = 1
     """How many loads ahead of a product; 1: none, which leaves the loads to the first-level cache."""
+    registers: int | None = None
+    """The most registers of a thread; None: as many as there are."""
     exact: str = "tf32x3"
     """Triton's name of the products to use where tf32 is not allowed."""
 
@@ -187,8 +189,8 @@ def train(
     padded_classes = _padded(network.classes)
     kernels = sum(weights[name].numel() for name in list(network.layout.shapes)[:2])
     second = 9 * network.first * network.second
-    a_slot = windows * network.first + 2 * network.features + padded_classes
-    scratch_size = _aligned(2 * second + kernels + 4 * network.features + slots * a_slot)
+    shared = max(kernels, slots * windows * network.first)  # by noise and activations
+    scratch_size = _aligned(2 * second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
     programs = max(1, min(clients, tuning.programs * _multiprocessors(inputs.device)))
     flat = network.packed(weights).expand(clients, -1).contiguous()
     launch: Callable[..., Any] = train_cnn[(programs,)]
@@ -196,14 +198,14 @@ def train(
         flat, inputs.contiguous(), targets.contiguous(), work.records.contiguous(), work.counts.contiguous(),
         work.clients.contiguous(), work.expected_batch.contiguous(),
         torch.empty(programs, scratch_size, device=inputs.device),
-        torch.zeros(1, dtype=torch.int32, device=inputs.device), clients, steps, slots, scratch_size,
+        clients, steps, slots, scratch_size,
         rule.learning_rate, rule.clip_bound or 0.0, rule.deviation, *_halves(rule.noise_key),
         channels=network.channels, height=height, width=width, first=network.first, second=network.second,
         classes=network.classes, activation=network.activation, clipped=rule.clip_bound is not None, flat=rule.flat,
         noisy=rule.deviation > 0, precision="tf32" if rule.tf32 else tuning.exact,
         patch=_padded(9 * network.channels), windows=_padded(network.features // network.second),
         padded_classes=padded_classes, first_tile=tuning.first_tile, back_tile=tuning.back_tile,
-        dense_tile=tuning.dense_tile, group=16, stages=tuning.stages, num_warps=tuning.warps, num_stages=1,
+        dense_tile=tuning.dense_tile, group=16, stages=tuning.stages, num_warps=tuning.warps, num_stages=1, maxnreg=tuning.registers,
     )  # fmt: skip
     return network.unpacked(flat)
 

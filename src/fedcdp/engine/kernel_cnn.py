@@ -87,9 +87,9 @@ def _in_turn(one, two, three, four):
 
 
 @triton.jit
-def _write_normals(into, coordinates, step, client, key_low, key_high, origin, tile: tl.constexpr):
+def _write_normals(into, coordinates, step, client, key_low, key_high, tile: tl.constexpr):
     """The noise of the first coordinates, in their order."""
-    for start in range(origin, coordinates // 4, tile):
+    for start in range(0, coordinates // 4, tile):
         block = start + tl.arange(0, tile)
         one, two, three, four = _normals(block, step, client, key_low, key_high)
         place = start * 4 + tl.arange(0, 4 * tile)
@@ -141,9 +141,6 @@ def _unmarked(values):
 
 
 # The network -----------------------------------------------------------------------------------------------------------
-#
-# `origin` is zero. The compiler does not know that, and so does not compute the addresses of all phases ahead of all loops,
-# where they would fill the registers.
 
 
 @triton.jit
@@ -159,16 +156,16 @@ def _patches(
 
 @triton.jit
 def _first_layer(
-    image, weights, into, origin,
+    image, weights, into,
     channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr, first: tl.constexpr,
     pooled_height: tl.constexpr, pooled_width: tl.constexpr, patch: tl.constexpr, tile: tl.constexpr,
     activation: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """An image's activations behind the first pooling [windows, first]."""
     total: tl.constexpr = pooled_height * pooled_width
-    value, channel = origin + tl.arange(0, patch)[:, None], tl.arange(0, first)[None, :]
+    value, channel = tl.arange(0, patch)[:, None], tl.arange(0, first)[None, :]
     kernel = tl.load(weights + value * first + channel, mask=value < 9 * channels, other=0.0)  # [patch, first]
-    for start in range(origin, total, tile):
+    for start in range(0, total, tile):
         row = start * 4 + tl.arange(0, 4 * tile)
         down, right = _place(row // 4, row % 4, pooled_width)
         patches = _patches(image, down, right, row < 4 * total, patch, channels, height, width)
@@ -179,17 +176,17 @@ def _first_layer(
 
 @triton.jit
 def _second_layer(
-    values, weights, into, origin,
+    values, weights, into,
     first: tl.constexpr, second: tl.constexpr, pooled_width: tl.constexpr,
     out_height: tl.constexpr, out_width: tl.constexpr, windows: tl.constexpr,
     activation: tl.constexpr, precision: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """Its features behind the second pooling, in the order [second, window]."""
     total: tl.constexpr = out_height * out_width
-    row, ingoing, outgoing = origin + tl.arange(0, 4 * windows), tl.arange(0, first), tl.arange(0, second)
+    row, ingoing, outgoing = tl.arange(0, 4 * windows), tl.arange(0, first), tl.arange(0, second)
     down, right = _place(row // 4, row % 4, out_width)
     source = ((down * pooled_width + right) * first)[:, None] + ingoing[None, :]
-    kernel_source = ingoing[:, None] + (origin + outgoing)[None, :] * first  # [first, second], of a tensor [second, first]
+    kernel_source = ingoing[:, None] + outgoing[None, :] * first  # [first, second], of a tensor [second, first]
     products = tl.zeros([4 * windows, second], dtype=tl.float32)
     for offset in tl.range(9, num_stages=stages):
         step = offset // 3 * pooled_width + offset % 3
@@ -197,19 +194,19 @@ def _second_layer(
         kernel = tl.load(weights + offset * first * second + kernel_source)
         products = tl.dot(seen, kernel, products, input_precision=precision)
     largest, chosen = _pooled(products, windows, second)
-    window = origin + tl.arange(0, windows)[:, None]
+    window = tl.arange(0, windows)[:, None]
     place = window + outgoing[None, :] * total
     tl.store(into + place, _marked(_activated(largest, activation), chosen), mask=window < total)
 
 
 @triton.jit
 def _dense_layer(
-    features, weights, targets, records, deltas_into, back_into, begin, count, origin,
+    features, weights, targets, records, deltas_into, back_into, begin, count,
     length: tl.constexpr, classes: tl.constexpr, padded_classes: tl.constexpr, group: tl.constexpr, tile: tl.constexpr,
     precision: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """For the examples from `begin` on: the loss's derivative by the outputs, softmax less target, and by the features."""
-    example, label, column = begin + tl.arange(0, group), origin + tl.arange(0, padded_classes), tl.arange(0, tile)
+    example, label, column = begin + tl.arange(0, group), tl.arange(0, padded_classes), tl.arange(0, tile)
     real = example < count
     outputs = tl.zeros([group, padded_classes], dtype=tl.float32)
     for start in tl.range(0, length, tile, num_stages=stages):
@@ -244,13 +241,13 @@ def _dense_layer(
 
 @triton.jit
 def _second_deltas(
-    features, back, into, origin,
+    features, back, into,
     second: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr, windows: tl.constexpr,
     activation: tl.constexpr,
 ):  # fmt: skip
     """One example's derivative by the products of the second convolution [2 · out height, 2 · out width, second]."""
     total: tl.constexpr = out_height * out_width
-    window, outgoing = (origin + tl.arange(0, windows))[:, None], tl.arange(0, second)[None, :]
+    window, outgoing = tl.arange(0, windows)[:, None], tl.arange(0, second)[None, :]
     own, real = window + outgoing * total, window < total
     feature, chosen = _unmarked(tl.load(features + own, mask=real, other=0.0))
     delta = tl.load(back + own, mask=real, other=0.0) * _slope(feature, activation)
@@ -262,30 +259,36 @@ def _second_deltas(
 
 @triton.jit
 def _first_gradient(
-    image, values, deltas, weights, origin,
+    image, values, deltas, weights,
     channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr, first: tl.constexpr, second: tl.constexpr,
     pooled_height: tl.constexpr, pooled_width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     patch: tl.constexpr, tile: tl.constexpr, activation: tl.constexpr, precision: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """One example's gradient of the first convolution [patch, first]."""
     total: tl.constexpr = pooled_height * pooled_width
+    tiles: tl.constexpr = (total + tile - 1) // tile
     ingoing, outgoing = tl.arange(0, first), tl.arange(0, second)
-    kernel_source = outgoing[:, None] + (origin + ingoing)[None, :] * second  # [second, first], of a tensor [first, second]
-    gradient = tl.zeros([patch, first], dtype=tl.float32)
-    for start in range(origin, total, tile):
-        window = start + tl.arange(0, tile)
-        down, right = window // pooled_width, window % pooled_width
-        back = tl.zeros([tile, first], dtype=tl.float32)
-        for offset in tl.range(9, num_stages=stages):
-            y, x = down - offset // 3, right - offset % 3
-            inside = (y >= 0) & (y < 2 * out_height) & (x >= 0) & (x < 2 * out_width) & (window < total)
+    kernel_source = outgoing[:, None] + ingoing[None, :] * second  # [second, first], of a tensor [first, second]
+    backs = ()
+    for _ in tl.static_range(tiles):
+        backs = backs + (tl.zeros([tile, first], dtype=tl.float32),)
+    for offset in tl.range(9, num_stages=stages):
+        kernel = tl.load(weights + offset * first * second + kernel_source)
+        added = ()
+        for part in tl.static_range(tiles):
+            window = part * tile + tl.arange(0, tile)
+            y, x = window // pooled_width - offset // 3, window % pooled_width - offset % 3
+            there = (y >= 0) & (y < 2 * out_height) & (x >= 0) & (x < 2 * out_width) & (window < total)
             place = ((y * (2 * out_width) + x) * second)[:, None] + outgoing[None, :]
-            seen = tl.load(deltas + place, mask=inside[:, None], other=0.0)
-            kernel = tl.load(weights + offset * first * second + kernel_source)
-            back = tl.dot(seen, kernel, back, input_precision=precision)
+            seen = tl.load(deltas + place, mask=there[:, None], other=0.0)
+            added = added + (tl.dot(seen, kernel, backs[part], input_precision=precision),)
+        backs = added
+    gradient = tl.zeros([patch, first], dtype=tl.float32)
+    for part in tl.static_range(tiles):
+        window = part * tile + tl.arange(0, tile)
         own = window[:, None] * first + ingoing[None, :]
         value, chosen = _unmarked(tl.load(values + own, mask=(window < total)[:, None], other=0.0))
-        back *= _slope(value, activation)
+        back = backs[part] * _slope(value, activation)
         for inside in range(4):
             down, right = _place(window, inside, pooled_width)
             patches = _patches(image, down, right, window < total, patch, channels, height, width)
@@ -296,13 +299,13 @@ def _first_gradient(
 
 @triton.jit
 def _second_gradient(
-    values, deltas, origin,
+    values, deltas,
     first: tl.constexpr, second: tl.constexpr, pooled_width: tl.constexpr,
     out_height: tl.constexpr, out_width: tl.constexpr, windows: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """One example's gradient of the second convolution: for each place of its kernel [second, first]."""
     across: tl.constexpr = 2 * out_width
-    row, ingoing, outgoing = origin + tl.arange(0, 4 * windows), tl.arange(0, first), tl.arange(0, second)
+    row, ingoing, outgoing = tl.arange(0, 4 * windows), tl.arange(0, first), tl.arange(0, second)
     real = (row < 4 * out_height * out_width)[:, None]
     delta = tl.trans(tl.load(deltas + row[:, None] * second + outgoing[None, :], mask=real, other=0.0))
     source = ((row // across * pooled_width + row % across) * first)[:, None] + ingoing[None, :]
@@ -329,11 +332,11 @@ def _factor(squared, bound):
 
 @triton.jit
 def _clip_factors(
-    first_gradient, second_gradient, features, outputs, bound, origin,
+    first_gradient, second_gradient, features, outputs, bound,
     length: tl.constexpr, padded_classes: tl.constexpr, clipped: tl.constexpr, flat: tl.constexpr,
 ):  # fmt: skip
     """Whether an example's gradient is finite, and C / max(C, norm) for each layer: `clipping.clip_factors`."""
-    column = origin + tl.arange(0, triton.next_power_of_2(length))
+    column = tl.arange(0, triton.next_power_of_2(length))
     feature = tl.load(features + column, mask=column < length, other=0.0)
     output = tl.load(outputs + tl.arange(0, padded_classes))
     if clipped:
@@ -361,9 +364,9 @@ def _clip_factors(
 
 
 @triton.jit
-def _add(total, gradients, usable, factor, example, origin, first: tl.constexpr, second: tl.constexpr):
+def _add(total, gradients, usable, factor, example, first: tl.constexpr, second: tl.constexpr):
     """Add what clipping leaves of a gradient to the step's sum, which begins with the first example."""
-    place = (origin + tl.arange(0, second))[:, None] * first + tl.arange(0, first)[None, :]
+    place = tl.arange(0, second)[:, None] * first + tl.arange(0, first)[None, :]
     for offset in tl.static_range(9):
         into = total + offset * first * second + place
         before = tl.load(into, mask=(example > 0) & (place >= 0), other=0.0)
@@ -383,9 +386,9 @@ def _keep_output(outputs, features, usable, factor, length: tl.constexpr, padded
 
 
 @triton.jit
-def _turn(weights, turned, origin, first: tl.constexpr, second: tl.constexpr):
+def _turn(weights, turned, first: tl.constexpr, second: tl.constexpr):
     """The second kernel once more, with its last two axes exchanged, as the way back reads it."""
-    outgoing, ingoing = origin + tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
+    outgoing, ingoing = tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
     for offset in range(9):
         begin = offset * first * second
         tl.store(turned + begin + ingoing * second + outgoing, tl.load(weights + begin + outgoing * first + ingoing))
@@ -394,10 +397,10 @@ def _turn(weights, turned, origin, first: tl.constexpr, second: tl.constexpr):
 
 @triton.jit
 def _update_first(
-    weights, total, noise, rate, deviation, origin,
+    weights, total, noise, rate, deviation,
     channels: tl.constexpr, first: tl.constexpr, patch: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
-    value, channel = origin + tl.arange(0, patch)[:, None], tl.arange(0, first)[None, :]
+    value, channel = tl.arange(0, patch)[:, None], tl.arange(0, first)[None, :]
     real, place = value < 9 * channels, weights + value * first + channel
     if noisy:
         total += deviation * tl.load(noise + channel * (9 * channels) + value, mask=real, other=0.0)
@@ -406,10 +409,10 @@ def _update_first(
 
 @triton.jit
 def _update_second(
-    weights, turned, total, noise, rate, deviation, count, origin,
+    weights, turned, total, noise, rate, deviation, count,
     first: tl.constexpr, second: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
-    outgoing, ingoing = origin + tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
+    outgoing, ingoing = tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
     place = outgoing * first + ingoing
     for offset in range(9):
         begin = offset * first * second
@@ -423,12 +426,12 @@ def _update_second(
 
 @triton.jit
 def _update_dense(
-    weights, outputs, features, coordinates, rate, deviation, count, step, client, key_low, key_high, origin,
+    weights, outputs, features, coordinates, rate, deviation, count, step, client, key_low, key_high,
     length: tl.constexpr, classes: tl.constexpr, padded_classes: tl.constexpr, group: tl.constexpr, tile: tl.constexpr,
     noisy: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """The sum of outer products is formed here; noise from the coordinate after `coordinates` on is drawn here."""
-    label = origin + tl.arange(0, padded_classes)[:, None]
+    label = tl.arange(0, padded_classes)[:, None]
     for start in range(0, length, tile):
         feature = start + tl.arange(0, tile)[None, :]
         change = tl.zeros([padded_classes, tile], dtype=tl.float32)
@@ -463,7 +466,6 @@ def train_cnn(
     numbers,  # [clients]: by which noise is drawn
     expected,  # [clients]: what a step's sum is divided by
     scratch,  # [programs, scratch size]
-    zero,  # an int32
     clients, steps, slots, scratch_size, learning_rate, bound, deviation, key_low, key_high,
     channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
     first: tl.constexpr, second: tl.constexpr, classes: tl.constexpr,
@@ -484,71 +486,71 @@ def train_cnn(
 
     turned = scratch + tl.program_id(0).to(tl.int64) * scratch_size  # the second kernel [offset, first, second]
     total = turned + second_size  # a step's sum for the second kernel [offset, second, first]
-    noise = total + second_size  # of both kernels, in the layout's order
-    deltas = noise + first_size + second_size  # of one example [2 · out height, 2 · out width, second]
-    values = deltas + 4 * length  # [slots, windows, first]
-    features = values + slots * pooled  # [slots, length]
+    deltas = total + second_size  # of one example [2 · out height, 2 · out width, second]
+    features = deltas + 4 * length  # [slots, length]
     back = features + slots * length  # [slots, length]
     outputs = back + slots * length  # [slots, padded classes]: deltas, later what clipping leaves of them
+    values = outputs + slots * padded_classes  # [slots, windows, first]
+    noise = values  # of both kernels, in the layout's order, when the step's activations are no longer needed
 
-    for client in range(tl.program_id(0), clients, tl.num_programs(0)):
+    for client in tl.range(tl.program_id(0), clients, tl.num_programs(0), disable_licm=True):
         first_weights = weights + tl.cast(client, tl.int64) * (first_size + second_size + classes * length)
         second_weights = first_weights + first_size
         dense_weights = second_weights + second_size
         number = tl.load(numbers + client)
         rate = learning_rate / tl.load(expected + client).to(tl.float32)
-        _turn(second_weights, turned, tl.load(zero), first, second)
+        _turn(second_weights, turned, first, second)
         tl.debug_barrier()
 
-        for step in range(steps):
+        for step in tl.range(steps, disable_licm=True):
             drawn = records + (tl.cast(client, tl.int64) * steps + step) * slots
             count = tl.load(counts + client * steps + step).to(tl.int32)
 
             # Forward, and back through the dense layer
-            for example in range(count):
+            for example in tl.range(count, disable_licm=True):
                 image = inputs + tl.load(drawn + example).to(tl.int64) * (channels * height * width)
                 _first_layer(
-                    image, first_weights, values + example * pooled, tl.load(zero),
+                    image, first_weights, values + example * pooled,
                     channels, height, width, first, pooled_height, pooled_width, patch, first_tile, activation, precision,
                 )  # fmt: skip
             tl.debug_barrier()
-            for example in range(count):
+            for example in tl.range(count, disable_licm=True):
                 _second_layer(
-                    values + example * pooled, second_weights, features + example * length, tl.load(zero),
+                    values + example * pooled, second_weights, features + example * length,
                     first, second, pooled_width, out_height, out_width, windows, activation, precision, stages,
                 )  # fmt: skip
             tl.debug_barrier()
             for begin in range(0, count, group):
                 _dense_layer(
-                    features, dense_weights, targets, drawn, outputs, back, begin, count, tl.load(zero),
+                    features, dense_weights, targets, drawn, outputs, back, begin, count,
                     length, classes, padded_classes, group, dense_tile, precision, stages,
                 )  # fmt: skip
             tl.debug_barrier()
 
             # Back through the convolutions, example by example, and what clipping leaves of each
             first_total = tl.zeros([patch, first], dtype=tl.float32)
-            for example in range(count):
+            for example in tl.range(count, disable_licm=True):
                 _second_deltas(
-                    features + example * length, back + example * length, deltas, tl.load(zero),
+                    features + example * length, back + example * length, deltas,
                     second, out_height, out_width, windows, activation,
                 )  # fmt: skip
                 tl.debug_barrier()
                 image = inputs + tl.load(drawn + example).to(tl.int64) * (channels * height * width)
                 first_gradient = _first_gradient(
-                    image, values + example * pooled, deltas, turned, tl.load(zero),
+                    image, values + example * pooled, deltas, turned,
                     channels, height, width, first, second, pooled_height, pooled_width, out_height, out_width,
                     patch, back_tile, activation, precision, stages,
                 )  # fmt: skip
                 second_gradient = _second_gradient(
-                    values + example * pooled, deltas, tl.load(zero),
+                    values + example * pooled, deltas,
                     first, second, pooled_width, out_height, out_width, windows, precision,
                 )  # fmt: skip
                 usable, first_factor, second_factor, dense_factor = _clip_factors(
                     first_gradient, second_gradient, features + example * length, outputs + example * padded_classes,
-                    bound, tl.load(zero), length, padded_classes, clipped, flat,
+                    bound, length, padded_classes, clipped, flat,
                 )  # fmt: skip
                 first_total += tl.where(usable, first_gradient * first_factor, 0.0)
-                _add(total, second_gradient, usable, second_factor, example, tl.load(zero), first, second)
+                _add(total, second_gradient, usable, second_factor, example, first, second)
                 tl.debug_barrier()
                 _keep_output(
                     outputs + example * padded_classes, features + example * length, usable, dense_factor,
@@ -557,16 +559,16 @@ def train_cnn(
 
             # W ← W − η (sum + noise) / B
             if noisy:
-                _write_normals(noise, first_size + second_size, step, number, key_low, key_high, tl.load(zero), 512)
+                _write_normals(noise, first_size + second_size, step, number, key_low, key_high, 512)
             tl.debug_barrier()
-            _update_first(first_weights, first_total, noise, rate, deviation, tl.load(zero), channels, first, patch, noisy)
+            _update_first(first_weights, first_total, noise, rate, deviation, channels, first, patch, noisy)
             _update_second(
-                second_weights, turned, total, noise + first_size, rate, deviation, count, tl.load(zero),
+                second_weights, turned, total, noise + first_size, rate, deviation, count,
                 first, second, noisy,
             )  # fmt: skip
             _update_dense(
                 dense_weights, outputs, features, first_size + second_size, rate, deviation, count,
-                step, number, key_low, key_high, tl.load(zero),
+                step, number, key_low, key_high,
                 length, classes, padded_classes, group, dense_tile, noisy, precision,
             )  # fmt: skip
             tl.debug_barrier()
