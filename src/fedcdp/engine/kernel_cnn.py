@@ -226,7 +226,7 @@ def _dense_layer(
     deltas = raised / tl.sum(raised, axis=1)[:, None] - tl.where(label[None, :] == target[:, None], 1.0, 0.0)
     tl.store(deltas_into + example[:, None] * padded_classes + label[None, :], deltas, mask=real[:, None])
     deltas = tl.where(real[:, None], deltas, 0.0)
-    for start in range(0, length, tile):
+    for start in tl.range(0, length, tile, num_stages=stages):
         feature = start + column
         kernel = tl.load(
             weights + label[:, None] * length + feature[None, :],
@@ -262,7 +262,7 @@ def _first_gradient(
     image, values, deltas, weights,
     channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr, first: tl.constexpr, second: tl.constexpr,
     pooled_height: tl.constexpr, pooled_width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
-    patch: tl.constexpr, tile: tl.constexpr, activation: tl.constexpr, precision: tl.constexpr, stages: tl.constexpr,
+    patch: tl.constexpr, tile: tl.constexpr, activation: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """One example's gradient of the first convolution [patch, first]."""
     total: tl.constexpr = pooled_height * pooled_width
@@ -272,8 +272,10 @@ def _first_gradient(
     backs = ()
     for _ in tl.static_range(tiles):
         backs = backs + (tl.zeros([tile, first], dtype=tl.float32),)
-    for offset in tl.range(9, num_stages=stages):
-        kernel = tl.load(weights + offset * first * second + kernel_source)
+    following = tl.load(weights + kernel_source)
+    for offset in range(9):
+        kernel = following  # the next one is on its way while this one is used
+        following = tl.load(weights + tl.minimum(offset + 1, 8) * first * second + kernel_source)
         added = ()
         for part in tl.static_range(tiles):
             window = part * tile + tl.arange(0, tile)
@@ -364,13 +366,12 @@ def _clip_factors(
 
 
 @triton.jit
-def _add(total, gradients, usable, factor, example, first: tl.constexpr, second: tl.constexpr):
-    """Add what clipping leaves of a gradient to the step's sum, which begins with the first example."""
+def _add(total, gradients, usable, factor, first: tl.constexpr, second: tl.constexpr):
+    """Add what clipping leaves of a gradient to the step's sum. Nobody else adds at the same time: order is kept."""
     place = tl.arange(0, second)[:, None] * first + tl.arange(0, first)[None, :]
     for offset in tl.static_range(9):
-        into = total + offset * first * second + place
-        before = tl.load(into, mask=(example > 0) & (place >= 0), other=0.0)
-        tl.store(into, before + tl.where(usable, gradients[offset] * factor, 0.0))
+        added = tl.where(usable, gradients[offset] * factor, 0.0)
+        tl.atomic_add(total + offset * first * second + place, added, sem="relaxed", scope="cta")
 
 
 @triton.jit
@@ -386,12 +387,14 @@ def _keep_output(outputs, features, usable, factor, length: tl.constexpr, padded
 
 
 @triton.jit
-def _turn(weights, turned, first: tl.constexpr, second: tl.constexpr):
-    """The second kernel once more, with its last two axes exchanged, as the way back reads it."""
+def _turn(weights, turned, total, first: tl.constexpr, second: tl.constexpr):
+    """The second kernel once more, with its last two axes exchanged, as the way back reads it; and no sum yet."""
     outgoing, ingoing = tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
     for offset in range(9):
         begin = offset * first * second
-        tl.store(turned + begin + ingoing * second + outgoing, tl.load(weights + begin + outgoing * first + ingoing))
+        kernel = tl.load(weights + begin + outgoing * first + ingoing)
+        tl.store(turned + begin + ingoing * second + outgoing, kernel)
+        tl.store(total + begin + outgoing * first + ingoing, tl.zeros_like(kernel))
 
 
 
@@ -409,14 +412,15 @@ def _update_first(
 
 @triton.jit
 def _update_second(
-    weights, turned, total, noise, rate, deviation, count,
+    weights, turned, total, noise, rate, deviation,
     first: tl.constexpr, second: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
     outgoing, ingoing = tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
     place = outgoing * first + ingoing
     for offset in range(9):
         begin = offset * first * second
-        change = tl.load(total + begin + place, mask=(count > 0) & (place >= 0), other=0.0)
+        change = tl.load(total + begin + place)
+        tl.store(total + begin + place, tl.zeros_like(change))
         if noisy:
             change += deviation * tl.load(noise + place * 9 + offset)
         kernel = tl.load(weights + begin + place) - rate * change
@@ -499,7 +503,7 @@ def train_cnn(
         dense_weights = second_weights + second_size
         number = tl.load(numbers + client)
         rate = learning_rate / tl.load(expected + client).to(tl.float32)
-        _turn(second_weights, turned, first, second)
+        _turn(second_weights, turned, total, first, second)
         tl.debug_barrier()
 
         for step in tl.range(steps, disable_licm=True):
@@ -539,7 +543,7 @@ def train_cnn(
                 first_gradient = _first_gradient(
                     image, values + example * pooled, deltas, turned,
                     channels, height, width, first, second, pooled_height, pooled_width, out_height, out_width,
-                    patch, back_tile, activation, precision, stages,
+                    patch, back_tile, activation, precision,
                 )  # fmt: skip
                 second_gradient = _second_gradient(
                     values + example * pooled, deltas,
@@ -550,7 +554,7 @@ def train_cnn(
                     bound, length, padded_classes, clipped, flat,
                 )  # fmt: skip
                 first_total += tl.where(usable, first_gradient * first_factor, 0.0)
-                _add(total, second_gradient, usable, second_factor, example, first, second)
+                _add(total, second_gradient, usable, second_factor, first, second)
                 tl.debug_barrier()
                 _keep_output(
                     outputs + example * padded_classes, features + example * length, usable, dense_factor,
@@ -563,7 +567,7 @@ def train_cnn(
             tl.debug_barrier()
             _update_first(first_weights, first_total, noise, rate, deviation, channels, first, patch, noisy)
             _update_second(
-                second_weights, turned, total, noise + first_size, rate, deviation, count,
+                second_weights, turned, total, noise + first_size, rate, deviation,
                 first, second, noisy,
             )  # fmt: skip
             _update_dense(
