@@ -74,8 +74,8 @@ class Tuning:
     """The same, on the way back."""
     dense_tile: int = 128
     """Features that the dense layer takes at once."""
-    stages: int = 1
-    """How many loads ahead of a product; 1: none, which leaves the loads to the first-level cache."""
+    stages: int = 2
+    """How many products' operands are on their way at once."""
     registers: int | None = None
     """The most registers of a thread; None: as many as there are."""
     exact: str = "tf32x3"
@@ -190,7 +190,7 @@ def train(
     kernels = sum(weights[name].numel() for name in list(network.layout.shapes)[:2])
     second = 9 * network.first * network.second
     shared = max(kernels, slots * windows * network.first)  # by noise and activations
-    scratch_size = _aligned(2 * second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
+    scratch_size = _aligned(second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
     programs = max(1, min(clients, tuning.programs * _multiprocessors(inputs.device)))
     flat = network.packed(weights).expand(clients, -1).contiguous()
     launch: Callable[..., Any] = train_cnn[(programs,)]
