@@ -28,6 +28,8 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn
 _CHANNELS = (16, 32, 64)
 _MOST_WINDOWS = 64  # of the second pooling; more do not fit into the registers
 _MOST_CLASSES = 128
+_MOST_COLOURS = 3
+_GROUP = 16  # examples that the dense layer takes at once: the least that Triton's products take
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,11 @@ def cnn_of(model: nn.Module) -> Cnn:
         raise ModelError("a layer has a bias")
     if not all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters()):
         raise ModelError("a tensor is frozen, or not of float32")
-    if dense.in_features > _MOST_WINDOWS * two.out_channels or dense.out_features > _MOST_CLASSES or one.in_channels > 4:
+    if (
+        dense.in_features > _MOST_WINDOWS * two.out_channels
+        or dense.out_features > _MOST_CLASSES
+        or one.in_channels > _MOST_COLOURS
+    ):
         raise ModelError("the images or the classes are too many for one multiprocessor")
     return Cnn(
         Layout.of(model), one.in_channels, one.out_channels, two.out_channels, dense.out_features, dense.in_features,
@@ -205,7 +211,8 @@ def train(
         noisy=rule.deviation > 0, precision="tf32" if rule.tf32 else tuning.exact,
         patch=_padded(9 * network.channels), windows=_padded(network.features // network.second),
         padded_classes=padded_classes, first_tile=tuning.first_tile, back_tile=tuning.back_tile,
-        dense_tile=tuning.dense_tile, group=16, stages=tuning.stages, num_warps=tuning.warps, num_stages=1, maxnreg=tuning.registers,
+        dense_tile=tuning.dense_tile, group=_GROUP, stages=tuning.stages,
+        num_warps=tuning.warps, num_stages=1, maxnreg=tuning.registers,
     )  # fmt: skip
     return network.unpacked(flat)
 

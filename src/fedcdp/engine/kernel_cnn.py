@@ -13,7 +13,8 @@ for sums that each thread adds to at its own places.
 
 This file is written in Triton's language, whose functions are typed by their callers. Import it only where Triton is there.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+# ruff: noqa: RUF005 (Triton has no starred expressions)
 
 import triton
 import triton.language as tl
@@ -434,9 +435,7 @@ def _update_dense(
         change = tl.zeros([padded_classes, tile], dtype=tl.float32)
         for begin in range(0, count, group):
             example = begin + tl.arange(0, group)
-            left = tl.load(
-                outputs + example[None, :] * padded_classes + label, mask=(example < count)[None, :], other=0.0
-            )
+            left = tl.load(outputs + example[None, :] * padded_classes + label, mask=(example < count)[None, :], other=0.0)
             right = tl.load(
                 features + example[:, None] * length + feature,
                 mask=(example < count)[:, None] & (feature < length), other=0.0,
