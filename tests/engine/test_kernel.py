@@ -135,6 +135,18 @@ def test_other_activations_and_images_of_three_colours(device: torch.device, act
 
 
 @needs_triton
+def test_other_numbers_of_channels(device: torch.device) -> None:
+    case, plan = case_of(device, [[2]]), plan_of()
+    network = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 16, 3, bias=False), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Flatten(), nn.Linear(32, CLASSES, bias=False),
+    )  # fmt: skip
+    case = replace(case, model=network.to(device))
+    assert_same(by_kernel(case, plan), by_engine(case, plan, BatchedEngine(case.model, F.cross_entropy)))
+
+
+@needs_triton
 def test_a_step_without_examples_is_noise_alone(device: torch.device) -> None:
     case, plan = case_of(device, POISSON), plan_of()
     found = by_kernel(case, plan, kernel.Tuning(programs=2))  # one program trains two clients

@@ -25,7 +25,7 @@ from fedcdp.errors import ModelError
 from fedcdp.tree import Layout, Tree
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
-_CHANNELS = (16, 32, 64)
+_CHANNELS = ((16, 32), (16, 32, 64))  # of the two convolutions
 _MOST_WINDOWS = 64  # of the second pooling; more do not fit into the registers
 _MOST_CLASSES = 128
 _MOST_COLOURS = 3
@@ -147,12 +147,12 @@ def cnn_of(model: nn.Module) -> Cnn:
             raise ModelError("the network is not convolution, activation, pooling, twice, and one dense layer")
     if type(act) not in _ACTIVATIONS or type(act) is not type(again):
         raise ModelError("its activations are not ReLU, tanh or sigmoid, both times the same")
-    for convolution in (one, two):
+    for convolution, allowed in zip((one, two), _CHANNELS, strict=True):
         plain = (convolution.kernel_size, convolution.stride, convolution.dilation) == ((3, 3), (1, 1), (1, 1))
         if not plain or convolution.padding not in ((0, 0), "valid") or convolution.groups != 1:
             raise ModelError("a convolution is not a plain one of 3×3")
-        if convolution.out_channels not in _CHANNELS:
-            raise ModelError(f"a convolution has {convolution.out_channels} channels, not 16, 32 or 64")
+        if convolution.out_channels not in allowed:
+            raise ModelError(f"a convolution has {convolution.out_channels} channels, not one of {allowed}")
     for pool in (half, quarter):
         pairs = [pair_of(each) for each in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
         if pairs != [(2, 2), (2, 2), (0, 0), (1, 1)] or pool.ceil_mode:
@@ -196,7 +196,7 @@ def train(
     kernels = sum(weights[name].numel() for name in list(network.layout.shapes)[:2])
     second = 9 * network.first * network.second
     shared = max(kernels, slots * windows * network.first)  # by noise and activations
-    scratch_size = _aligned(second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
+    scratch_size = _aligned(2 * second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
     programs = max(1, min(clients, tuning.programs * _multiprocessors(inputs.device)))
     flat = network.packed(weights).expand(clients, -1).contiguous()
     launch: Callable[..., Any] = train_cnn[(programs,)]
