@@ -196,7 +196,7 @@ def train(
     kernels = sum(weights[name].numel() for name in list(network.layout.shapes)[:2])
     second = 9 * network.first * network.second
     shared = max(kernels, slots * windows * network.first)  # by noise and activations
-    scratch_size = _aligned(2 * second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
+    scratch_size = _aligned(second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
     programs = max(1, min(clients, tuning.programs * _multiprocessors(inputs.device)))
     flat = network.packed(weights).expand(clients, -1).contiguous()
     launch: Callable[..., Any] = train_cnn[(programs,)]

@@ -89,14 +89,15 @@ def _in_turn(one, two, three, four):
 
 
 @triton.jit
-def _write_normals(into, coordinates, step, client, key_low, key_high, tile: tl.constexpr):
-    """The noise of the first coordinates, in their order."""
-    for start in range(0, coordinates // 4, tile):
-        block = start + tl.arange(0, tile)
-        one, two, three, four = _normals(block, step, client, key_low, key_high)
+def _write_normals(
+    into, begin, rows: tl.constexpr, values: tl.constexpr, step, client, key_low, key_high, tile: tl.constexpr
+):
+    """The noise of a tensor [rows, values] whose first coordinate is `begin`, as [values, rows]."""
+    for start in range(0, rows * values // 4, tile):
+        one, two, three, four = _normals(begin // 4 + start + tl.arange(0, tile), step, client, key_low, key_high)
         place = start * 4 + tl.arange(0, 4 * tile)
         drawn = tl.reshape(_in_turn(one, two, three, four), [4 * tile])
-        tl.store(into + place, drawn, mask=place < coordinates)
+        tl.store(into + place % values * rows + place // values, drawn, mask=place < rows * values)
 
 
 # Pooling ---------------------------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ def _first_gradient(
     total: tl.constexpr = pooled_height * pooled_width
     tiles: tl.constexpr = (total + tile - 1) // tile
     ingoing, outgoing = tl.arange(0, first), tl.arange(0, second)
-    kernel_source = outgoing[:, None] + ingoing[None, :] * second  # [second, first], of a tensor [first, second]
+    kernel_source = outgoing[:, None] * first + ingoing[None, :]
     backs = ()
     for _ in tl.static_range(tiles):
         backs = backs + (tl.zeros([tile, first], dtype=tl.float32),)
@@ -396,41 +397,26 @@ def _keep_output(outputs, features, usable, factor, length: tl.constexpr, padded
 
 
 @triton.jit
-def _turn(weights, turned, first: tl.constexpr, second: tl.constexpr):
-    """The second kernel once more, with its last two axes exchanged, as the way back reads it."""
-    outgoing, ingoing = tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
-    for offset in range(9):
-        begin = offset * first * second
-        tl.store(turned + begin + ingoing * second + outgoing, tl.load(weights + begin + outgoing * first + ingoing))
-
-
-@triton.jit
 def _update_first(
     weights, total, noise, rate, deviation,
     channels: tl.constexpr, first: tl.constexpr, patch: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
-    value, channel = tl.arange(0, patch)[:, None], tl.arange(0, first)[None, :]
-    real, place = value < 9 * channels, weights + value * first + channel
+    value = tl.arange(0, patch)[:, None]
+    place, real = value * first + tl.arange(0, first)[None, :], value < 9 * channels
     if noisy:
-        total += deviation * tl.load(noise + channel * (9 * channels) + value, mask=real, other=0.0)
-    tl.store(place, tl.load(place, mask=real, other=0.0) - rate * total, mask=real)
+        total += deviation * tl.load(noise + place, mask=real, other=0.0)
+    tl.store(weights + place, tl.load(weights + place, mask=real, other=0.0) - rate * total, mask=real)
 
 
 @triton.jit
-def _update_second(
-    weights, turned, total, noise, rate, deviation,
-    first: tl.constexpr, second: tl.constexpr, noisy: tl.constexpr,
-):  # fmt: skip
-    outgoing, ingoing = tl.arange(0, second)[:, None], tl.arange(0, first)[None, :]
-    place = outgoing * first + ingoing
-    for offset in range(9):
-        begin = offset * first * second
-        change = tl.load(total + begin + place)
+def _update_second(weights, total, noise, rate, deviation, size: tl.constexpr, tile: tl.constexpr, noisy: tl.constexpr):
+    for start in range(0, size, tile):
+        place = start + tl.arange(0, tile)
+        real = place < size
+        change = tl.load(total + place, mask=real, other=0.0)
         if noisy:
-            change += deviation * tl.load(noise + place * 9 + offset)
-        kernel = tl.load(weights + begin + place) - rate * change
-        tl.store(weights + begin + place, kernel)
-        tl.store(turned + begin + ingoing * second + outgoing, kernel)
+            change += deviation * tl.load(noise + place, mask=real, other=0.0)
+        tl.store(weights + place, tl.load(weights + place, mask=real, other=0.0) - rate * change, mask=real)
 
 
 @triton.jit
@@ -443,6 +429,8 @@ def _update_dense(
     label = tl.arange(0, padded_classes)[:, None]
     for start in range(0, length, tile):
         feature = start + tl.arange(0, tile)[None, :]
+        place, real = weights + label * length + feature, (label < classes) & (feature < length)
+        before = tl.load(place, mask=real, other=0.0)
         change = tl.zeros([padded_classes, tile], dtype=tl.float32)
         for begin in range(0, count, group):
             example = begin + tl.arange(0, group)
@@ -456,8 +444,7 @@ def _update_dense(
             block = (coordinates + label * length + start) // 4 + tl.arange(0, tile // 4)[None, :]
             one, two, three, four = _normals(block, step, client, key_low, key_high)
             change += deviation * tl.reshape(_in_turn(one, two, three, four), [padded_classes, tile])
-        place, real = weights + label * length + feature, (label < classes) & (feature < length)
-        tl.store(place, tl.load(place, mask=real, other=0.0) - rate * change, mask=real)
+        tl.store(place, before - rate * change, mask=real)
 
 
 # The program -----------------------------------------------------------------------------------------------------------
@@ -491,14 +478,13 @@ def train_cnn(
     first_size: tl.constexpr = 9 * channels * first
     second_size: tl.constexpr = 9 * first * second
 
-    turned = scratch + tl.program_id(0).to(tl.int64) * scratch_size  # the second kernel [offset, first, second]
-    total = turned + second_size  # a step's sum for the second kernel [offset, second, first]
+    total = scratch + tl.program_id(0).to(tl.int64) * scratch_size  # a step's sum for the second kernel
     deltas = total + second_size  # of one example [2 · out height, 2 · out width, second]
     features = deltas + 4 * length  # [slots, length]
     back = features + slots * length  # [slots, length]
     outputs = back + slots * length  # [slots, padded classes]: deltas, later what clipping leaves of them
     values = outputs + slots * padded_classes  # [slots, windows, first]
-    noise = values  # of both kernels, in the layout's order, when the step's activations are no longer needed
+    noise = values  # of both convolutions, in the order of their weights, when the activations are no longer needed
 
     for client in tl.range(tl.program_id(0), clients, tl.num_programs(0), disable_licm=True):
         first_weights = weights + tl.cast(client, tl.int64) * (first_size + second_size + classes * length)
@@ -506,8 +492,6 @@ def train_cnn(
         dense_weights = second_weights + second_size
         number = tl.load(numbers + client)
         rate = learning_rate / tl.load(expected + client).to(tl.float32)
-        _turn(second_weights, turned, first, second)
-        tl.debug_barrier()
 
         for step in tl.range(steps, disable_licm=True):
             drawn = records + (tl.cast(client, tl.int64) * steps + step) * slots
@@ -545,7 +529,7 @@ def train_cnn(
                 tl.debug_barrier()
                 image = inputs + tl.load(drawn + example).to(tl.int64) * (channels * height * width)
                 first_gradient = _first_gradient(
-                    image, values + example * pooled, deltas, turned,
+                    image, values + example * pooled, deltas, second_weights,
                     channels, height, width, first, second, pooled_height, pooled_width, out_height, out_width,
                     patch, back_tile, activation, precision,
                 )  # fmt: skip
@@ -567,13 +551,11 @@ def train_cnn(
 
             # W ← W − η (sum + noise) / B
             if noisy:
-                _write_normals(noise, first_size + second_size, step, number, key_low, key_high, 512)
+                _write_normals(noise, 0, first, 9 * channels, step, number, key_low, key_high, 128)
+                _write_normals(noise + first_size, first_size, first * second, 9, step, number, key_low, key_high, 512)
             tl.debug_barrier()
             _update_first(first_weights, first_total, noise, rate, deviation, channels, first, patch, noisy)
-            _update_second(
-                second_weights, turned, total, noise + first_size, rate, deviation,
-                first, second, noisy,
-            )  # fmt: skip
+            _update_second(second_weights, total, noise + first_size, rate, deviation, second_size, 2048, noisy)
             _update_dense(
                 dense_weights, outputs, features, first_size + second_size, rate, deviation, count,
                 step, number, key_low, key_high,
