@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
 _PIECE = 2**16  # blocks
+_TRITON = find_spec("triton") is not None
 
 
 def stream_key(seed: int, purpose: str, *where: int) -> int:
@@ -42,7 +45,7 @@ def philox(key: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Te
     return _philox_on_cpu(key, *counters) if on_cpu else _philox_on_device(key, *counters)
 
 
-def _philox_on_device(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
+def _philox_on_device(key: int | tuple[Tensor, Tensor], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
     """In tensor operations.
 
     A 32×32-bit product needs 64 bits; int64 arithmetic wraps to the right bit pattern, and masking after the shift
@@ -72,30 +75,58 @@ def _philox_on_cpu(key: int, *counter: Tensor) -> list[Tensor]:
     return [torch.from_numpy(word.view(np.int64)).reshape(shape) for word in (c0, c1 & mask, c2, c3 & mask)]
 
 
-def _round_keys(key: int) -> list[tuple[int, int]]:
-    first, second = key & _MASK, key >> 32
+def _round_keys(key: int | tuple[Tensor, Tensor]) -> list[tuple[Any, Any]]:
+    first, second = (key & _MASK, key >> 32) if isinstance(key, int) else key
     return [((first + n * _WEYL[0]) & _MASK, (second + n * _WEYL[1]) & _MASK) for n in range(_ROUNDS)]
 
 
-def words(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
+def words(key: int, rows: Tensor, first: int | Tensor, second: int, length: int) -> Tensor:
     """`length` random 32-bit words (in int64) for each row; row r, word j depend on (key, rows[r], first, second, j).
 
-    `rows` are the clients; `first` and `second` place the draw within them (a step and a slot, say).
+    `rows` are the clients; `first` (for all, or one for each row) and `second` place the draw within them (a step and a
+    slot, say).
     """
+    first = torch.as_tensor(first, device=rows.device).expand(len(rows))
+    if rows.is_cuda and _TRITON:
+        from fedcdp import gpu_randomness
+
+        return gpu_randomness.words(_source(key, 0, second, rows.device), rows, first.contiguous(), length)
     blocks = torch.arange(-(-length // 4), device=rows.device)
-    drawn = philox(key, (blocks[None, :], first, second, rows[:, None]))
+    drawn = philox(key, (blocks[None, :], first[:, None], second, rows[:, None]))
     return torch.stack(drawn, dim=-1).flatten(1)[:, :length]
 
 
 def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
     """`length` standard normal values (float32) for each row, by Box and Muller's transform of the same words."""
+    if rows.is_cuda:
+        return gaussians(_source(key, first, second, rows.device)[None], rows, length, torch.float32)
     blocks = torch.arange(-(-length // 4), device=rows.device)
-    # A CPU is twice as fast on pieces that stay in its cache.
-    piece = max(1, _PIECE // max(1, len(blocks))) if rows.device.type == "cpu" else max(1, len(rows))
+    piece = max(1, _PIECE // max(1, len(blocks)))  # a CPU is twice as fast on pieces that stay in its cache
     drawn = torch.empty(len(rows), len(blocks), 4, device=rows.device)
     for part, into in zip(rows.split(piece), drawn.split(piece), strict=True):
         _box_muller(philox(key, (blocks[None, :], first, second, part[:, None])), into)
     return drawn.flatten(1)[:, :length]
+
+
+def gaussians(sources: Tensor, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Sums of `normals`, one term for each of the `sources` [terms, 4] (key low, key high, first, second), on a device.
+
+    The sources are a tensor so that a program compiled once can draw with any key at any step.
+    """
+    if rows.is_cuda and _TRITON:
+        from fedcdp import gpu_randomness
+
+        return gpu_randomness.gaussians(sources, rows, length, dtype)
+    blocks = torch.arange(-(-length // 4), device=rows.device)
+    total = torch.zeros(1, dtype=dtype, device=rows.device)
+    for low, high, first, second in (source.unbind() for source in sources):
+        drawn = _philox_on_device((low, high), blocks[None, :], first, second, rows[:, None])
+        total = total + torch.stack(_normal_pairs(drawn, dtype), dim=-1).flatten(1)
+    return total[:, :length]
+
+
+def _source(key: int, first: int, second: int, device: torch.device) -> Tensor:
+    return torch.tensor([key & _MASK, key >> 32, first, second], device=device)
 
 
 def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -103,13 +134,18 @@ def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> T
     return _box_muller(drawn, torch.empty(*drawn[0].shape, 4, dtype=dtype, device=drawn[0].device)).flatten(1)
 
 
-def _box_muller(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
+def _normal_pairs(drawn: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     pairs = []
     for radius_word, angle_word in ((drawn[0], drawn[1]), (drawn[2], drawn[3])):
         # +½ keeps the logarithm finite; small words keep their full precision, so the tail reaches 6.7 deviations.
-        radius = radius_word.to(into.dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-        angle = angle_word.to(into.dtype).mul_(2.0**-32 * 2 * torch.pi)
+        radius = radius_word.to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = angle_word.to(dtype).mul_(2.0**-32 * 2 * torch.pi)
         pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
+    return pairs
+
+
+def _box_muller(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
+    pairs = _normal_pairs(drawn, into.dtype)
     if into.device.type == "cpu":  # the same by NumPy, several times as fast
         np.stack([each.numpy() for each in pairs], axis=-1, out=into.numpy())
         return into

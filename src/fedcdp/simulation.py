@@ -31,14 +31,15 @@ from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files import check_tensors, save_tensors
-from fedcdp.interrupts import deferred_interrupts, stop_if_asked
-from fedcdp.methods import METHODS, Moment, take_part
+from fedcdp.interrupts import deferred_interrupts
+from fedcdp.methods import METHODS, Moment
 from fedcdp.models import mixing_layers, prepare
 from fedcdp.noise import noise_of
 from fedcdp.plan import Plan
 from fedcdp.rundir import Row, RunDirectory, State
-from fedcdp.sampling import choose_clients, choose_records
+from fedcdp.sampling import Draw, choose_clients, choose_records_of_steps
 from fedcdp.server import Aggregate, moving_average, next_clip, server_update
+from fedcdp.trainers import Examples, Stepwise, Trainer
 from fedcdp.tree import Layout, Tree
 from fedcdp.tuning import tuned
 
@@ -214,15 +215,19 @@ class Simulator:
     """Rounds of virtual clients: the data stay on the device, and only indices move."""
 
     def __init__(self, engine: Engine, federation: Federation, plan: Plan, device: torch.device, chunk: int | None) -> None:
-        self.engine = engine
         self.federation = federation
         self.plan = plan
         self.device = device
-        self.inputs = federation.train.inputs.to(device)
-        self.targets = federation.train.targets.to(device)
+        self.examples = Examples(federation.train.inputs.to(device), federation.train.targets.to(device))
         self.validation = federation.validation
         self.noise = noise_of(plan, engine.layout)
+        self.trainer: Trainer = Stepwise(METHODS[plan.method], engine, self.examples)
         self.chunk = chunk or min(_USUAL_CHUNK.get(device.type, 64), self.most_clients())
+
+    @property
+    def engine(self) -> Engine:
+        """What computes the gradients."""
+        return self.trainer.engine
 
     @deferred_interrupts()
     def run(
@@ -274,7 +279,7 @@ class Simulator:
         for clients in chosen.split(self.chunk) if len(chosen) else ():
             table, sizes = self.records_of(clients)
             at = self.moment(state, clients.to(self.device), sizes)
-            sent = take_part(method, state.weights, self.batches(at, table, sizes), at)
+            sent = self.trainer(state.weights, self.draw(at, table, sizes), at)
             received.add(method.admit(sent.update, at), method.admit_count(sent, at))
         nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
         at = self.moment(state, nobody, nobody)
@@ -288,7 +293,7 @@ class Simulator:
         table, sizes = self.records_of(clients)
         width = min(self.plan.batch_size, int(sizes[0]))
         everything = torch.ones(1, width, dtype=torch.bool, device=self.device)
-        return Batch(self.inputs[table[:, :width]], self.targets[table[:, :width]], everything)
+        return self.examples.batch(table[:, :width], everything)
 
     def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
         """Where clients with so many records each are at the start of a round."""
@@ -300,19 +305,10 @@ class Simulator:
         table, sizes = self.federation.table(clients.numpy())
         return torch.from_numpy(table).to(self.device), torch.from_numpy(sizes).to(self.device)
 
-    def batches(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[Batch]:
-        """The batches of a round's local steps, cut to the slots that some client of the chunk fills."""
-        for records, present in self.drawn(at, table, sizes):
-            stop_if_asked()
-            yield Batch(self.inputs[records], self.targets[records], present)
-
-    def drawn(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each local step the records [clients, slots], as places in the training data, and which slots are filled."""
-        draws = [choose_records(self.plan, at.clients, sizes, at.round, step) for step in range(self.plan.local_steps)]
-        # Filled slots come first. One transfer for the whole round: asking at every step would make a GPU wait.
-        widths = torch.stack([draw.present.any(0).sum() for draw in draws]).tolist()
-        for draw, width in zip(draws, (max(width, 1) for width in widths), strict=True):
-            yield table.gather(1, draw.positions[:, :width]), draw.present[:, :width]
+    def draw(self, at: Moment, table: Tensor, sizes: Tensor) -> Draw:
+        """The records of all local steps [steps, clients, slots], as places in the training data."""
+        drawn = choose_records_of_steps(self.plan, at.clients, sizes, at.round)
+        return Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present)
 
     def _measure(self, state: State, clients: int, clip: float | None, every: int) -> Row:
         """What is written of a round. In a private run nothing here comes from before the noise."""
@@ -329,7 +325,7 @@ class Simulator:
 
     def most_clients(self) -> int:
         """How many clients may be trained at once within the budget of memory."""
-        return clients_within_budget(self.engine.model, self.inputs[0], self.plan.slots, self.plan.per_example)
+        return clients_within_budget(self.engine.model, self.examples.inputs[0], self.plan.slots, self.plan.per_example)
 
 
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:

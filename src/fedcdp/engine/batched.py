@@ -41,8 +41,13 @@ class BatchedEngine:
     @torch.no_grad()
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`. One product a layer over all examples, unless some gradient is not finite."""
-        summed = self._in_order({each.name: each.summed() for each in self._gradients(weights, batch, real_only=True)})
+        summed = self.plain_sum(weights, batch)
         return summed if all_finite(summed) else sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
+
+    @torch.no_grad()
+    def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`."""
+        return self._in_order({each.name: each.summed() for each in self._gradients(weights, batch, real_only=True)})
 
     @torch.no_grad()
     def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
