@@ -14,7 +14,7 @@ _SIZE = 512  # blocks of four words a program
 
 
 def words(source: Tensor, rows: Tensor, first: Tensor, length: int) -> Tensor:
-    """`length` 32-bit words (in int64) for each row; `source` [4] is (key low, key high, any, second), `first` is a row's."""
+    """`length` 32-bit words (in int64) for each row, of `source` [4] (key low, key high, any, second) and `first` [rows]."""
     blocks = -(-length // 4)
     drawn = torch.empty(len(rows), 4 * blocks, dtype=torch.int64, device=rows.device)
     _words[(triton.cdiv(blocks, _SIZE), len(rows))](drawn, source, rows, first, blocks, _SIZE)
@@ -32,7 +32,7 @@ def gaussians(sources: Tensor, rows: Tensor, length: int, dtype: torch.dtype) ->
 
 
 @triton.jit
-def _philox(source, block, first, row):  # type: ignore[no-untyped-def]
+def _philox(source, block, first, row):
     low, high = tl.load(source), tl.load(source + 1)
     second = tl.load(source + 3).to(tl.uint32)
     nothing = tl.zeros_like(block)
@@ -42,27 +42,27 @@ def _philox(source, block, first, row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _interleaved(a, b, c, d):  # type: ignore[no-untyped-def]
+def _interleaved(a, b, c, d):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0] * 4])
 
 
 @triton.jit
-def _place(blocks, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(SIZE: tl.constexpr):
     """The numbers of a program's blocks, and the places of its words in the row's."""
     first = tl.program_id(0) * SIZE
     return (first + tl.arange(0, SIZE)).to(tl.uint32), 4 * first + tl.arange(0, 4 * SIZE)
 
 
 @triton.jit
-def _words(out, source, rows, first, blocks, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _words(out, source, rows, first, blocks, SIZE: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    block, place = _place(blocks, SIZE)
+    block, place = _place(SIZE)
     a, b, c, d = _philox(source, block, tl.load(first + row), tl.load(rows + row))
     tl.store(out + row * 4 * blocks + place, _interleaved(a, b, c, d).to(tl.int64), mask=place < 4 * blocks)
 
 
 @triton.jit
-def _pair(radius_word, angle_word, DOUBLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pair(radius_word, angle_word, DOUBLE: tl.constexpr):
     """Box and Muller's transform, as in `randomness`."""
     kind: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     radius = tl.sqrt(-2.0 * tl.log((radius_word.to(kind) + 0.5) * 2.0**-32))
@@ -71,9 +71,9 @@ def _pair(radius_word, angle_word, DOUBLE: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def _gaussians(out, sources, rows, blocks, TERMS: tl.constexpr, DOUBLE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gaussians(out, sources, rows, blocks, TERMS: tl.constexpr, DOUBLE: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    block, place = _place(blocks, SIZE)
+    block, place = _place(SIZE)
     number = tl.load(rows + row)
     total = tl.zeros([4 * SIZE], dtype=tl.float64 if DOUBLE else tl.float32)
     for term in tl.static_range(TERMS):

@@ -78,6 +78,6 @@ def choose_records_of_steps(plan: Plan, clients: Tensor, sizes: Tensor, round_: 
         draws.append(choose_records(plan, clients.repeat(len(some)), sizes.repeat(len(some)), round_, each))
 
     def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts).unflatten(0, (plan.local_steps, len(clients)))
+        return torch.cat(parts).view(plan.local_steps, len(clients), -1)
 
     return Draw(joined([draw.positions for draw in draws]), joined([draw.present for draw in draws]))

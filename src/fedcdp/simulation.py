@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from fedcdp.methods import METHODS, Moment
 from fedcdp.models import mixing_layers, prepare
 from fedcdp.noise import noise_of
 from fedcdp.plan import Plan
+from fedcdp.precision import products
 from fedcdp.rundir import Row, RunDirectory, State
 from fedcdp.sampling import Draw, choose_clients, choose_records_of_steps
 from fedcdp.server import Aggregate, moving_average, next_clip, server_update
@@ -108,6 +109,7 @@ def simulate(
     device: str | torch.device = "cpu",
     engine: EngineName = "auto",
     chunk: int | None = None,
+    tf32: bool = False,
     evaluate_every: int = 1,
     out: Path | str | None = None,
     config: str | None = None,
@@ -120,8 +122,9 @@ def simulate(
     The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
     every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
     at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
-    bounded amount of memory. With `most_releases`, training ends before one more
-    round would be released (see `accounting.calibrate.rounds_within`), with the model so far.
+    bounded amount of memory. `tf32` lets a GPU round the factors of products to 10 bits, which is faster; norms, clipping
+    and noise stay as they are. With `most_releases`, training ends before one more round would be released (see
+    `accounting.calibrate.rounds_within`), with the model so far.
     """
     changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
     plan = plan.but(**changes) if changes else plan
@@ -137,28 +140,29 @@ def simulate(
             f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
             f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
         )
-    engines = engines_for(network, loss, engine)
-    simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
-    weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
-    simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
-    fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
-    simulator.engine, simulator.chunk = tuned(simulator, engines, fresh, chunk)
-    if out is None:
-        return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
-    directory = RunDirectory(out)
-    if resume:
-        directory.require()
-    else:
-        directory.create(_config_of_python(plan, federation) if config is None else config)
-    with directory.locked():
-        if resume and (stored := directory.load_state(plan.digest())) is not None:
-            for tree in (stored.weights, stored.average or stored.weights):
-                check_tensors(directory.checkpoint, tree, weights)
-            if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
-                raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
-            fresh = stored
-        releases = Releases(federation.clients, _ledger_of(directory, simulator, fresh.round))
-        return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
+    with products(tf32):
+        engines = engines_for(network, loss, engine)
+        simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
+        weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
+        fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
+        simulator.trainer, simulator.chunk = tuned(simulator, engines, fresh, chunk, engine)
+        if out is None:
+            return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
+        directory = RunDirectory(out)
+        if resume:
+            directory.require()
+        else:
+            directory.create(_config_of_python(plan, federation) if config is None else config)
+        with directory.locked():
+            if resume and (stored := directory.load_state(plan.digest())) is not None:
+                for tree in (stored.weights, stored.average or stored.weights):
+                    check_tensors(directory.checkpoint, tree, weights)
+                if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
+                    raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
+                fresh = stored
+            releases = Releases(federation.clients, _ledger_of(directory, simulator, fresh.round))
+            return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
 
 
 def _ledger_of(directory: RunDirectory, simulator: Simulator, rounds_done: int) -> Ledger:

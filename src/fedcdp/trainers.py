@@ -5,8 +5,10 @@ All trainers run the methods' own code and give the same result but for rounding
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +16,20 @@ from torch import Tensor
 
 from fedcdp.engine.base import Batch, Engine, Unquestioning
 from fedcdp.engine.functional import all_finite
+from fedcdp.engine.packing import PackedEngine, rows_needed
 from fedcdp.interrupts import stop_if_asked
 from fedcdp.methods import Local, Method, Moment, Sent, leave, take_part
 from fedcdp.noise import StepNoise
 from fedcdp.plan import Plan
 from fedcdp.sampling import Draw
 from fedcdp.tree import Tree
+
+Program = Callable[..., tuple[Tree, Tree | None]]
+"""One local step of a chunk of clients as a function of tensors alone: their weights, and their velocity, after it."""
+
+_LOG = logging.getLogger("fedcdp")
+_WORTH_PACKING = 0.75  # of the slots at most are filled
+_ROOM = 1.05
 
 
 @dataclass(frozen=True)
@@ -94,36 +104,72 @@ class Compiled:
     somebody reads.
     """
 
-    def __init__(self, method: Method, plan: Plan, engine: Engine, examples: Examples, chunk: int, backend: str = "inductor"):
+    def __init__(
+        self, method: Method, plan: Plan, engine: Engine, examples: Examples, chunk: int, backend: str = "inductor"
+    ) -> None:
         self.engine = engine
         self._stepwise = Stepwise(method, engine, examples)
-        self._chunk, self._plan = chunk, plan
-        self._program = torch.compile(_program(method, plan, engine, examples), fullgraph=True, dynamic=False, backend=backend)
+        self._chunk, self._plan, self._backend = chunk, plan, backend
+        self._width = (plan.batch_size + 1) // 2
+        self._rows = 0
+        self._works = True
+        self._programs: dict[int, Program] = {}
 
-    # Every training of a process counts as a variant of one program; by default, the ninth is refused.
-    @torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         """See `Trainer`."""
-        if at.tap is not None or self._plan.quantile is not None or at.noise.sources(at.round, 0) is None:
+        read = at.tap is not None or self._plan.quantile is not None
+        if read or at.noise.sources(at.round, 0) is None or not self._works:
             return self._stepwise(weights, draw, at)
+        # Every training of a process counts as a variant of one program; by default, the ninth is refused.
+        with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+            try:
+                return self._compiled_steps(weights, draw, at)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                self._works = False
+                _LOG.warning("the batched engine is used: a local step cannot be compiled: %s", _first_line(error))
+                return self._stepwise(weights, draw, at)
+
+    def _compiled_steps(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         method, clients = self._stepwise.method, len(at.clients)
         start = {name: value.expand(self._chunk, *value.shape).contiguous() for name, value in weights.items()}
         velocity = {name: torch.zeros_like(value) for name, value in start.items()} if self._plan.momentum else None
-        numbers = torch.tensor([at.learning_rate, at.clip_bound, at.step_deviation], device=at.clients.device)
+        device = at.clients.device
+        numbers = torch.tensor([at.learning_rate, at.clip_bound, at.step_deviation], device=device)
+        # One transfer for all steps: the device waits for each.
+        sources = torch.tensor([at.noise.sources(at.round, step) for step in range(len(draw.positions))], device=device)
         padded, expected = _padded(at.clients, self._chunk), _padded(at.expected_batch, self._chunk)
+        program = self._program_for(draw.present)
         now = start
         for step, (records, present) in enumerate(zip(draw.positions, draw.present, strict=True)):
             stop_if_asked()
-            sources = torch.tensor(at.noise.sources(at.round, step), device=at.clients.device)
             slots = _padded(records, self._chunk), _padded(present, self._chunk, value=False)
-            now, velocity = self._program(now, velocity, *slots, padded, expected, sources, numbers)
+            now, velocity = program(now, velocity, *slots, padded, expected, sources[step], numbers)
         if not self._plan.per_example and not all_finite(now):
             return self._stepwise(weights, draw, at)
         before, after = ({name: value[:clients] for name, value in tree.items()} for tree in (start, now))
         return leave(method, before, Local(after), at)
 
+    def _program_for(self, present: Tensor) -> Program:
+        """The program for these slots [steps, clients, slots]: packed if many are empty, with some room to spare."""
+        clients, slots = present.shape[1:]
+        needed = int(rows_needed(present, self._width).max())
+        if needed * self._width > _WORTH_PACKING * clients * slots:
+            rows = 0
+        elif needed <= self._rows:
+            rows = self._rows
+        else:
+            rows = self._rows = math.ceil(needed / clients * self._chunk * _ROOM)
+        if rows not in self._programs:
+            engine = PackedEngine(self.engine, rows, self._width) if rows else self.engine
+            self._programs[rows] = self._compiled(engine)
+        return self._programs[rows]
 
-def _program(method: Method, plan: Plan, engine: Engine, examples: Examples) -> Callable[..., tuple[Tree, Tree | None]]:
+    def _compiled(self, engine: Engine) -> Program:
+        step = _program(self._stepwise.method, self._plan, engine, self._stepwise.examples)
+        return torch.compile(step, fullgraph=True, dynamic=False, backend=self._backend)
+
+
+def _program(method: Method, plan: Plan, engine: Engine, examples: Examples) -> Program:
     """One local step as a function of tensors alone."""
     trusting = Unquestioning(engine)
 
@@ -139,9 +185,7 @@ def _program(method: Method, plan: Plan, engine: Engine, examples: Examples) -> 
     ) -> tuple[Tree, Tree | None]:
         rate, bound, deviation = numbers.unbind()
         noise = StepNoise(engine.layout, sources)
-        at = _Traced(
-            plan, trusting, noise, 0, clients, expected, step=-1, rate=rate, bound=bound, deviation=deviation
-        )
+        at = _Traced(plan, trusting, noise, 0, clients, expected, step=-1, rate=rate, bound=bound, deviation=deviation)
         after = method.local_step(Local(weights, velocity), examples.batch(records, present), at)
         return after.weights, after.velocity
 
@@ -155,3 +199,7 @@ def _padded(values: Tensor, length: int, value: Any = None) -> Tensor:
         return values
     filling = values[:1].expand(missing, *values.shape[1:])
     return torch.cat([values, filling if value is None else torch.full_like(filling, value)])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -141,10 +141,7 @@ def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor)
     drawn = list(zip(draw.positions, draw.present, strict=True))[: look.step + 1 if look.leak == "type2" else None]
     if not any(bool(present.any()) for _, present in drawn):
         return None
-    batches = [
-        simulator.examples.batch(records, _in_world(records, present, drawn, look))
-        for records, present in drawn
-    ]
+    batches = [simulator.examples.batch(records, _in_world(records, present, drawn, look)) for records, present in drawn]
     total: Tree = {}
     for number in range(look.first, look.first + look.releases):
         seen, weights = _release(simulator, state, look, batches, at, number)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,7 +26,7 @@ from fedcdp.engine.functional import FunctionalEngine
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files import user_cache, write_atomically
 
-EngineName = Literal["auto", "batched", "functional"]
+EngineName = Literal["auto", "compiled", "batched", "functional"]
 
 _LOG = logging.getLogger("fedcdp")
 _CHUNKS = {"cpu": (16, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
@@ -34,14 +35,18 @@ _WORSE = 1.1  # a chunk that is slower than the one before it by this factor end
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine, and how many clients it trains at once."""
+    """An engine, how many clients it trains at once, and how long a local step of one of them then takes."""
 
     engine: str
     chunk: int
+    seconds: float = field(default=math.inf, compare=False)
 
 
 def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:
-    """The engines that may be used for a network, by name; the batched one first where it knows every layer."""
+    """The engines that may be used for a network, by name; the batched one first where it knows every layer.
+
+    What is compiled is the batched one.
+    """
     if name not in get_args(EngineName):
         raise PlanError(f"engine: {name!r} is not one of {', '.join(get_args(EngineName))}")
     reference: dict[str, Engine] = {"functional": FunctionalEngine(model, loss)}
@@ -52,7 +57,7 @@ def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict
     except ModelError as reason:
         _LOG.log(logging.INFO if name == "auto" else logging.WARNING, "the functional engine is used: %s", reason)
         return reference
-    return batched if name == "batched" else batched | reference
+    return batched | reference if name == "auto" else batched
 
 
 def fastest(engines: Iterable[str], chunks: Sequence[int], seconds: Callable[[str, int], float]) -> Choice:
@@ -73,7 +78,8 @@ def fastest(engines: Iterable[str], chunks: Sequence[int], seconds: Callable[[st
             if times[choice] > last * _WORSE:
                 break
             last = times[choice]
-    return min(times, key=lambda choice: times[choice])
+    best = min(times, key=lambda choice: times[choice])
+    return replace(best, seconds=times[best])
 
 
 def chunks_up_to(most: int, device: torch.device) -> list[int]:
@@ -101,10 +107,10 @@ def machine(device: torch.device) -> dict[str, object]:
 def _read(path: Path) -> Choice | None:
     try:
         written = json.loads(path.read_bytes())
-        choice = Choice(written["engine"], written["chunk"])
+        choice = Choice(written["engine"], written["chunk"], float(written["seconds"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    known = choice.engine in get_args(EngineName) and type(choice.chunk) is int and choice.chunk > 0
+    known = choice.engine in get_args(EngineName) and type(choice.chunk) is int and choice.chunk > 0 and choice.seconds > 0
     return choice if known else None
 
 

@@ -6,6 +6,7 @@ products leave them: the copies in between are then of long runs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,8 @@ class Convolution(Rule):
             clients, examples, shape[3] + top + bottom, shape[4] + left + right, self.groups, channels // self.groups
         )
         parts = columns.view(clients, self.groups, examples, height, width, *self.kernel, -1).permute(0, 2, 3, 4, 5, 6, 1, 7)
+        if torch.compiler.is_compiling() and self.stride == (1, 1):
+            return self._folded_at_once(parts, shape)
         for down in range(self.kernel[0]):
             for across in range(self.kernel[1]):
                 images[
@@ -93,6 +96,18 @@ class Convolution(Rule):
                 ] += parts[:, :, :, :, down, across]  # fmt: skip
         inner = images[:, :, top : top + shape[3], left : left + shape[4]]
         return inner.flatten(4).permute(0, 1, 4, 2, 3)
+
+    def _folded_at_once(self, parts: Tensor, shape: torch.Size) -> Tensor:
+        """The same as a sum of shifted images, of which a compiler makes one pass and what comes next."""
+        height, width = parts.shape[2:4]
+        left, _, top, _ = self.padding
+        images: list[Tensor] = []
+        for down in range(self.kernel[0]):
+            for across in range(self.kernel[1]):
+                above, before = down * self.dilation[0] - top, across * self.dilation[1] - left
+                around = (before, shape[4] - width - before, above, shape[3] - height - above)
+                images.append(F.pad(parts[:, :, :, :, down, across].flatten(4).permute(0, 1, 4, 2, 3), around))
+        return functools.reduce(torch.add, images)
 
     def _kernels(self, weight: Tensor) -> Tensor:
         """A weight [clients, outputs, channels, height, width] as [clients, groups, outputs, values]."""
