@@ -75,7 +75,7 @@ def test_the_papers_table_has_a_figure_for_every_dataset_and_method() -> None:
 def test_a_visit_runs_a_warm_up_round_and_those_that_count(cancer: Subject) -> None:
     seen = visit(Case("one", cancer, ON_CPU, {"per_round": 2}), local_steps=2, rounds=3)
     assert len(seen.rounds) == 3
-    assert all(seconds > 0 for seconds in seen.rounds)
+    assert all(seconds > 0 for seconds in (*seen.rounds, *seen.processor))
     assert seen.start_up >= 0
     assert seen.peak_bytes is None
 
@@ -95,13 +95,14 @@ def test_cases_take_turns_with_as_many_local_steps_as_the_dearest_affords(
 
     def note(case: Case, local_steps: int, rounds: int = 1) -> Visit:
         order.append((case.name, local_steps))
-        return Visit(0.0, [0.1 * local_steps] * rounds, None)
+        return Visit(0.0, [0.1 * local_steps] * rounds, [0.05 * local_steps] * rounds, None)
 
     monkeypatch.setattr("fedcdp.bench.measure.visit", note)
     cases = [Case(name, cancer, ON_CPU, {"per_round": 2}) for name in ("a", "b")]
     timings = compare(cases, repeat=2, seconds=0.5, report=silent)
     assert order == [("b", 1), ("a", 5), ("b", 5), ("a", 5), ("b", 5)]
     assert timings[0].figures()["us_per_client_step"]["median"] == pytest.approx(0.1 / 2 * 1e6)
+    assert timings[0].figures()["cpu_us_per_client_step"]["median"] == pytest.approx(0.05 / 2 * 1e6)
     compare(cases, repeat=1, seconds=1e6, report=silent)
     assert order[-1] == ("b", 100)  # the paper's L
 

@@ -107,7 +107,7 @@ def contest(
             for worker in playing:
                 report(f"{worker.contestant.who}, {task.dataset} ({turn + 1} of {repeat})")
                 worker.take_turn()
-        by_mechanism = {each.contestant.mechanism: each.seconds for each in reversed(ours)}
+        by_mechanism = {each.contestant.mechanism: each for each in reversed(ours)}
         return [_row(task, worker, by_mechanism) for worker in (*ours, *others)]
 
 
@@ -117,7 +117,7 @@ class _Worker:
     def __init__(self, contestant: Contestant, task: Task, python: str) -> None:
         self.contestant = contestant
         self.seconds: list[float] = []
-        self.threads: list[float] = []
+        self.processor: list[float] = []
         self.missing: str | None = None
         self.version = self.note = ""
         self._process = subprocess.Popen(
@@ -147,8 +147,8 @@ class _Worker:
         if "seconds" not in answer:
             raise DefectError(f"{self.contestant.who} failed in its turn: {answer['missing']}")
         self.seconds.append(answer["seconds"])
-        if answer["threads"] is not None:
-            self.threads.append(answer["threads"])
+        if answer["cpu"] is not None:
+            self.processor.append(answer["cpu"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -159,15 +159,19 @@ class _Worker:
         return answer
 
 
-def _row(task: Task, worker: _Worker, ours: dict[str, list[float]]) -> dict[str, Any]:
+def _row(task: Task, worker: _Worker, ours: dict[str, _Worker]) -> dict[str, Any]:
     about = {"task": task.name, "who": worker.contestant.who, "mechanism": worker.contestant.mechanism}
     if worker.missing is not None:
         return about | {"missing": worker.missing}
-    return about | {
+    same = ours[worker.contestant.mechanism]
+    figures = {
         "version": worker.version,
         "note": worker.note,
         "us_per_client_step": spread([_MICRO * each for each in worker.seconds]),
-        "times_fedcdp": ratio(worker.seconds, ours[worker.contestant.mechanism]),
-        "threads": round(max(worker.threads), 2) if worker.threads else None,
+        "times_fedcdp": ratio(worker.seconds, same.seconds),
         "load_average": load_average(),
     }
+    if worker.processor:  # not of one that works in other processes than its own
+        figures["cpu_us_per_client_step"] = spread([_MICRO * each for each in worker.processor])
+        figures["cpu_times_fedcdp"] = ratio(worker.processor, same.processor)
+    return about | figures

@@ -64,6 +64,8 @@ class Visit:
     """Seconds from the settings to the end of the first round, less an ordinary round."""
     rounds: list[float]
     """Seconds of each round that counts."""
+    processor: list[float]
+    """Seconds of the CPU in each of them: what they would have taken, had nobody else been at work."""
     peak_bytes: int | None
     """Most memory held on a GPU at a time; None on a CPU, where only a process of its own can tell."""
 
@@ -72,18 +74,20 @@ def visit(case: Case, local_steps: int, rounds: int = 1) -> Visit:
     """Train a case for a warm-up round and `rounds` more, everything included."""
     device = torch.device(case.machine.device)
     ends: list[float] = []
+    processor: list[float] = []
 
     def note_end(_: Row) -> None:
         wait(device)
         ends.append(time.perf_counter())
+        processor.append(time.process_time())
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
     case.experiment(local_steps).train(None, splits=case.subject.splits, most_releases=1 + rounds, progress=note_end)
-    seconds = [after - before for before, after in pairwise(ends)]
+    seconds, busy = ([after - before for before, after in pairwise(times)] for times in (ends, processor))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Visit(max(0.0, ends[0] - started - statistics.median(seconds)), seconds, peak)
+    return Visit(max(0.0, ends[0] - started - statistics.median(seconds)), seconds, busy, peak)
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,15 @@ class Timing:
     client_steps: int
     """Local iterations in one round, over all its clients."""
     seconds: list[float]
+    processor: list[float]
     start_up: float
     peak_bytes: int | None
 
     def figures(self) -> dict[str, Any]:
-        """Microseconds per client step, and what they were measured over."""
+        """Microseconds per client step, those of the CPU, and what they were measured over."""
         return {
             "us_per_client_step": spread([_MICRO * each / self.client_steps for each in self.seconds]),
+            "cpu_us_per_client_step": spread([_MICRO * each / self.client_steps for each in self.processor]),
             "local_steps": self.local_steps,
             "seconds_a_round": statistics.median(self.seconds),
         }
@@ -128,6 +134,7 @@ def _timing(case: Case, local_steps: int, visits: list[Visit]) -> Timing:
         local_steps,
         case.experiment(local_steps).plan.per_round * local_steps,
         [seconds for each in visits for seconds in each.rounds],
+        [seconds for each in visits for seconds in each.processor],
         min(each.start_up for each in visits),
         max(peaks) if peaks else None,
     )

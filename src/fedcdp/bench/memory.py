@@ -10,6 +10,8 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,11 @@ def peak_mib(case: Case, local_steps: int) -> dict[str, float]:
 
 
 def _own_peak() -> float:
+    # Linux counts the parent's memory in a child's ru_maxrss, but not in this.
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) / 2**10, 1)
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT / _MIB, 1)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from fedcdp.bench.results import Rows
 
+_CPU = "cpu_us_per_client_step"
+
 Table = tuple[str, list[str], list[list[str]]]
 """A title, headings, and rows of cells."""
 
@@ -87,13 +89,17 @@ def _growth(rows: Rows, along: str, title: str, headings: list[str]) -> Table:
 
 
 def _peers(rows: Rows, task: str) -> Table:
-    cells = [[row["who"], *_speed(row), "-" if "missing" in row else _times(row["times_fedcdp"])] for row in rows]
-    return f"µs per client step, {task}; ratio to fedcdp", ["who", "µs", "spread", "ratio"], cells
+    cells = []
+    for row in rows:
+        times = _times(row["times_fedcdp"]) if "times_fedcdp" in row else "-"
+        busy = [_figure(row[_CPU]["median"]), _times(row["cpu_times_fedcdp"])] if _CPU in row else ["-", "-"]
+        cells.append([row["who"], *_speed(row), times, *busy])
+    return f"µs per client step, {task}; ratio to fedcdp", ["who", "µs", "spread", "ratio", "CPU µs", "ratio"], cells
 
 
 def remarks(content: dict[str, Any]) -> list[str]:
     """What should be known of a row of the peers: how it was done, or why it was not."""
-    rows = content["sections"].get("peers", [])
+    rows = [row for row in content["sections"].get("peers", []) if not row["who"].startswith("fedcdp")]
     told = [f"{row['who']}: {row.get('missing') or row['note']}" for row in rows if row.get("missing") or row.get("note")]
     missing = [
         f"{row['dataset']}, {row['engine']} engine: {row['missing']}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from turns import Task, Turns
 
@@ -35,18 +33,12 @@ def serve(task: Task, turns: Turns) -> None:
         noise_at="client",
     )
     steps = task.per_round * task.local_steps
-    begun: list[tuple[float, float]] = []
+    tell_and_wait = turns.after_every_round(steps, fedcdp.__version__, f"{task.per_round} clients a round")
 
     def between_rounds(_: object) -> None:
         if task.device.startswith("cuda"):
             torch.cuda.synchronize()
-        if begun:
-            wall, processor = time.perf_counter() - begun[-1][0], time.process_time() - begun[-1][1]
-            turns.done(wall / steps, processor / wall)
-        else:  # the first round was to warm up
-            turns.ready(fedcdp.__version__, f"{task.per_round} clients a round")
-        turns.wait()
-        begun.append((time.perf_counter(), time.process_time()))
+        tell_and_wait()
 
     fedcdp.simulate(
         build(task.network, task.shape, task.classes),

@@ -23,17 +23,17 @@ class Client:
         self.task, self._step = task, step
         self._inputs = torch.rand(task.records, *task.shape, generator=generator).to(task.device)
         self._targets = torch.randint(task.classes, (task.records,), generator=generator).to(task.device)
-        self._weights = [each.data for each in network.parameters()]
-        self._global = [each.clone() for each in self._weights]
-        self.sent = [torch.zeros_like(each) for each in self._weights]
+        self.weights = [each.data for each in network.parameters()]
+        self.global_weights = [each.clone() for each in self.weights]
+        self.sent = [torch.zeros_like(each) for each in self.weights]
 
     def train(self, steps: int | None = None) -> None:
         """All local steps of a round (or some)."""
-        torch._foreach_copy_(self._weights, self._global)
+        torch._foreach_copy_(self.weights, self.global_weights)
         size = self.task.batch_size
         for step in range(steps or self.task.local_steps):
             self._step(self._inputs[step * size : (step + 1) * size], self._targets[step * size : (step + 1) * size])
-        torch._foreach_add_(self.sent, torch._foreach_sub(self._weights, self._global))
+        torch._foreach_add_(self.sent, torch._foreach_sub(self.weights, self.global_weights))
 
     def seconds_a_step(self) -> float:
         """After a warm-up, the least time of a few steps."""

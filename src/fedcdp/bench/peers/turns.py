@@ -73,18 +73,36 @@ class Turns:
         if not self._asked.readline():
             sys.exit(0)
 
-    def done(self, seconds_a_client_step: float, threads: float | None = None) -> None:
-        """The answer of a turn; `threads` is CPU time over wall time."""
-        self._say({"seconds": seconds_a_client_step, "threads": threads})
+    def done(self, seconds: float, processor: float | None, steps: int) -> None:
+        """The answer of a turn: the time that so many client steps took, and that of the CPU."""
+        self._say({"seconds": seconds / steps, "cpu": None if processor is None else processor / steps})
 
-    def serve(self, round_: Callable[[], int]) -> None:
-        """Answer every turn with a call of `round_`, which returns how many client steps it did."""
+    def serve(self, round_: Callable[[], int], elsewhere: bool = False) -> None:
+        """Answer every turn with a call of `round_`, which returns how many client steps it did.
+
+        `elsewhere` says that other processes work, so that nothing is known of the CPU's time.
+        """
         while True:
             self.wait()
             wall, processor = time.perf_counter(), time.process_time()
             steps = round_()
             wall, processor = time.perf_counter() - wall, time.process_time() - processor
-            self.done(wall / steps, processor / wall)
+            self.done(wall, None if elsewhere else processor, steps)
+
+    def after_every_round(self, steps: int, version: str, note: str = "") -> Callable[[], None]:
+        """For who calls back after every round, of so many client steps: what to call. The first round is to warm up."""
+        begun: list[tuple[float, float]] = []
+
+        def tell_and_wait() -> None:
+            if begun:
+                wall, processor = time.perf_counter() - begun[-1][0], time.process_time() - begun[-1][1]
+                self.done(wall, processor, steps)
+            else:
+                self.ready(version, note)
+            self.wait()
+            begun.append((time.perf_counter(), time.process_time()))
+
+        return tell_and_wait
 
     def missing(self, why: str) -> None:
         """There will be no answer."""

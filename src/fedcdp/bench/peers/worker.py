@@ -8,15 +8,25 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
-_HERE = Path(__file__).resolve().parent
+_SOURCE = Path(__file__).resolve().parents[3]
+
+
+class _ThisFedcdp(MetaPathFinder):
+    """Finds fedcdp where this file is, whichever the interpreter has; everything else is the interpreter's own."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(_SOURCE)], target) if name == "fedcdp" and path is None else None
 
 
 def main() -> None:
     """Import the contestant, and let it serve turns on the standard streams."""
-    # fedcdp itself, for its networks, behind everything that this interpreter has of its own.
-    sys.path.append(str(_HERE.parents[2]))
+    sys.meta_path.insert(0, _ThisFedcdp())
     from turns import NotPossibleError, Task, Turns
 
     # Libraries like to print; the line to the caller is kept apart from them.
@@ -28,7 +38,7 @@ def main() -> None:
         contestant = importlib.import_module(module)
         contestant.serve(task, turns)
     except ImportError as error:
-        turns.missing(f"{error.name or module} is not installed for {sys.executable}: {error}")
+        turns.missing(f"{error.name or module} is not installed ({error})")
     except NotPossibleError as error:
         turns.missing(str(error))
     except Exception as error:
