@@ -115,8 +115,12 @@ class Timing:
 def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report) -> list[Timing]:
     """Time cases in turn, `repeat` times each; all with the same number of local steps a round.
 
-    That is as many as make a round of the last case, the dearest, last about `seconds`, and at most the paper's.
+    That is as many as make a round of the last case, the dearest, last about `seconds`, and at most the paper's. A GPU is
+    nobody else's meanwhile, and a program for it takes longer to compile than to time: there, a case has all its rounds in
+    one visit, with the paper's number of local steps.
     """
+    if torch.device(cases[0].machine.device).type == "cuda":
+        return [_on_gpu(case, repeat, report) for case in cases]
     report(f"{cases[-1].name}: how long is a step?")
     dearest, step = cases[-1], min(visit(cases[-1], 1).rounds)
     local_steps = max(1, min(dearest.longest, round(seconds / step)))
@@ -126,6 +130,11 @@ def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report) 
             report(f"{case.name} ({turn + 1} of {repeat})")
             seen.append(visit(case, local_steps))
     return [_timing(case, local_steps, seen) for case, seen in zip(cases, visits, strict=True)]
+
+
+def _on_gpu(case: Case, repeat: int, report: Report) -> Timing:
+    report(case.name)
+    return _timing(case, case.longest, [visit(case, case.longest, rounds=repeat)])
 
 
 def _timing(case: Case, local_steps: int, visits: list[Visit]) -> Timing:
