@@ -1,7 +1,8 @@
 """How a client step is timed: whole rounds of the simulator itself, cases taking turns.
 
-A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns, so that
-whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the most.
+A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns,
+so that whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the
+most.
 """
 
 from __future__ import annotations
