@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -33,7 +34,9 @@ from fedcdp.experiment import MachineSettings
 
 ON_CPU = MachineSettings(chunk=4, engine="functional")  # nothing to be tuned
 MACHINE = {"device": "cpu", "gpu": None, "cpu": "a CPU", "cores": 2, "threads": 1, "python": "3", "torch": "2"}
-TINY = Task("tiny", "adult", "mlp", (6,), 2, batch_size=2, local_steps=2, per_round=3)
+TINY = Task(
+    "tiny", "cancer", "mlp", (30,), 2, batch_size=2, local_steps=2, per_round=3, machine={"engine": "functional", "chunk": 3}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +217,20 @@ def test_contestants_take_turns_and_who_cannot_take_part_says_why() -> None:
     assert [len(row["us_per_client_step"]["samples"]) for row in rows[:2]] == [2, 2]
     assert rows[0]["times_fedcdp"]["median"] == 1
     assert "nobody_at_all is not installed" in rows[2]["missing"]
-    assert asked[-4:] == [f"{who}, adult ({turn} of 2)" for turn in (1, 2) for who in ("fedcdp", "a loop")]
+    assert asked[-4:] == [f"{who}, cancer ({turn} of 2)" for turn in (1, 2) for who in ("fedcdp", "a loop")]
+
+
+def test_a_contestant_that_fails_in_its_turn_is_out_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fragile.py").write_text(
+        "def serve(task, turns):\n    turns.ready('1')\n    turns.wait()\n    raise OSError('full')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    contestants = (Contestant("fedcdp", "fedcdp_simulator", "fed-cdp"), Contestant("fragile", "fragile", "fed-cdp"))
+    ours, other = contest(TINY, contestants, {}, 2, silent)
+    assert len(ours["us_per_client_step"]["samples"]) == 2
+    assert other["missing"] == "OSError: full"
 
 
 def test_ours_is_measured_only_where_there_is_somebody_to_compare_with() -> None:
@@ -294,3 +310,24 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert started.returncode == 1
     assert f"what was measured so far is in {path}" in told
     assert read(path)["sections"] == {}
+
+
+def test_a_pages_tables_are_made_from_the_files_that_it_names(tmp_path: Path) -> None:
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    spec = importlib.util.spec_from_file_location("speed", benchmarks / "speed.py")
+    assert spec is not None
+    assert spec.loader is not None
+    speed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(speed)
+    row = {"task": "t", "who": "fedcdp", "us_per_client_step": spread([5.0]), "times_fedcdp": spread([1.0])}
+    results = Results(MACHINE, tmp_path / "peers.json")
+    results.begin("peers")
+    results.add("peers", [row])
+    page = "before\n<!-- figures: {} peers -->\nold\n<!-- end of figures -->\nafter\n"
+    made = speed.refreshed(page.format("peers.json"), tmp_path)
+    assert "| fedcdp | 5 | 5…5 | 1 |" in made
+    assert "old" not in made
+    assert made.startswith("before\n")
+    assert made.endswith("<!-- end of figures -->\nafter\n")
+    assert speed.refreshed(made, tmp_path) == made
+    assert "old" in speed.refreshed(page.format("missing.json"), tmp_path)

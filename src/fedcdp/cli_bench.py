@@ -44,7 +44,9 @@ def bench(
     device: Annotated[str, typer.Option("--device", help="cpu (one thread), cuda, …", rich_help_panel="Machine")] = "cpu",
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", help="One setting of [run] as key=value; may be repeated.", rich_help_panel="Machine"),
+        typer.Option(
+            "--set", help="One setting of the section run as key=value; may be repeated.", rich_help_panel="Machine"
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="A JSON file for the results; one that exists is completed.")

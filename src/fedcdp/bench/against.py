@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fedcdp.presets import BENCHMARKS
 
 _WORKER = Path(__file__).parent / "peers" / "worker.py"
 _MICRO = 1e6
+_PATIENCE = 30  # seconds for a process to end by itself; one that has others to end takes a few
 # Everybody's way to say: one thread. NPROC is what XLA asks for the size of its pool.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"), "1")
 _ONE_THREAD["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -38,7 +39,8 @@ class Contestant:
     who: str
     module: str
     mechanism: str
-    engine: str = "auto"
+    engine: str = ""
+    """Of fedcdp: which engine; what the settings say by default."""
     way: str = ""
     """Of a peer that has several ways to do it: which; the fastest by default."""
     peer: str | None = None
@@ -84,6 +86,7 @@ def peers(bench: Bench, report: Report, interpreters: dict[str, str]) -> Iterato
             local_steps=setting.local_steps,
             per_round=bench.per_round if on_gpu else clients,
             device=bench.machine.device,
+            machine=vars(bench.machine),
         )
         yield contest(task, (*_OURS, *_OTHERS), interpreters, bench.repeat, report)
 
@@ -96,17 +99,21 @@ def contest(
 
         def prepared(each: Contestant) -> _Worker:
             report(f"{each.who}: making ready for {task.dataset}")
-            own_task = replace(task, mechanism=each.mechanism, engine=each.engine, way=each.way)
+            machine = task.machine | ({"engine": each.engine} if each.engine else {})
+            own_task = replace(task, mechanism=each.mechanism, way=each.way, machine=machine)
             return stack.enter_context(_Worker(each, own_task, interpreters.get(each.peer or "", sys.executable)))
 
         others = [prepared(each) for each in contestants if not each.ours]
         comparable = {"fed-cdp", *(worker.contestant.mechanism for worker in others if worker.missing is None)}
         ours = [prepared(each) for each in contestants if each.ours and each.mechanism in comparable]
-        playing = [worker for worker in (*ours, *others) if worker.missing is None]
         for turn in range(repeat):
-            for worker in playing:
-                report(f"{worker.contestant.who}, {task.dataset} ({turn + 1} of {repeat})")
-                worker.take_turn()
+            for worker in (*ours, *others):
+                if worker.missing is None:
+                    report(f"{worker.contestant.who}, {task.dataset} ({turn + 1} of {repeat})")
+                    worker.take_turn()
+        for worker in ours:
+            if worker.missing is not None:
+                raise DefectError(f"{worker.contestant.who} could not be measured: {worker.missing}")
         by_mechanism = {each.contestant.mechanism: each for each in reversed(ours)}
         return [_row(task, worker, by_mechanism) for worker in (*ours, *others)]
 
@@ -130,25 +137,37 @@ class _Worker:
         )
 
     def __enter__(self) -> _Worker:
-        answer = self._answer()
+        try:
+            answer = self._answer()
+        except BaseException:
+            self._process.terminate()
+            raise
         self.missing = answer.get("missing")
         self.version, self.note = answer.get("version", ""), answer.get("note", "")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # closes its line, which ends it
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # no more turns: that ends it
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait()
 
     def take_turn(self) -> None:
-        """Let it train, and wait for what it took."""
+        """Let it train, and wait for what it took; who fails is out, with the reason."""
         assert self._process.stdin is not None
-        self._process.stdin.write("turn\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("turn\n")
+            self._process.stdin.flush()
         answer = self._answer()
-        if "seconds" not in answer:
-            raise DefectError(f"{self.contestant.who} failed in its turn: {answer['missing']}")
-        self.seconds.append(answer["seconds"])
-        if answer["cpu"] is not None:
-            self.processor.append(answer["cpu"])
+        self.missing = answer.get("missing")
+        if self.missing is None:
+            self.seconds.append(answer["seconds"])
+            if answer["cpu"] is not None:
+                self.processor.append(answer["cpu"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -1,7 +1,8 @@
 """How a client step is timed: whole rounds of the simulator itself, cases taking turns.
 
-A case is trained for a warm-up round and then for one that counts; the cases of a comparison take turns, so that
-whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the most.
+A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns,
+so that whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the
+most.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ Report = Callable[[str], None]
 
 # So long a training chooses its engine and chunk by measurement, as a real one does; only its first rounds are run.
 _ROUNDS_OF_A_LONG_TRAINING = 10_000
+_ROUNDS_A_VISIT = {"cuda": 3}  # where rounds are short beside what comes before them
 _MICRO = 1e6
 
 
@@ -128,7 +130,7 @@ def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report) 
     for turn in range(repeat):
         for case, seen in zip(cases, visits, strict=True):
             report(f"{case.name} ({turn + 1} of {repeat})")
-            seen.append(visit(case, local_steps))
+            seen.append(visit(case, local_steps, _ROUNDS_A_VISIT.get(torch.device(case.machine.device).type, 1)))
     return [_timing(case, local_steps, seen) for case, seen in zip(cases, visits, strict=True)]
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 LEAST_SECONDS = 2.0
@@ -33,10 +33,10 @@ class Task:
     device: str = "cpu"
     mechanism: str = "fed-cdp"
     """`fed-cdp`, `nonprivate`, or `fed-sdp` with its noise at the client; for contestants that can do several."""
-    engine: str = "auto"
-    """For fedcdp alone."""
     way: str = ""
     """For a peer that has several ways to do it: which; the fastest by default."""
+    machine: dict[str, Any] = field(default_factory=dict)
+    """For fedcdp alone: its settings of the section `run`."""
 
     @property
     def records(self) -> int:
