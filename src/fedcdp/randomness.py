@@ -11,17 +11,22 @@ A stream is named by its purpose ("noise", "records", ...). Streams have unrelat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
-_PIECE = 2**16  # blocks
+_TURN = 2.0**-32 * 2 * math.pi
+_HALF, _LOWER = np.uint64(32), np.uint64(_MASK)
+_PIECE = 2**14  # blocks that a CPU draws at once: what they take stays in its cache
 
 
 def stream_key(seed: int, purpose: str, *where: int) -> int:
@@ -57,19 +62,20 @@ def _philox_on_device(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) 
 
 
 def _philox_on_cpu(key: int, *counter: Tensor) -> list[Tensor]:
-    """The same words by NumPy, whose unsigned products and shifts take half the time."""
-    c0, c1, c2, c3 = (np.atleast_1d(c.numpy()).view(np.uint64) for c in counter)
-    mask, half = np.uint64(_MASK), np.uint64(32)
-    for k0, k1 in _round_keys(key):
-        p0, p1 = c0 * np.uint64(_MULTIPLIERS[0]), c2 * np.uint64(_MULTIPLIERS[1])
-        c0 = (p1 >> half) ^ c1
-        c2 = (p0 >> half) ^ c3
-        for word, round_key in ((c0, k0), (c2, k1)):
-            word ^= np.uint64(round_key)
-            word &= mask
-        c1, c3 = p1, p0  # their upper halves are dropped where they are used
-    shape = torch.broadcast_shapes(*(c.shape for c in counter))
-    return [torch.from_numpy(word.view(np.int64)).reshape(shape) for word in (c0, c1 & mask, c2, c3 & mask)]
+    """The same words by NumPy, in a third of the time: both halves of a round at once, and in place."""
+    c0, c1, c2, c3 = (c.numpy().view(np.uint64) for c in torch.broadcast_tensors(*counter))
+    even, odd = np.stack([c0, c2]), np.stack([c1, c3])
+    column = (2, *(1,) * c0.ndim)
+    multipliers, product = np.array(_MULTIPLIERS[::-1], np.uint64).reshape(column), np.empty_like(even)
+    for round_key in _round_keys(key):
+        np.multiply(even[::-1], multipliers, out=product)
+        np.right_shift(product, _HALF, out=even)
+        even ^= odd
+        even ^= np.array(round_key, np.uint64).reshape(column)
+        even &= _LOWER  # also drops the upper half of the product that is still in `odd`
+        odd, product = product, odd
+    odd &= _LOWER
+    return [torch.from_numpy(word.view(np.int64)) for word in (even[0, ...], odd[0, ...], even[1, ...], odd[1, ...])]
 
 
 def _round_keys(key: int) -> list[tuple[int, int]]:
@@ -90,12 +96,21 @@ def words(key: int, rows: Tensor, first: int, second: int, length: int) -> Tenso
 def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
     """`length` standard normal values (float32) for each row, by Box and Muller's transform of the same words."""
     blocks = torch.arange(-(-length // 4), device=rows.device)
-    # A CPU is twice as fast on pieces that stay in its cache.
-    piece = max(1, _PIECE // max(1, len(blocks))) if rows.device.type == "cpu" else max(1, len(rows))
     drawn = torch.empty(len(rows), len(blocks), 4, device=rows.device)
-    for part, into in zip(rows.split(piece), drawn.split(piece), strict=True):
-        _box_muller(philox(key, (blocks[None, :], first, second, part[:, None])), into)
+    for some_rows, some_blocks, into in _pieces(rows, blocks, drawn):
+        _box_muller(philox(key, (some_blocks[None, :], first, second, some_rows[:, None])), into)
     return drawn.flatten(1)[:, :length]
+
+
+def _pieces(rows: Tensor, blocks: Tensor, drawn: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Parts of a draw [rows, blocks, ...]: all at once, or on a CPU about `_PIECE` blocks of them."""
+    if drawn.device.type != "cpu":
+        yield rows, blocks, drawn
+        return
+    high = max(1, round(_PIECE / max(1, len(blocks))))
+    for some_rows, band in zip(rows.split(high), drawn.split(high), strict=True):
+        for some_blocks, into in zip(blocks.split(_PIECE), band.split(_PIECE, dim=1), strict=True):
+            yield some_rows, some_blocks, into
 
 
 def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,13 +119,29 @@ def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> T
 
 
 def _box_muller(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
+    return (_box_muller_on_cpu if into.device.type == "cpu" else _box_muller_on_device)(drawn, into)
+
+
+def _box_muller_on_device(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
+    """√(−2·ln u)·(cos, sin)(2π·v) for two pairs of uniform numbers (u, v)."""
     pairs = []
-    for radius_word, angle_word in ((drawn[0], drawn[1]), (drawn[2], drawn[3])):
+    for radius_word, angle_word in (drawn[:2], drawn[2:]):
         # +½ keeps the logarithm finite; small words keep their full precision, so the tail reaches 6.7 deviations.
         radius = radius_word.to(into.dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-        angle = angle_word.to(into.dtype).mul_(2.0**-32 * 2 * torch.pi)
+        angle = angle_word.to(into.dtype).mul_(_TURN)
         pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
-    if into.device.type == "cpu":  # the same by NumPy, several times as fast
-        np.stack([each.numpy() for each in pairs], axis=-1, out=into.numpy())
-        return into
     return torch.stack(pairs, dim=-1, out=into)
+
+
+def _box_muller_on_cpu(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
+    """The same by NumPy, whose logarithm, sine and cosine of float32 take half the time."""
+    values: NDArray[Any] = into.numpy()
+    for first, (radius_word, angle_word) in ((0, drawn[:2]), (2, drawn[2:])):
+        radius, angle = radius_word.numpy().astype(values.dtype), angle_word.numpy().astype(values.dtype)
+        radius += 0.5
+        radius *= 2.0**-32
+        np.sqrt(np.multiply(np.log(radius, out=radius), -2.0, out=radius), out=radius)
+        angle *= _TURN
+        np.multiply(radius, np.cos(angle), out=values[..., first])
+        np.multiply(radius, np.sin(angle, out=angle), out=values[..., first + 1])
+    return into
