@@ -94,7 +94,7 @@ class Method(ABC):
         mean = {name: value / _column(at.expected_batch, value) for name, value in total.items()}
         velocity = mean if local.velocity is None else combine(mean, local.velocity, at.plan.momentum)
         weights = combine(local.weights, velocity, -at.plan.learning_rate_at(at.round))
-        return Local(weights, velocity, local.count if count is None else count)
+        return Local(weights, velocity if at.plan.momentum else None, local.count if count is None else count)
 
     def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
         """The update that leaves a client, ΔW_i(t) = W_i(t)_L − W(t): sanitised first, then pruned, never the reverse."""
