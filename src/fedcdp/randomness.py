@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+Words = NDArray[np.int64]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -43,8 +45,9 @@ def numpy_generator(seed: int, purpose: str, *where: int) -> np.random.Generator
 def philox(key: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]) -> list[Tensor]:
     """Philox 4x32-10 of broadcastable 32-bit counters; four tensors of 32-bit words held in int64."""
     counters = [torch.as_tensor(c, dtype=torch.int64) for c in counter]
-    on_cpu = all(c.device.type == "cpu" for c in counters)
-    return _philox_on_cpu(key, *counters) if on_cpu else _philox_on_device(key, *counters)
+    if any(c.device.type != "cpu" for c in counters):
+        return _philox_on_device(key, *counters)
+    return [torch.from_numpy(word) for word in _philox_by_numpy(key, *(c.numpy() for c in counters))]
 
 
 def _philox_on_device(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
@@ -61,21 +64,22 @@ def _philox_on_device(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) 
     return [c0, c1, c2, c3]
 
 
-def _philox_on_cpu(key: int, *counter: Tensor) -> list[Tensor]:
-    """The same words by NumPy, in a third of the time: both halves of a round at once, and in place."""
-    c0, c1, c2, c3 = (c.numpy().view(np.uint64) for c in torch.broadcast_tensors(*counter))
-    even, odd = np.stack([c0, c2]), np.stack([c1, c3])
-    column = (2, *(1,) * c0.ndim)
-    multipliers, product = np.array(_MULTIPLIERS[::-1], np.uint64).reshape(column), np.empty_like(even)
-    for round_key in _round_keys(key):
+def _philox_by_numpy(key: int, *counter: Words | int) -> list[Words]:
+    """The same words on a CPU, in a third of the time: both halves of a round at once, and in place."""
+    shape = np.broadcast_shapes(*(np.shape(c) for c in counter))
+    even, odd, product = (np.empty((2, *shape), np.uint64) for _ in range(3))
+    even[0], odd[0], even[1], odd[1] = counter
+    column = (2, *(1,) * len(shape))
+    multipliers = np.array(_MULTIPLIERS[::-1], np.uint64).reshape(column)
+    for round_key in np.array(_round_keys(key), np.uint64):
         np.multiply(even[::-1], multipliers, out=product)
         np.right_shift(product, _HALF, out=even)
         even ^= odd
-        even ^= np.array(round_key, np.uint64).reshape(column)
+        even ^= round_key.reshape(column)
         even &= _LOWER  # also drops the upper half of the product that is still in `odd`
         odd, product = product, odd
     odd &= _LOWER
-    return [torch.from_numpy(word.view(np.int64)) for word in (even[0, ...], odd[0, ...], even[1, ...], odd[1, ...])]
+    return [word.view(np.int64) for word in (even[0, ...], odd[0, ...], even[1, ...], odd[1, ...])]
 
 
 def _round_keys(key: int) -> list[tuple[int, int]]:
@@ -95,53 +99,53 @@ def words(key: int, rows: Tensor, first: int, second: int, length: int) -> Tenso
 
 def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
     """`length` standard normal values (float32) for each row, by Box and Muller's transform of the same words."""
-    blocks = torch.arange(-(-length // 4), device=rows.device)
-    drawn = torch.empty(len(rows), len(blocks), 4, device=rows.device)
-    for some_rows, some_blocks, into in _pieces(rows, blocks, drawn):
-        _box_muller(philox(key, (some_blocks[None, :], first, second, some_rows[:, None])), into)
-    return drawn.flatten(1)[:, :length]
+    count = -(-length // 4)
+    if rows.device.type == "cpu":
+        return torch.from_numpy(_normals_by_numpy(key, rows.numpy(), first, second, count)).flatten(1)[:, :length]
+    blocks = torch.arange(count, device=rows.device)
+    return box_muller(philox(key, (blocks[None, :], first, second, rows[:, None])))[:, :length]
 
 
-def _pieces(rows: Tensor, blocks: Tensor, drawn: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Parts of a draw [rows, blocks, ...]: all at once, or on a CPU about `_PIECE` blocks of them."""
-    if drawn.device.type != "cpu":
-        yield rows, blocks, drawn
-        return
-    high = max(1, round(_PIECE / max(1, len(blocks))))
-    for some_rows, band in zip(rows.split(high), drawn.split(high), strict=True):
-        for some_blocks, into in zip(blocks.split(_PIECE), band.split(_PIECE, dim=1), strict=True):
-            yield some_rows, some_blocks, into
+def _normals_by_numpy(key: int, rows: Words, first: int, second: int, count: int) -> NDArray[np.float32]:
+    """In pieces that stay in a CPU's cache [rows, blocks, 4]."""
+    drawn, blocks = np.empty((len(rows), count, 4), np.float32), np.arange(count)
+    high = max(1, round(_PIECE / max(1, count)))
+    for top in range(0, len(rows), high):
+        for left in range(0, count, _PIECE):
+            some_rows, some_blocks = slice(top, top + high), slice(left, left + _PIECE)
+            pieces = _philox_by_numpy(key, blocks[None, some_blocks], first, second, rows[some_rows, None])
+            _box_muller_by_numpy(pieces, drawn[some_rows, some_blocks])
+    return drawn
 
 
 def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """Four standard normal values of four 32-bit words: of tensors [rows, blocks], values [rows, 4 · blocks]."""
-    return _box_muller(drawn, torch.empty(*drawn[0].shape, 4, dtype=dtype, device=drawn[0].device)).flatten(1)
+    into = torch.empty(*drawn[0].shape, 4, dtype=dtype, device=drawn[0].device)
+    if into.device.type == "cpu":
+        _box_muller_by_numpy([word.numpy() for word in drawn], into.numpy())
+    else:
+        _box_muller_on_device(drawn, into)
+    return into.flatten(1)
 
 
-def _box_muller(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
-    return (_box_muller_on_cpu if into.device.type == "cpu" else _box_muller_on_device)(drawn, into)
-
-
-def _box_muller_on_device(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
-    """√(−2·ln u)·(cos, sin)(2π·v) for two pairs of uniform numbers (u, v)."""
+def _box_muller_on_device(drawn: Sequence[Tensor], into: Tensor) -> None:
+    """√(−2·ln u)·(cos, sin)(2π·v) for two pairs of uniform numbers (u, v), in tensor operations."""
     pairs = []
     for radius_word, angle_word in (drawn[:2], drawn[2:]):
         # +½ keeps the logarithm finite; small words keep their full precision, so the tail reaches 6.7 deviations.
         radius = radius_word.to(into.dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
         angle = angle_word.to(into.dtype).mul_(_TURN)
         pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
-    return torch.stack(pairs, dim=-1, out=into)
+    torch.stack(pairs, dim=-1, out=into)
 
 
-def _box_muller_on_cpu(drawn: Sequence[Tensor], into: Tensor) -> Tensor:
-    """The same by NumPy, whose logarithm, sine and cosine of float32 take half the time."""
-    values: NDArray[Any] = into.numpy()
+def _box_muller_by_numpy(drawn: Sequence[Words], into: NDArray[Any]) -> None:
+    """The same on a CPU: NumPy's logarithm, sine and cosine of float32 take half the time."""
     for first, (radius_word, angle_word) in ((0, drawn[:2]), (2, drawn[2:])):
-        radius, angle = radius_word.numpy().astype(values.dtype), angle_word.numpy().astype(values.dtype)
+        radius, angle = radius_word.astype(into.dtype), angle_word.astype(into.dtype)
         radius += 0.5
         radius *= 2.0**-32
         np.sqrt(np.multiply(np.log(radius, out=radius), -2.0, out=radius), out=radius)
         angle *= _TURN
-        np.multiply(radius, np.cos(angle), out=values[..., first])
-        np.multiply(radius, np.sin(angle, out=angle), out=values[..., first + 1])
-    return into
+        np.multiply(radius, np.cos(angle), out=into[..., first])
+        np.multiply(radius, np.sin(angle, out=angle), out=into[..., first + 1])
