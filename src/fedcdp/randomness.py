@@ -3,7 +3,7 @@
 No generator object is ever advanced, so a value does not depend on the engine, on how clients are grouped into chunks, or
 on the machine that asks for it. The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3", SC 2011), the one that NumPy, cuRAND and Triton use, written in tensor operations so that a GPU draws for all
-clients at once.
+clients at once, and in NumPy's for a CPU.
 
 A stream is named by its purpose ("noise", "records", ...). Streams have unrelated keys, hence never share a value.
 """
