@@ -65,7 +65,7 @@ def _philox_on_device(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) 
 
 
 def _philox_by_numpy(key: int, *counter: Words | int) -> list[Words]:
-    """The same words on a CPU, in a third of the time: both halves of a round at once, and in place."""
+    """The same words on a CPU, in half the time: both halves of a round at once, and in place."""
     shape = np.broadcast_shapes(*(np.shape(c) for c in counter))
     even, odd, product = (np.empty((2, *shape), np.uint64) for _ in range(3))
     even[0], odd[0], even[1], odd[1] = counter
