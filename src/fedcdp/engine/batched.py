@@ -18,6 +18,7 @@ from fedcdp.engine.base import Batch, Loss
 from fedcdp.engine.chain import chain_of
 from fedcdp.engine.functional import FunctionalEngine, all_finite, sum_of_finite
 from fedcdp.engine.gradients import Gradients
+from fedcdp.engine.memory import keep_freed_memory
 from fedcdp.tree import Group, Tree, masked
 
 LossGradients = Callable[[Tensor, Tensor], Tensor]
@@ -32,6 +33,7 @@ class BatchedEngine:
         self.model, self.layout, self.loss = model, self._reference.layout, loss
         self.outputs, self.check = self._reference.outputs, self._reference.check
         self._loss_gradients = _of_cross_entropy if loss is F.cross_entropy else _by_autograd(loss)
+        keep_freed_memory()
 
     @torch.no_grad()
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:

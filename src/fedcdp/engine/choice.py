@@ -29,7 +29,8 @@ from fedcdp.files import user_cache, write_atomically
 EngineName = Literal["auto", "compiled", "batched", "functional"]
 
 _LOG = logging.getLogger("fedcdp")
-_CHUNKS = {"cpu": (16, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
+_CHUNKS = {"cpu": (16, 8, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
+_RULES = 2  # counted up with changes that make old measurements worthless
 _WORSE = 1.1  # a chunk that is slower than the one before it by this factor ends the search in its direction
 
 
@@ -101,7 +102,7 @@ def remembered(what: Mapping[str, object], measure: Callable[[], Choice]) -> Cho
 def machine(device: torch.device) -> dict[str, object]:
     """What a measurement depends on besides the training: the device and the library."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return {"rules": _RULES, "device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def _read(path: Path) -> Choice | None:
