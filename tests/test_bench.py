@@ -262,7 +262,7 @@ def test_the_picture_shows_growth_and_peers_and_refuses_to_show_nothing(tmp_path
     pytest.importorskip("matplotlib")
     figure = spread([1.0, 2.0])
     growth = [{"along": "per_round", "per_round": n, "batch_size": 5, "us_per_client_step": figure} for n in (100, 200)]
-    peer = [{"task": "t", "who": who, "us_per_client_step": figure} for who in ("fedcdp", "other")]
+    peer = [{"task": "t", "who": who, "mechanism": "fed-cdp", "us_per_client_step": figure} for who in ("fedcdp", "other")]
     content = {"machine": MACHINE, "sections": {"growth": growth, "peers": [*peer, {"task": "t", "missing": "why"}]}}
     plot_speed(content, tmp_path / "pictures" / "speed.png")
     assert (tmp_path / "pictures" / "speed.png").read_bytes().startswith(b"\x89PNG")
