@@ -114,20 +114,31 @@ class Timing:
         }
 
 
-def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report) -> list[Timing]:
+def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report, fewest: int = 1) -> list[Timing]:
     """Time cases in turn, `repeat` times each; all with the same number of local steps a round.
 
-    That is as many as make a round of the last case, the dearest, last about `seconds`, and at most the paper's.
+    That is as many as make a round of the last case, the dearest, last about `seconds`, at least the
+    `fewest` and at most the paper's.
     """
-    report(f"{cases[-1].name}: how long is a step?")
-    dearest, step = cases[-1], min(visit(cases[-1], 1).rounds)
-    local_steps = max(1, min(dearest.longest, round(seconds / step)))
+    local_steps = max(fewest, _steps_that_take(seconds, cases[-1], report))
     visits: list[list[Visit]] = [[] for _ in cases]
     for turn in range(repeat):
         for case, seen in zip(cases, visits, strict=True):
             report(f"{case.name} ({turn + 1} of {repeat})")
             seen.append(visit(case, local_steps, _ROUNDS_A_VISIT.get(torch.device(case.machine.device).type, 1)))
     return [_timing(case, local_steps, seen) for case, seen in zip(cases, visits, strict=True)]
+
+
+def _steps_that_take(seconds: float, case: Case, report: Report) -> int:
+    """How many local steps make a round last about `seconds`, at least one and at most the paper's."""
+    report(f"{case.name}: how long is a step?")
+    steps = 1
+    while True:
+        # What a round costs besides its steps weighs less the more there are, so that an estimate by few is too low.
+        afforded = max(1, min(case.longest, round(seconds / min(visit(case, steps).rounds) * steps)))
+        if afforded <= 2 * steps:
+            return afforded
+        steps = afforded
 
 
 def _timing(case: Case, local_steps: int, visits: list[Visit]) -> Timing:
