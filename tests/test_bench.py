@@ -98,12 +98,12 @@ def test_cases_take_turns_with_as_many_local_steps_as_the_dearest_affords(
 
     def note(case: Case, local_steps: int, rounds: int = 1) -> Visit:
         order.append((case.name, local_steps))
-        return Visit(0.0, [0.1 * local_steps] * rounds, [0.05 * local_steps] * rounds, None)
+        return Visit(0.0, [0.1 * local_steps] * rounds, [0.05 * local_steps] * rounds, None, {})
 
     monkeypatch.setattr("fedcdp.bench.measure.visit", note)
     cases = [Case(name, cancer, ON_CPU, {"per_round": 2}) for name in ("a", "b")]
     timings = compare(cases, repeat=2, seconds=0.5, report=silent)
-    assert order == [("b", 1), ("a", 5), ("b", 5), ("a", 5), ("b", 5)]
+    assert order == [("b", 1), ("b", 5), ("a", 5), ("b", 5), ("a", 5), ("b", 5)]
     assert timings[0].figures()["us_per_client_step"]["median"] == pytest.approx(0.1 / 2 * 1e6)
     assert timings[0].figures()["cpu_us_per_client_step"]["median"] == pytest.approx(0.05 / 2 * 1e6)
     compare(cases, repeat=1, seconds=1e6, report=silent)
@@ -262,7 +262,7 @@ def test_the_picture_shows_growth_and_peers_and_refuses_to_show_nothing(tmp_path
     pytest.importorskip("matplotlib")
     figure = spread([1.0, 2.0])
     growth = [{"along": "per_round", "per_round": n, "batch_size": 5, "us_per_client_step": figure} for n in (100, 200)]
-    peer = [{"task": "t", "who": who, "us_per_client_step": figure} for who in ("fedcdp", "other")]
+    peer = [{"task": "t", "who": who, "mechanism": "fed-cdp", "us_per_client_step": figure} for who in ("fedcdp", "other")]
     content = {"machine": MACHINE, "sections": {"growth": growth, "peers": [*peer, {"task": "t", "missing": "why"}]}}
     plot_speed(content, tmp_path / "pictures" / "speed.png")
     assert (tmp_path / "pictures" / "speed.png").read_bytes().startswith(b"\x89PNG")

@@ -71,6 +71,10 @@ class Run:
     participations: NDArray[np.int64] = field(repr=False)
     """In how many of them each client took part."""
     directory: Path | None = None
+    engine: str = "functional"
+    """What computed the gradients in this process."""
+    chunk: int = 1
+    """How many clients it trained at once."""
 
     @property
     def rounds(self) -> int:
@@ -273,7 +277,17 @@ class Simulator:
         seconds = time.perf_counter() - started
         kept = directory.path if directory else None
         return Run(
-            self.plan, self.federation, network, metrics, seconds, steps, releases.count, releases.participations, kept
+            self.plan,
+            self.federation,
+            network,
+            metrics,
+            seconds,
+            steps,
+            releases.count,
+            releases.participations,
+            kept,
+            self.trainer.name,
+            self.chunk,
         )
 
     def round(self, state: State, chosen: Tensor) -> State:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.engine.base import Batch, Engine, Unquestioning
+from fedcdp.engine.batched import BatchedEngine
 from fedcdp.engine.functional import all_finite
 from fedcdp.engine.packing import PackedEngine, rows_needed
 from fedcdp.interrupts import stop_if_asked
@@ -49,6 +50,11 @@ class Trainer(Protocol):
 
     engine: Engine
 
+    @property
+    def name(self) -> str:
+        """As in `--engine`."""
+        ...
+
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         """What leaves the clients after the steps of `draw` [steps, clients, slots], whose positions are records."""
         ...
@@ -61,6 +67,11 @@ class Stepwise:
     method: Method
     engine: Engine
     examples: Examples
+
+    @property
+    def name(self) -> str:
+        """See `Trainer`."""
+        return "batched" if isinstance(self.engine, BatchedEngine) else "functional"
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         """See `Trainer`."""
@@ -103,6 +114,8 @@ class Compiled:
     asked once, after the last step; if the answer is no, the steps are done again by the reference. So are steps that
     somebody reads.
     """
+
+    name = "compiled"
 
     def __init__(
         self, method: Method, plan: Plan, engine: Engine, examples: Examples, chunk: int, backend: str = "inductor"

@@ -70,6 +70,8 @@ class Visit:
     """Seconds of the CPU in each of them: what they would have taken, had nobody else been at work."""
     peak_bytes: int | None
     """Most memory held on a GPU at a time; None on a CPU, where only a process of its own can tell."""
+    trained_by: dict[str, Any]
+    """The engine that was used, and how many clients it trained at once."""
 
 
 def visit(case: Case, local_steps: int, rounds: int = 1) -> Visit:
@@ -86,10 +88,17 @@ def visit(case: Case, local_steps: int, rounds: int = 1) -> Visit:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
-    case.experiment(local_steps).train(None, splits=case.subject.splits, most_releases=1 + rounds, progress=note_end)
+    experiment = case.experiment(local_steps)
+    run = experiment.train(None, splits=case.subject.splits, most_releases=1 + rounds, progress=note_end)
     seconds, busy = ([after - before for before, after in pairwise(times)] for times in (ends, processor))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Visit(max(0.0, ends[0] - started - statistics.median(seconds)), seconds, busy, peak)
+    return Visit(
+        max(0.0, ends[0] - started - statistics.median(seconds)),
+        seconds,
+        busy,
+        peak,
+        {"trained_by": run.engine, "chunk": run.chunk},
+    )
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class Timing:
     processor: list[float]
     start_up: float
     peak_bytes: int | None
+    trained_by: dict[str, Any]
 
     def figures(self) -> dict[str, Any]:
         """Microseconds per client step, those of the CPU, and what they were measured over."""
@@ -111,21 +121,19 @@ class Timing:
             "cpu_us_per_client_step": spread([_MICRO * each / self.client_steps for each in self.processor]),
             "local_steps": self.local_steps,
             "seconds_a_round": statistics.median(self.seconds),
-        }
+        } | self.trained_by
 
 
-def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report) -> list[Timing]:
+def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report, fewest: int = 1) -> list[Timing]:
     """Time cases in turn, `repeat` times each; all with the same number of local steps a round.
 
-    That is as many as make a round of the last case, the dearest, last about `seconds`, and at most the paper's. A GPU is
-    nobody else's meanwhile, and a program for it takes longer to compile than to time: there, a case has all its rounds in
-    one visit, with the paper's number of local steps.
+    That is as many as make a round of the last case, the dearest, last about `seconds`, at least the `fewest` and at most
+    the paper's. A GPU is nobody else's meanwhile, and a program for it takes longer to compile than to time: there, a case
+    has all its rounds in one visit, with the paper's number of local steps.
     """
     if torch.device(cases[0].machine.device).type == "cuda":
         return [_on_gpu(case, repeat, report) for case in cases]
-    report(f"{cases[-1].name}: how long is a step?")
-    dearest, step = cases[-1], min(visit(cases[-1], 1).rounds)
-    local_steps = max(1, min(dearest.longest, round(seconds / step)))
+    local_steps = max(fewest, _steps_that_take(seconds, cases[-1], report))
     visits: list[list[Visit]] = [[] for _ in cases]
     for turn in range(repeat):
         for case, seen in zip(cases, visits, strict=True):
@@ -139,6 +147,18 @@ def _on_gpu(case: Case, repeat: int, report: Report) -> Timing:
     return _timing(case, case.longest, [visit(case, case.longest, rounds=repeat)])
 
 
+def _steps_that_take(seconds: float, case: Case, report: Report) -> int:
+    """How many local steps make a round last about `seconds`, at least one and at most the paper's."""
+    report(f"{case.name}: how long is a step?")
+    steps = 1
+    while True:
+        # What a round costs besides its steps weighs less the more there are, so that an estimate by few is too low.
+        afforded = max(1, min(case.longest, round(seconds / min(visit(case, steps).rounds) * steps)))
+        if afforded <= 2 * steps:
+            return afforded
+        steps = afforded
+
+
 def _timing(case: Case, local_steps: int, visits: list[Visit]) -> Timing:
     peaks = [each.peak_bytes for each in visits if each.peak_bytes is not None]
     return Timing(
@@ -148,6 +168,7 @@ def _timing(case: Case, local_steps: int, visits: list[Visit]) -> Timing:
         [seconds for each in visits for seconds in each.processor],
         min(each.start_up for each in visits),
         max(peaks) if peaks else None,
+        visits[-1].trained_by,
     )
 
 

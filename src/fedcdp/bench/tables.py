@@ -100,7 +100,11 @@ def _peers(rows: Rows, task: str) -> Table:
 def remarks(content: dict[str, Any]) -> list[str]:
     """What should be known of a row of the peers: how it was done, or why it was not."""
     rows = [row for row in content["sections"].get("peers", []) if not row["who"].startswith("fedcdp")]
-    told = [f"{row['who']}: {row.get('missing') or row['note']}" for row in rows if row.get("missing") or row.get("note")]
+    told = [
+        f"{row['task'].partition(',')[0]}, {row['who']}: {row.get('missing') or row['note']}"
+        for row in rows
+        if row.get("missing") or row.get("note")
+    ]
     missing = [
         f"{row['dataset']}, {row['engine']} engine: {row['missing']}"
         for row in content["sections"].get("engines", [])

@@ -132,7 +132,7 @@ def serve(task: Task, turns: Turns) -> None:
             train = way(task, at_once)
             few = partial(_finished, train, weights, key, inputs[:, :_TRIED_STEPS], targets[:, :_TRIED_STEPS])
             few()
-            tried[at_once, name] = seconds_of(few, 2) / at_once / _TRIED_STEPS
+            tried[at_once, name] = seconds_of(few, 5) / at_once / _TRIED_STEPS
     at_once, name = min(tried, key=lambda each: tried[each])
     round_of_some = (_scanned_round if name == "one program a round" else _stepped_round)(task, at_once)
     inputs, targets = inputs_of(task, at_once)
@@ -144,5 +144,5 @@ def serve(task: Task, turns: Turns) -> None:
         jax.block_until_ready(jax.tree.map(lambda *each: sum(each), *sent))
         return groups * at_once * task.local_steps
 
-    turns.ready(jax.__version__, f"{at_once} clients at once, {name}")
+    turns.ready(jax.__version__, f"clients at once: {at_once}; {name}")
     turns.serve(round_)

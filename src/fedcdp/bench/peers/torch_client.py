@@ -39,7 +39,7 @@ class Client:
         """After a warm-up, the least time of a few steps."""
         few = min(5, self.task.local_steps)
         self.train(few)
-        return seconds_of(lambda: (self.train(few), wait(self.task)), times=3) / few
+        return seconds_of(lambda: (self.train(few), wait(self.task)), times=10) / few
 
 
 def wait(task: Task) -> None:
