@@ -144,7 +144,7 @@ def simulate(
             f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
             f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
         )
-    with products(tf32):
+    with deferred_interrupts(), products(tf32):
         engines = engines_for(network, loss, engine)
         simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
         weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
