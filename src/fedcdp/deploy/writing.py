@@ -1,0 +1,142 @@
+"""Writing a deployment: a directory that works as it is, and that says what to replace before it is more than a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+from fedcdp.deploy import readme, scripts
+from fedcdp.deploy.certificates import Authority, new_node_key, require_cryptography
+from fedcdp.deploy.errors import DeploymentError
+from fedcdp.deploy.policies import node_text, policy_text
+from fedcdp.deploy.site import CONNECTION, Site, SiteSettings
+from fedcdp.experiment import Experiment, assemble
+from fedcdp.presets import Settings
+
+_SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
+
+
+def experiment_for(nodes: int, given: list[Settings]) -> Experiment:
+    """The experiment of a deployment: one client a node, all in every round, noise from the operating system.
+
+    Settings that are given win, but for the number of clients, which is the number of nodes.
+    """
+    ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
+    experiment = assemble(ours, *given)
+    if experiment.data.clients != nodes:
+        raise DeploymentError(
+            f"clients: {experiment.data.clients} is not the number of nodes, {nodes}: each node is one client"
+        )
+    experiment.plan.check_clients(nodes)
+    if experiment.plan.secure_noise and not any("seed" in layer.get("plan", {}) for layer in given):
+        # What is drawn must be secret, too: a seed that nobody can guess, known to the server alone.
+        experiment = replace(experiment, plan=experiment.plan.but(seed=secrets.randbits(62)))
+    return experiment
+
+
+def write(
+    directory: Path | str, settings: SiteSettings, experiment: Experiment, client_epsilon: float | None = None
+) -> Site:
+    """Write a deployment into a directory that is new or empty; every secret is readable by its owner only.
+
+    Each client's policy grants `client_epsilon`; where none is given, what the plan costs it.
+    """
+    require_cryptography()
+    site = Site(directory)
+    try:
+        _refuse_content(site.path)
+        site.path.mkdir(parents=True, exist_ok=True)
+        policy = policy_text(experiment, client_epsilon)
+        for path, content, mode in [*_secrets(site, settings), *_texts(site, settings, experiment, policy)]:
+            _write(path, content, mode)
+    except OSError as error:
+        raise DeploymentError(f"{error.filename or site.path} cannot be written: {error.strerror}") from error
+    return site
+
+
+def _refuse_content(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise DeploymentError(f"{path} is a file; choose another name for the deployment")
+    if path.is_dir() and any(path.iterdir()):
+        raise DeploymentError(f"{path} is not empty; choose a new directory for the deployment")
+
+
+def _secrets(site: Site, settings: SiteSettings) -> list[tuple[Path, bytes, int]]:
+    authority = Authority.new()
+    server = authority.sign_server([settings.host, "localhost", "127.0.0.1"])
+    files = [
+        (site.authority / "ca.key", authority.pair.private, _SECRET),
+        (site.authority / "ca.pem", authority.pair.public, _PLAIN),
+        (site.server / "server.key", server.private, _SECRET),
+        (site.server / "server.pem", server.public, _PLAIN),
+    ]
+    for node in site.nodes(settings.nodes):
+        key = new_node_key()
+        files += [
+            (node.key, key.private, _SECRET),
+            (node.public_key, key.public, _PLAIN),
+            (node.authority, authority.pair.public, _PLAIN),
+        ]
+    return files
+
+
+def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: str) -> list[tuple[Path, bytes, int]]:
+    files = [
+        (site.settings_file, settings.to_toml(), _PLAIN),
+        (site.experiment, experiment.to_toml(), _SECRET),  # it holds the seed
+        (site.app / "pyproject.toml", app_project(), _PLAIN),
+        (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
+        (site.path / "start-superlink.sh", scripts.superlink(settings), _PROGRAM),
+        (site.path / "run.sh", scripts.run(settings), _PROGRAM),
+        (site.path / "README.md", readme.text(settings, experiment), _PLAIN),
+        (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which belong in no repository
+    ]
+    for node in site.nodes(settings.nodes):
+        files += [
+            (node.config, node_text(experiment, node.number), _SECRET),
+            (node.policy, policy, _SECRET),
+            (site.path / f"start-{node.name}.sh", scripts.node(settings, node.number), _PROGRAM),
+        ]
+    return [(path, content.encode(), mode) for path, content, mode in files]
+
+
+def app_project() -> str:
+    """The Flower app: which parts of this package to run. It goes to every node, so nothing of the run is in it."""
+    return """# A Flower app that consists of fedcdp's own ServerApp and ClientApp, which are installed where they run.
+# This file is sent to every node: the plan is published by the server, policies and data stay at the nodes.
+[project]
+name = "fedcdp-deployment"
+version = "1.0.0"
+description = "Gradient-leakage resilient federated learning"
+license = "Apache-2.0"
+dependencies = ["fedcdp[flower]"]
+
+[tool.flwr.app]
+publisher = "fedcdp"
+
+[tool.flwr.app.components]
+serverapp = "fedcdp.flower.app:server"
+clientapp = "fedcdp.flower.app:client"
+
+[tool.flwr.app.config]
+"""
+
+
+def _connection(site: Site, settings: SiteSettings) -> str:
+    address = scripts.address_of(settings)
+    certificate = json.dumps(str(site.authority / "ca.pem"), ensure_ascii=False)
+    return (
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+        f'[superlink.{CONNECTION}]\naddress = "{address}"\nroot-certificates = {certificate}\n'
+    )
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Never readable by others, not even for the moment before its permissions are set.
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    path.chmod(mode)  # the process's mask may have taken more away
