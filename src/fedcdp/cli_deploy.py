@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from fedcdp import output
 from fedcdp.errors import StoppedError
@@ -85,6 +86,30 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
     _show(deployment, deployment.outcome(0.0), as_json, quiet=False)
 
 
+@app.command()
+def traffic(as_json: AsJson = False) -> None:
+    """What a client's part in a round weighs on the wire, for the paper's networks, with and without pruning."""
+    from fedcdp.deploy.flower import require_flower
+    from fedcdp.deploy.traffic import PRUNED, SHAPES, weigh_benchmark
+
+    require_flower()
+    weighed = {dataset: weigh_benchmark(dataset) for dataset in SHAPES}
+    if as_json:
+        typer.echo(json.dumps({name: vars(each) for name, each in weighed.items()}))
+        return
+    table = Table(title="Bytes of one client in one round", title_justify="left", title_style="bold")
+    for heading in (
+        "network of",
+        "weights",
+        "down",
+        *("up" if not share else f"up, {share:.0%} pruned" for share in PRUNED),
+    ):
+        table.add_column(heading, justify="left" if heading == "network of" else "right")
+    for name, each in weighed.items():
+        table.add_row(name, f"{each.weights:,}", f"{each.down:,}", *(f"{each.up[share]:,}" for share in PRUNED))
+    output.stdout.print(table)
+
+
 def _show(deployment: Deployment, outcome: Outcome, as_json: bool, quiet: bool) -> None:
     privacy = _privacy(deployment)
     if as_json:
@@ -93,6 +118,7 @@ def _show(deployment: Deployment, outcome: Outcome, as_json: bool, quiet: bool) 
             "rounds": outcome.rounds,
             "seconds": round(outcome.seconds, 3),
             "us_per_client_step": None,
+            "ended": outcome.ended,
             "epsilon": None if privacy is None else privacy.as_json()["rows"],
         }
         typer.echo(json.dumps(answer))
@@ -103,7 +129,7 @@ def _show(deployment: Deployment, outcome: Outcome, as_json: bool, quiet: bool) 
     rows = {
         "method": deployment.experiment.plan.method,
         "nodes": str(deployment.settings.nodes),
-        "rounds": f"{outcome.rounds}" + ("" if outcome.rounds == planned else f" of {planned}"),
+        "rounds": f"{outcome.rounds}" + ("" if outcome.rounds == planned else f" of {planned}: {outcome.sentence}"),
         "validation accuracy": "-" if outcome.accuracy is None else f"{outcome.accuracy:.4f}",
         "run directory": str(deployment.site.run),
     }

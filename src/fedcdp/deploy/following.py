@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,14 @@ class Follower:
     def finished(self) -> bool:
         """Whether there is nothing left to do."""
         return self._run.model.exists() and self.rounds_done() >= self._experiment.plan.rounds
+
+    def ended(self) -> tuple[str, str] | None:
+        """How the server says that the run ended, in a word and in a sentence; None while it has not."""
+        try:
+            told = json.loads((self._run.path / "outcome.json").read_bytes())
+            return str(told["ended"]), str(told["sentence"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def rows(self) -> list[Row]:
         """All rounds so far."""

@@ -39,8 +39,7 @@ def node_text(experiment: Experiment, number: int) -> str:
         "classes-per-client": data.classes_per_client,
         "alpha": data.alpha,
         "split-seed": data.split_seed,
-        # The plan's seed is the server's secret; only a test that publishes it deals by it, as the simulator does.
-        "partition-seed": 0 if plan.secure_noise else plan.seed,
+        "partition-seed": plan.seed,
     }
     lines += ["# or, for tests and demonstrations, one part of a benchmark:"]
     return "\n".join([*lines, *(f"{key} = {_quoted(value)}" for key, value in settings.items() if value is not None), ""])
@@ -70,6 +69,13 @@ def policy_text(experiment: Experiment, epsilon: float | None) -> str:
 
 def needed_epsilon(experiment: Experiment) -> float:
     """The ε by a client's own account for every round of the plan and some repeated ones, rounded up; ∞ if there is none."""
+    rounds = experiment.plan.rounds
+    cost = epsilon_of(experiment, rounds + max(_REPEATED_ROUNDS, math.ceil(_SHARE_REPEATED * rounds)))
+    return cost if cost in (0.0, math.inf) else _rounded_up(cost)
+
+
+def epsilon_of(experiment: Experiment, releases: int) -> float:
+    """The ε by a client's own account (`flower.budget`) for so many releases of its first task."""
     from fedcdp.flower.budget import Grant, Participation
     from fedcdp.flower.task import Task
 
@@ -89,12 +95,10 @@ def needed_epsilon(experiment: Experiment) -> float:
         smallest_cohort=1,
         reproducible=not plan.secure_noise,
     )
-    releases = plan.rounds + max(_REPEATED_ROUNDS, math.ceil(_SHARE_REPEATED * plan.rounds))
     try:
-        cost = Grant(1.0, plan.delta, run.adversary, run.unit).cost(Participation(task, population.records, 1, releases))
+        return Grant(1.0, plan.delta, run.adversary, run.unit).cost(Participation(task, population.records, 1, releases))
     except PlanError as error:
         raise PlanError(f"{error}; choose another --adversary or --unit for the nodes' policies") from None
-    return cost if cost in (0.0, math.inf) else _rounded_up(cost)
 
 
 def _rounded_up(value: float) -> float:

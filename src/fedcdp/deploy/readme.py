@@ -37,7 +37,7 @@ If it is stopped or killed, the same command goes on from the last whole round.
 | file | who needs it | secret |
 | --- | --- | --- |
 | `deployment.toml` | `fedcdp deploy up` | no |
-| `experiment.toml` | server: the plan. Nodes get it, without the seed, as the published task | yes: the seed |
+| `experiment.toml` | server: the plan, which nodes get as the published task | no |
 | `authority/ca.pem` (and `node-*/ca.pem`) | all: by it the server is known | no |
 | `authority/ca.key` | nobody who runs; only to sign another server certificate | **yes** |
 | `server/server.key`, `server.pem` | server | **key: yes** |
@@ -45,8 +45,8 @@ If it is stopped or killed, the same command goes on from the last whole round.
 | `node-K/node.key` | node K | **yes** |
 | `node-K/node.pub` | server, to register it | no |
 | `node-K/node.toml`, `policy.toml`, `state/` | node K: its data, its policy, its ledger | its own matter |
-| `app/` | server; sent to every node | no |
-| `run/` | server: checkpoint, metrics, ledger, model | the checkpoint is what the server sees |
+| `app/` | server: what to run, and how long to wait for nodes. Sent to every node | no |
+| `run/` | server: checkpoint, metrics, ledger, model; `config.toml` has the seed by which clients are drawn | yes |
 
 A lost or restored-from-backup `node-K/state/` makes a client forget what it has spent. Keep it like the data itself.
 

@@ -29,9 +29,8 @@ def superlink(settings: SiteSettings) -> str:
 listen="${{FEDCDP_LISTEN:-127.0.0.1}}"
 port="${{FEDCDP_PORT:-{settings.port or USUAL_PORT}}}"
 
-# What the ServerApp reads: the plan, and where the run goes. Both stay on this machine.
-export FEDCDP_EXPERIMENT="${{FEDCDP_EXPERIMENT:-$here/experiment.toml}}"
-export FEDCDP_RUN="${{FEDCDP_RUN:-$here/run}}"
+# The ServerApp finds the plan and the run directory from here (app/pyproject.toml).
+cd "$here"
 export FLWR_HOME="$here/server/flwr"
 mkdir -p "$FLWR_HOME"
 
@@ -88,8 +87,10 @@ END
 # A key that is registered already is refused, which is as good.
 if [ "${{1:-}}" != --run-only ]; then
   for key in "$here"/node-*/node.pub; do
-    told="$(flwr supernode register "$key" {CONNECTION} 2>&1)" || grep -qi "already" <<< "$told" || {{ echo "$told"; exit 1; }}
+    failed=no
+    told="$(flwr supernode register "$key" {CONNECTION} 2>&1)" || failed=yes
     echo "$told"
+    if [ "$failed" = yes ] && ! grep -qi "already" <<< "$told"; then exit 1; fi
   done
 fi
 if [ "${{1:-}}" = --register-only ]; then exit 0; fi

@@ -30,6 +30,9 @@ class Outcome:
     rounds: int
     accuracy: float | None
     seconds: float
+    ended: str
+    """`done`, `too-few-clients` or `budget`, or `unfinished`."""
+    sentence: str
 
 
 class Deployment:
@@ -54,7 +57,9 @@ class Deployment:
         """How far the run is, by its directory."""
         rows = self.follower.rows()
         measured = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
-        return Outcome(int(rows[-1]["round"]) if rows else 0, measured[-1] if measured else None, seconds)
+        ended, sentence = self.follower.ended() or ("unfinished", "the run has not ended")
+        rounds = int(rows[-1]["round"]) if rows else 0
+        return Outcome(rounds, measured[-1] if measured else None, seconds, ended, sentence)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

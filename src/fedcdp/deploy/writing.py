@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 from fedcdp.deploy import readme, scripts
@@ -31,18 +30,20 @@ def experiment_for(nodes: int, given: list[Settings]) -> Experiment:
             f"clients: {experiment.data.clients} is not the number of nodes, {nodes}: each node is one client"
         )
     experiment.plan.check_clients(nodes)
-    if experiment.plan.secure_noise and not any("seed" in layer.get("plan", {}) for layer in given):
-        # What is drawn must be secret, too: a seed that nobody can guess, known to the server alone.
-        experiment = replace(experiment, plan=experiment.plan.but(seed=secrets.randbits(62)))
     return experiment
 
 
 def write(
-    directory: Path | str, settings: SiteSettings, experiment: Experiment, client_epsilon: float | None = None
+    directory: Path | str,
+    settings: SiteSettings,
+    experiment: Experiment,
+    client_epsilon: float | None = None,
+    server: Mapping[str, int | float] | None = None,
 ) -> Site:
     """Write a deployment into a directory that is new or empty; every secret is readable by its owner only.
 
-    Each client's policy grants `client_epsilon`; where none is given, what the plan costs it.
+    Each client's policy grants `client_epsilon`; where none is given, what the plan costs it. `server` has settings of
+    the ServerApp that are not the usual ones, such as `round-timeout`.
     """
     require_cryptography()
     site = Site(directory)
@@ -50,7 +51,8 @@ def write(
         _refuse_content(site.path)
         site.path.mkdir(parents=True, exist_ok=True)
         policy = policy_text(experiment, client_epsilon)
-        for path, content, mode in [*_secrets(site, settings), *_texts(site, settings, experiment, policy)]:
+        texts = [*_texts(site, settings, experiment, policy), _app(site, experiment, server or {})]
+        for path, content, mode in [*_secrets(site, settings), *texts]:
             _write(path, content, mode)
     except OSError as error:
         raise DeploymentError(f"{error.filename or site.path} cannot be written: {error.strerror}") from error
@@ -86,8 +88,7 @@ def _secrets(site: Site, settings: SiteSettings) -> list[tuple[Path, bytes, int]
 def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: str) -> list[tuple[Path, bytes, int]]:
     files = [
         (site.settings_file, settings.to_toml(), _PLAIN),
-        (site.experiment, experiment.to_toml(), _SECRET),  # it holds the seed
-        (site.app / "pyproject.toml", app_project(), _PLAIN),
+        (site.experiment, experiment.to_toml(), _PLAIN),
         (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
         (site.path / "start-superlink.sh", scripts.superlink(settings), _PROGRAM),
         (site.path / "run.sh", scripts.run(settings), _PROGRAM),
@@ -103,9 +104,21 @@ def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: s
     return [(path, content.encode(), mode) for path, content, mode in files]
 
 
-def app_project() -> str:
-    """The Flower app: which parts of this package to run. It goes to every node, so nothing of the run is in it."""
-    return """# A Flower app that consists of fedcdp's own ServerApp and ClientApp, which are installed where they run.
+def _app(site: Site, experiment: Experiment, server: Mapping[str, int | float]) -> tuple[Path, bytes, int]:
+    return site.app / "pyproject.toml", app_project(experiment, server).encode(), _PLAIN
+
+
+def app_project(experiment: Experiment, server: Mapping[str, int | float]) -> str:
+    """The Flower app: which parts of this package to run. It goes to every node, so nothing that is secret is in it."""
+    usual: dict[str, int | float] = {
+        "min-clients": experiment.data.clients,
+        "min-cohort": 1,
+        "round-timeout": 600.0,
+        "subscribe-timeout": 300.0,
+        "most-failed-rounds": 3,
+    }
+    waiting = "\n".join(f"{name} = {value}" for name, value in (usual | dict(server)).items())
+    return f"""# A Flower app that consists of fedcdp's own ServerApp and ClientApp, which are installed where they run.
 # This file is sent to every node: the plan is published by the server, policies and data stay at the nodes.
 [project]
 name = "fedcdp-deployment"
@@ -122,6 +135,13 @@ serverapp = "fedcdp.flower.app:server"
 clientapp = "fedcdp.flower.app:client"
 
 [tool.flwr.app.config]
+# The plan and the run directory, where the server runs.
+experiment = "experiment.toml"
+out = "run"
+# Noise from a published seed, which protects nobody: for tests.
+reproducible = {str(not experiment.plan.secure_noise).lower()}
+# Fewest clients to start and go on with, fewest updates for a model, seconds to wait for a round and for subscribers.
+{waiting}
 """
 
 
