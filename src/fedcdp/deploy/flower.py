@@ -107,6 +107,6 @@ class Control:
                 timeout=_COMMAND_SECONDS,
                 check=False,
             )
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, OSError):
             return ""
         return done.stdout if done.returncode == 0 else ""

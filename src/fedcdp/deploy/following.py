@@ -40,6 +40,10 @@ class Follower:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def forget_outcome(self) -> None:
+        """Before the server goes on: what it said of an earlier end is not said of this one."""
+        (self._run.path / "outcome.json").unlink(missing_ok=True)
+
     def rows(self) -> list[Row]:
         """All rounds so far."""
         try:

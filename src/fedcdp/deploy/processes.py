@@ -14,9 +14,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _GRACE_SECONDS = 10.0
@@ -56,7 +59,8 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.stop()
+            with _not_interrupted():  # a second Ctrl-C must not leave half of them behind; it takes seconds at most
+                self.stop()
         finally:
             _adopt_orphans(False)
 
@@ -131,6 +135,37 @@ def _processes() -> Iterator[tuple[int, int, str]]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             state, parent = entry.read_text().rpartition(")")[2].split()[:2]  # the name in parentheses may hold anything
             yield int(entry.parent.name), int(parent), state
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the work within as Ctrl-C does: in order."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise KeyboardInterrupt
+
+    with _handled(stop, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _not_interrupted() -> Iterator[None]:
+    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle some signals in another way for a while; outside the main thread, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

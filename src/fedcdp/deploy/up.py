@@ -12,7 +12,7 @@ from pathlib import Path
 from fedcdp.deploy import flower
 from fedcdp.deploy.errors import DeploymentError, DeploymentFailedError
 from fedcdp.deploy.following import Follower
-from fedcdp.deploy.processes import Process, Supervisor
+from fedcdp.deploy.processes import Process, Supervisor, ended_by_signals
 from fedcdp.deploy.site import Site, SiteSettings
 from fedcdp.experiment import Experiment, assemble, read_toml
 from fedcdp.rundir import Row
@@ -49,7 +49,7 @@ class Deployment:
         started = time.perf_counter()
         if not self.follower.finished():
             flower.require_flower()
-            with self._locked(), Supervisor() as supervisor:
+            with self._locked(), ended_by_signals(), Supervisor() as supervisor:
                 _Local(self, supervisor, tell).run(progress)
         return self.outcome(time.perf_counter() - started)
 
@@ -98,12 +98,12 @@ class _Local:
         for number, node_port in enumerate(node_ports, start=1):
             self._environment["FEDCDP_NODE_PORT"] = str(node_port)
             self._nodes.append(self._start(f"node-{number}", f"start-node-{number}.sh"))
+        self._deployment.follower.forget_outcome()
         job = self._start("run", "run.sh", "--run-only")
         self._follow(job, server, progress)
-        run = flower.started_run(job.log)
-        state = control.state_of(run) if run else "not started"
-        if state != "finished:completed":
-            self._supervisor.stop()
+        if self._deployment.follower.ended() is None:  # which the server says last of all
+            run = flower.started_run(job.log)
+            state = control.state_of(run) if run else "not started"
             raise DeploymentFailedError(f"the job ended as {state}; {self._log_of(job)} says why")
 
     def _start(self, name: str, script: str, *arguments: str) -> Process:
