@@ -136,11 +136,7 @@ class RunningSite:
         wait_until(lambda: self.supervisor.reap() or job.status is not None, "the job to end", 2 * PATIENCE)
         number = flower.started_run(job.log)
         assert number is not None, self.log("run")
-        return flower.Control(self.site, self._environment).state_of(number)
-
-    def stop_unfinished(self) -> None:
-        """As `fedcdp deploy up` does after a server was killed."""
-        flower.Control(self.site, self._environment).stop_unfinished()
+        return flower.state_of(number, self.site, self._environment)
 
     def use_client(self, component: str, place: Path) -> None:
         """Let the nodes run another ClientApp, of a module that lies in a place."""

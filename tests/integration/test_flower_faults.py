@@ -41,13 +41,11 @@ def test_a_killed_server_goes_on_with_the_same_run_and_no_ledger_counts_too_litt
         site.kill(site.server)  # between rounds, or as good as: the server, and all that it started, at once
 
         site.start_server()
-        site.stop_unfinished()
         site.start_job()
         wait_until(lambda: site.rounds() >= 2 and max(site.releases(1)) > (1, 9), "node 1 to be in round 3")
         site.kill(site.server, wholly=False)  # in a round: the server alone; what it started has to notice
 
         site.start_server()
-        site.stop_unfinished()
         assert site.finish(site.start_job()) == "finished:completed"
         assert site.outcome() == "done"
         assert [row["round"] for row in site.run.read_metrics()] == [1, 2, 3, 4]

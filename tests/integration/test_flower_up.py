@@ -29,6 +29,7 @@ def test_stopped_killed_and_started_again_it_ends_as_if_nothing_had_been(tmp_pat
             lambda process=process, rounds=rounds: process.poll() is not None or len(run.read_metrics()) >= rounds,  # type: ignore[misc]
             f"round {rounds}",
         )
+        assert process.poll() is None, process.communicate()
         os.kill(process.pid, number)
         _, stderr = process.communicate(timeout=120)
         assert process.returncode == status, stderr

@@ -74,39 +74,18 @@ def started_run(log: Path) -> str | None:
     return str(found[-1]) if found else None
 
 
-class Control:
-    """Questions to the running server, by `flwr`."""
-
-    def __init__(self, site: Site, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment) | {"FLWR_HOME": str(site.flwr)}
-
-    def runs(self) -> dict[str, str]:
-        """The state of every run that the server's database has, by its number."""
-        answer = json.loads(self._ask("ls", CONNECTION, "--format", "json") or "{}")
-        return {str(run["run-id"]): str(run["status"]) for run in answer.get("runs", [])}
-
-    def state_of(self, run: str) -> str:
-        """The state of one run: such as `running`, `finished:completed` or `finished:failed`."""
-        answer = json.loads(self._ask("ls", CONNECTION, "--run-id", run, "--format", "json") or "{}")
-        return next((str(each["status"]) for each in answer.get("runs", [])), "unknown")
-
-    def stop_unfinished(self) -> None:
-        """End runs that a killed server left behind, so that no node is asked to train for them."""
-        for run, state in self.runs().items():
-            if not state.startswith("finished"):
-                self._ask("stop", run, CONNECTION)
-
-    def _ask(self, *arguments: str) -> str:
-        try:
-            done = subprocess.run(
-                ["flwr", *arguments],  # noqa: S607
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_COMMAND_SECONDS,
-                check=False,
-            )
-        except (subprocess.TimeoutExpired, OSError):
-            return ""
-        return done.stdout if done.returncode == 0 else ""
+def state_of(run: str, site: Site, environment: Mapping[str, str]) -> str:
+    """How the running server says that a run stands: such as `running`, `finished:completed` or `finished:failed`."""
+    try:
+        done = subprocess.run(
+            ["flwr", "ls", CONNECTION, "--run-id", run, "--format", "json"],  # noqa: S607
+            env=dict(environment) | {"FLWR_HOME": str(site.flwr)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_SECONDS,
+            check=True,
+        )
+        return next(str(each["status"]) for each in json.loads(done.stdout)["runs"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, StopIteration):
+        return "unknown"

@@ -66,8 +66,9 @@ A lost or restored-from-backup `node-K/state/` makes a client forget what it has
   `FEDCDP_LISTEN`.
 - **The database.** `server/state.db` is SQLite, which is enough for one server; back up `run/`, not the database: after its
   loss register the keys again and start the job again, and it goes on from `run/`.
-- **Keeping it up.** A unit for systemd is `ExecStart=/srv/deployment/start-superlink.sh`, `Restart=always`, `UMask=0077`,
-  `KillMode=control-group`, a user of its own; a node's likewise. In Kubernetes: one pod each, the secrets above as
+- **Keeping it up.** A unit for systemd is `ExecStart=/srv/deployment/start-superlink.sh`, `Restart=always`, `RestartSec=20`,
+  `KillMode=control-group`, a user of its own; a node's likewise (a node that was killed is refused for a minute, as if it
+  were still connected). In Kubernetes: one pod each, the secrets above as
   mounted secrets, `run/` and `node-K/state/` on persistent volumes, never shared by two pods.
 - **Secrets.** Everything marked in the table has mode 0600; keep it so when copying (`cp -p`, `rsync -p`).
 

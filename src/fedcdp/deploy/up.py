@@ -88,13 +88,10 @@ class _Local:
             flower.require_free(port)
         # On one machine the nodes reach the server by the loopback, for which the certificate holds, too.
         self._environment |= {"FEDCDP_PORT": str(port), "FEDCDP_SERVER": f"127.0.0.1:{port}"}
-        had_runs = self._site.database.exists()
+        self._forget_database()
         server = self._start("superlink", "start-superlink.sh")
         self._wait_for(server, port)
         self._finish(self._start("register", "run.sh", "--register-only"), server)
-        control = flower.Control(self._site, self._environment)
-        if had_runs:
-            control.stop_unfinished()
         for number, node_port in enumerate(node_ports, start=1):
             self._environment["FEDCDP_NODE_PORT"] = str(node_port)
             self._nodes.append(self._start(f"node-{number}", f"start-node-{number}.sh"))
@@ -103,8 +100,16 @@ class _Local:
         self._follow(job, server, progress)
         if self._deployment.follower.ended() is None:  # which the server says last of all
             run = flower.started_run(job.log)
-            state = control.state_of(run) if run else "not started"
+            state = flower.state_of(run, self._site, self._environment) if run else "not started"
             raise DeploymentFailedError(f"the job ended as {state}; {self._log_of(job)} says why")
+
+    def _forget_database(self) -> None:
+        """Begin with an empty one: the run is in the run directory, and keys are registered anew.
+
+        A database that outlived its server would have nodes that count as connected, and are refused for a minute.
+        """
+        for path in self._site.server.glob(f"{self._site.database.name}*"):
+            path.unlink()
 
     def _start(self, name: str, script: str, *arguments: str) -> Process:
         log = self._site.logs / f"{name}.log"
