@@ -7,7 +7,7 @@ that it ever takes part in, whatever the server asks.
   server chooses clients at random is not counted on: it is the server that chooses. That nobody sees which records a step
   draws is: the client draws them.
 - Tasks add up by basic composition, which holds also if a server chooses the next task by what it saw of the last. The
-  k-th task that a client accepts is accounted at δ/2^k, so that all of them together stay below δ.
+  k-th task that a client releases something for is accounted at δ/2^k, so that all of them together stay below δ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedcdp.flower.task import Task
 
 @dataclass(frozen=True)
 class Participation:
-    """How often a client took part in a task: the `place`-th that it accepted, counted from 1, with so many records."""
+    """How often a client took part in a task: the `place`-th that it released something for, with so many records."""
 
     task: Task
     records: int
@@ -47,8 +47,6 @@ class Grant:
 
         plan = taken.task.plan
         view = Target(1.0, self.adversary, self.unit).view(plan, _population(taken))
-        if taken.times == 0:
-            return 0.0
         weakest = min(noise_multipliers(plan))
         return tight.epsilon(repeated((view.participation or view.taken)(weakest), taken.times), self.delta / 2**taken.place)
 

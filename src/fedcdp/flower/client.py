@@ -24,7 +24,6 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.engine import Loss
 from fedcdp.errors import FedcdpError
 from fedcdp.flower import messages, wire
-from fedcdp.flower.budget import Participation
 from fedcdp.flower.data import DataFunction, imported, records_of
 from fedcdp.flower.errors import RefusedError, TaskError, WireError
 from fedcdp.flower.ledger import Accepted, ClientLedger
@@ -152,8 +151,7 @@ def _charge(policy: ClientPolicy, ledger: ClientLedger, accepted: Accepted, aske
     if (asked.clip is not None) != (plan.quantile is not None):
         raise WireError("a clip bound goes with a round if, and only if, it follows a quantile")
     if not accepted.is_the_last_again(asked.number, asked.attempt):
-        now = accepted.participation
-        wanted = Participation(now.task, now.records, now.place, now.times + 1)
+        wanted = ledger.once_more(accepted.task, accepted.records)
         if (reason := policy.unaffordable(wanted, ledger)) is not None:
             raise RefusedError(reason, final=True)
     ledger.charge(digest, asked.number, asked.attempt, plan.clip_at(asked.number, asked.clip) if plan.private else 0.0)

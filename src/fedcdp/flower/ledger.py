@@ -43,13 +43,9 @@ class Accepted:
 
     task: Task
     records: int
-    place: int
     releases: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def participation(self) -> Participation:
-        """What it has cost so far is computed from this."""
-        return Participation(self.task, self.records, self.place, len(self.releases))
+    place: int = 0
+    """Among the tasks with a release, counted from 1; 0: it has none yet."""
 
     def is_the_last_again(self, round_: int, attempt: int) -> bool:
         """Whether this is the last release once more: under a published seed, the same values."""
@@ -108,18 +104,29 @@ class ClientLedger(Journal):
         if wrong := _objection(accepted, round_, attempt):
             raise RefusedError(wrong)
         self._write_line({"released": digest, "round": round_, "attempt": attempt, "bound": bound})
-        accepted.releases.append((round_, attempt))
+        self._count(accepted, round_, attempt)
 
     def name_in(self, task: Task) -> str:
         """The name by which the server of a task knows this client again; of no use to any other server."""
         return hashlib.blake2b(f"{self.member}/{task.digest()}".encode(), digest_size=16).hexdigest()
 
-    def spent(self, without: str | None = None) -> list[Participation]:
+    def spent(self, without: Task | None = None) -> list[Participation]:
         """All participations so far, but for those in one task."""
-        return [each.participation for digest, each in self.tasks.items() if digest != without]
+        others = (each for each in self.tasks.values() if without is None or each.task != without)
+        return [Participation(each.task, each.records, each.place, len(each.releases)) for each in others if each.releases]
+
+    def once_more(self, task: Task, records: int) -> Participation:
+        """What has been taken of a task, and one participation more."""
+        known = self.tasks.get(task.digest(), Accepted(task, records))
+        place = known.place or 1 + max((each.place for each in self.tasks.values()), default=0)
+        return Participation(task, records, place, len(known.releases) + 1)
+
+    def _count(self, accepted: Accepted, round_: int, attempt: int) -> None:
+        accepted.place = self.once_more(accepted.task, accepted.records).place
+        accepted.releases.append((round_, attempt))
 
     def _take_in(self, task: Task, records: int) -> Accepted:
-        accepted = Accepted(task, records, len(self.tasks) + 1)
+        accepted = Accepted(task, records)
         self.tasks[task.digest()] = accepted
         return accepted
 
@@ -149,7 +156,7 @@ class ClientLedger(Journal):
         numbers = type(round_) is int and type(attempt) is int and type(bound) is float and math.isfinite(bound)
         if accepted is None or not numbers or _objection(accepted, round_, attempt):
             raise LineError("is impossible: no such release can come here")
-        accepted.releases.append((round_, attempt))
+        self._count(accepted, round_, attempt)
 
 
 def _objection(accepted: Accepted, round_: int, attempt: int) -> str | None:

@@ -141,9 +141,7 @@ class ClientPolicy:
         known = ledger.tasks.get(task.digest())
         if known is not None and known.records != facts.records:
             return f"this task was accepted with {known.records} records, and now there are {facts.records}"
-        place = known.place if known else len(ledger.tasks) + 1
-        again = known.participation.times if known else 0
-        return self.unaffordable(Participation(task, facts.records, place, again + 1), ledger)
+        return self.unaffordable(ledger.once_more(task, facts.records), ledger)
 
     def unaffordable(self, wanted: Participation, ledger: ClientLedger) -> str | None:
         """Why taking part in a task so often exceeds the budget, beside everything else that was spent, if it does."""
@@ -153,7 +151,7 @@ class ClientPolicy:
             cost = grant.cost(wanted)
             if cost == math.inf:
                 return f"no finite ε against {self.adversary} holds: {why_unprotected(grant, wanted)}"
-            left = grant.left(ledger.spent(without=wanted.task.digest()))
+            left = grant.left(ledger.spent(without=wanted.task))
         except PlanError as error:
             return str(error)
         if cost <= left:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -77,6 +76,10 @@ def exchange(grid: Grid, outgoing: list[Message], timeout: float) -> Iterator[Me
     Unlike `Grid.send_and_receive`, a reply that cannot be read at all costs no other reply.
     """
     waiting = {each for each in grid.push_messages(outgoing) if each} if outgoing else set()
+    return _replies(grid, waiting, timeout)  # all is sent before the first is asked for
+
+
+def _replies(grid: Grid, waiting: set[str], timeout: float) -> Iterator[Message]:
     end, pause = time.monotonic() + timeout, _SOON
     while waiting:
         for reply in _pull(grid, waiting):
@@ -167,12 +170,12 @@ def subscribe(grid: Grid, task: Task, expected: int, timeout: float) -> Roster:
     return tuple(roster)
 
 
-def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[Roster, set[int]]:
-    """The clients of a run that is resumed, each under the node that it has now, and the numbers of those that are there."""
+def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[Roster, int]:
+    """The clients of a run that is resumed, each under the node that it has now, and how many of them are there."""
     names = {member.name: member for member in roster}
     subscribing = Subscribing(grid, task)
     subscribing.gather(lambda accepted: names.keys() <= {each.member for each in accepted.values()}, timeout)
-    found: dict[str, Any] = {}
+    found: dict[str, int] = {}
     for node, answer in subscribing.accepted.items():
         if answer.member not in names:
             _LOG.warning("node %d is left out: it is not of this run, or has lost its ledger", node)
@@ -180,5 +183,4 @@ def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[
             _LOG.warning("node %d is left out: it has another number of records than at the start", node)
         else:
             found[answer.member] = node
-    present = {names[name].number for name in found}
-    return tuple(replace(each, node=found.get(each.name, each.node)) for each in roster), present
+    return tuple(replace(each, node=found.get(each.name, each.node)) for each in roster), len(found)

@@ -183,11 +183,10 @@ class _Server:
         state = self._load_state()
         if state.round >= self._job.plan.rounds:
             return self._end("done", state, "all rounds are done")
+        fewest = self._least if self._roster_path.exists() else max(self._least, self._job.plan.per_round)
         roster, present = self._subscribers()
-        if len(present) < max(self._least, self._job.plan.per_round if not self._has_roster() else 1):
-            return self._end("too-few-clients", state, self._too_few(len(present)))
-        if not self._has_roster():
-            self._job.plan.check_clients(len(roster))
+        if present < fewest:
+            return self._end("too-few-clients", state, _too_few(present, fewest))
         save_roster(self._roster_path, roster)
         population = self._population(roster)
         releases = Releases(len(roster), self._ledger(population, state.round))
@@ -207,9 +206,9 @@ class _Server:
         plan, failed = self._job.plan, 0
         self._directory.forget_metrics_after(strategy.state.round)
         while strategy.state.round < plan.rounds:
-            if len(strategy.roster) - len(strategy.gone) < self._least:
-                remaining = len(strategy.roster) - len(strategy.gone)
-                return self._end("too-few-clients", strategy.state, self._too_few(remaining))
+            remaining = len(strategy.roster) - len(strategy.gone)
+            if remaining < self._least:
+                return self._end("too-few-clients", strategy.state, _too_few(remaining, self._least))
             if failed >= self._settings.most_failed_rounds:
                 return self._end("too-few-clients", strategy.state, f"{failed} rounds in a row had too few updates")
             if not strategy.releases.may_go_on(strategy.state.round, most):
@@ -249,9 +248,6 @@ class _Server:
     def _roster_path(self) -> Path:
         return self._directory.path / "clients.json"
 
-    def _has_roster(self) -> bool:
-        return self._roster_path.exists()
-
     def _load_state(self) -> State:
         """Where the run is. The first weights are kept, too: a run that is resumed begins with the same."""
         plan = self._job.plan
@@ -268,14 +264,15 @@ class _Server:
             raise RunError(f"{self._directory.checkpoint} is not of the plan that config.toml describes")
         return stored
 
-    def _subscribers(self) -> tuple[Roster, set[int]]:
+    def _subscribers(self) -> tuple[Roster, int]:
+        """The clients of the run, and how many of them are there now."""
         timeout, task = self._settings.subscribe_timeout, self._job.task()
-        if self._has_roster():
+        if self._roster_path.exists():
             return find_again(self._grid, task, load_roster(self._roster_path), timeout)
         if self._directory.ledger.exists():
             raise RunError(f"{self._roster_path} is missing: the ledger counts by the numbers in it")
         roster = subscribe(self._grid, task, self._job.clients, timeout)
-        return roster, {member.number for member in roster}
+        return roster, len(roster)
 
     def _population(self, roster: Roster) -> Population:
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
@@ -304,8 +301,9 @@ class _Server:
             _LOG.info("\n%s", spent(self._directory.path)[1])
         return outcome
 
-    def _too_few(self, clients: int) -> str:
-        return f"{clients} clients are too few: {self._least} are needed to go on"
+
+def _too_few(clients: int, needed: int) -> str:
+    return f"{clients} clients are too few: {needed} are needed"
 
 
 def _text(config: Mapping[str, Any], name: str) -> str:
