@@ -203,3 +203,12 @@ def test_a_run_starts_with_the_fewest_clients_that_it_may(tmp_path: Path) -> Non
     outcome = serve(grid, experiment(), tmp_path / "run", settings(subscribe_timeout=0.1, min_clients=3))
     assert outcome.ended == "done"
     assert Ledger.open(tmp_path / "run" / "ledger.jsonl").population["clients"] == 3
+
+
+def test_two_nodes_with_one_ledger_are_one_client(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = make_nodes(tmp_path)
+    nodes[103].config["state-dir"] = nodes[102].config["state-dir"]
+    outcome = serve(LocalGrid(nodes), experiment(), tmp_path / "run", settings(min_clients=3, subscribe_timeout=0.3))
+    assert outcome.ended == "done"
+    assert "it shares a ledger with node 102" in caplog.text
+    assert Ledger.open(tmp_path / "run" / "ledger.jsonl").population["clients"] == 3

@@ -32,7 +32,7 @@ from fedcdp.flower.task import Task
 _LOG = logging.getLogger("flwr.fedcdp")
 _SOON, _LATE = 0.1, 1.0  # seconds between two looks at what has arrived: at first, and in the end
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, DecodeError)
-_ASK_AGAIN = 10.0  # seconds until a node whose answer could not be read is asked again
+_ASK_AGAIN = 30.0  # seconds until a node that has not answered, or not so that it can be read, is asked again
 
 
 @dataclass(frozen=True)
@@ -120,24 +120,23 @@ class Subscribing:
 
     def gather(self, enough: Callable[[Mapping[int, Subscription]], bool], timeout: float) -> None:
         """Ask until there is enough, or the time is up; nodes that connect meanwhile are asked, too."""
-        end, asked = time.monotonic() + timeout, dict[int, float]()
+        end, pause = time.monotonic() + timeout, _SOON
+        asked, waiting = dict[int, float](), set[str]()
         while not enough(self.accepted) and time.monotonic() < end:
-            answered = self.accepted.keys() | self.declined.keys()
-            due = [node for node in self._grid.get_node_ids() if node not in answered and self._is_due(asked, node)]
+            now, answered = time.monotonic(), self.accepted.keys() | self.declined.keys()
+            unheard = [node for node in self._grid.get_node_ids() if node not in answered]
+            due = [node for node in unheard if node not in asked or now - asked[node] > _ASK_AGAIN]
             content: RecordDict = messages.publish(self._task)
-            left = max(end - time.monotonic(), 1.0)
-            out = [Message(content, node, messages.SUBSCRIBE, ttl=left + 60, group_id="subscribe") for node in due]
-            asked |= dict.fromkeys(due, time.monotonic())
-            for reply in exchange(self._grid, out, min(left, 60.0)):
-                self._hear(reply)
-                if enough(self.accepted):
-                    return
-            if not due:
-                time.sleep(min(_LATE, max(end - time.monotonic(), 0)))
-
-    @staticmethod
-    def _is_due(asked: Mapping[int, float], node: int) -> bool:
-        return node not in asked or time.monotonic() - asked[node] > _ASK_AGAIN
+            out = [Message(content, node, messages.SUBSCRIBE, ttl=end - now + 60, group_id="subscribe") for node in due]
+            waiting |= {each for each in self._grid.push_messages(out) if each} if out else set()
+            asked |= dict.fromkeys(due, now)
+            for reply in _pull(self._grid, waiting) if waiting else ():
+                if reply.metadata.reply_to_message_id in waiting:
+                    waiting.discard(reply.metadata.reply_to_message_id)
+                    self._hear(reply)
+            if not enough(self.accepted):
+                time.sleep(min(pause, max(end - time.monotonic(), 0)))
+                pause = min(1.5 * pause, _LATE)
 
     def _hear(self, reply: Message) -> None:
         node = reply.metadata.src_node_id
@@ -146,7 +145,13 @@ class Subscribing:
         except WireError as error:
             _LOG.warning("the answer of node %d is left out: %s", node, error)
             return
-        if answer.accepts:
+        twin = next((other for other, known in self.accepted.items() if known.member == answer.member != ""), None)
+        if answer.accepts and twin not in (None, node):
+            self.declined[node] = "it shares a ledger"
+            _LOG.warning(
+                "node %d is left out: it shares a ledger with node %d; each needs a state-dir of its own", node, twin
+            )
+        elif answer.accepts:
             self.accepted[node] = answer
             _LOG.info("node %d accepts, with %d records", node, answer.records)
         else:
