@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cryptography")
@@ -16,6 +17,7 @@ from fedcdp.deploy.site import Site, SiteSettings
 from fedcdp.deploy.writing import experiment_for, write
 from fedcdp.errors import PlanError
 from fedcdp.experiment import assemble, read_toml
+from fedcdp.flower.policy import ClientPolicy
 
 CANCER = {"data": {"dataset": "cancer"}, "plan": {"rounds": 3, "local_steps": 2}}
 SECRETS = ("ca.key", "server.key", "node.key", "node.toml", "policy.toml")
@@ -59,6 +61,24 @@ def test_each_node_has_a_part_of_its_own(site: Site) -> None:
         assert tomllib.loads(node.config.read_text())["partition-id"] == node.number - 1
 
 
+def test_of_a_file_each_node_gets_its_own_part(tmp_path: Path) -> None:
+    inputs = np.arange(40, dtype=np.float32)[:, None].repeat(3, axis=1)
+    np.savez(tmp_path / "all.npz", x=inputs, y=np.arange(40) % 2)
+    own = {"data": {"file": str(tmp_path / "all.npz")}, "plan": {"rounds": 1, "batch_size": 2}}
+    experiment = experiment_for(2, [own])
+    site = write(tmp_path / "site", SiteSettings(nodes=2), experiment)
+    federation = experiment.federation(experiment.splits())
+    held = [np.load(node.records) for node in site.nodes(2)]
+    assert [len(part["x"]) for part in held] == [16, 16]
+    assert not set(held[0]["x"][:, 0]) & set(held[1]["x"][:, 0])
+    for number, part in enumerate(held):
+        assert np.array_equal(part["x"], federation.train.inputs.numpy()[federation.indices(number)])
+    assert stat.S_IMODE(site.node(1).records.stat().st_mode) == 0o600
+    assert tomllib.loads(site.node(1).config.read_text())["data"] == "records.npz"
+    with pytest.raises(DeploymentError, match="several nodes"):
+        write(tmp_path / "copies", SiteSettings(nodes=2), experiment_for(2, [own, {"data": {"partition": "full"}}]))
+
+
 def test_the_scripts_are_sound_and_ask_for_tls_and_node_authentication(site: Site) -> None:
     for script in site.path.glob("*.sh"):
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
@@ -78,6 +98,13 @@ def test_a_policy_grants_what_the_plan_costs_or_what_is_said(tmp_path: Path) -> 
         policy = tomllib.loads(written.node(1).policy.read_text())
         assert policy["methods"] == ["fed-cdp"]
         assert policy["epsilon"] == epsilon or (epsilon is None and 0 < policy["epsilon"] < 100)
+
+
+def test_the_client_reads_its_policy_as_it_was_written(site: Site) -> None:
+    policy = ClientPolicy.read(site.node(2).policy)
+    assert policy.methods == ("fed-cdp",)
+    assert policy.smallest_noise_multiplier == 6
+    assert not policy.allow_reproducible
 
 
 def test_a_plan_without_privacy_gets_a_policy_that_says_so(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def _check(site: Site, experiment: Experiment) -> None:
     run = RunDirectory(site.run)
     deployed = load_tensors(run.model, "model-1")[0]
     assert [row["clients"] for row in run.read_metrics()] == [2, 2, 2]
+    print(f"{site.path.name}: rounds of", ", ".join(f"{row['seconds']:.1f} s" for row in run.read_metrics()))
     assert largest_difference(deployed, simulated(experiment)) < 1e-5
     assert Ledger.open(run.ledger).participations().tolist() == [3, 3]
     for node in site.nodes(2):

