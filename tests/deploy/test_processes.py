@@ -70,11 +70,13 @@ def test_what_this_process_started_elsewhere_is_left_alone(tmp_path: Path) -> No
         mine.wait()
 
 
-def test_children_end_when_their_starter_is_killed(tmp_path: Path) -> None:
+def test_all_end_when_their_starter_is_killed_also_those_that_do_not_want_to(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
     starter = (
         "import os, sys, time\nfrom pathlib import Path\nfrom fedcdp.deploy.processes import Supervisor\n"
         "with Supervisor() as supervisor:\n"
-        f"    child = supervisor.start('one', ['sleep', '600'], os.environ, Path({str(tmp_path / 'one.log')!r}))\n"
+        f"    command = [sys.executable, '-c', {_STUBBORN!r}, {str(note)!r}]\n"
+        f"    child = supervisor.start('one', command, os.environ, Path({str(tmp_path / 'one.log')!r}))\n"
         "    print(child.pid, flush=True)\n"
         "    time.sleep(600)\n"
     )
@@ -83,11 +85,15 @@ def test_children_end_when_their_starter_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     child = int(process.stdout.readline())
+    assert _wait(lambda: _written(note))
+    orphan = int(note.read_text())
+    time.sleep(1)  # the guard looks four times a second
     assert _runs(child)
+    assert _runs(orphan)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert _wait(lambda: not _runs(child))
+    assert _wait(lambda: not _runs(child) and not _runs(orphan))
 
 
 def test_output_is_appended_to_the_log(tmp_path: Path) -> None:

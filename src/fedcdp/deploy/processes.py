@@ -2,8 +2,8 @@
 
 Flower's processes start others: a SuperLink starts a launcher in a session of its own, which starts the ServerApp. So a
 process group is not enough. On Linux this process adopts every orphan among its descendants
-(`PR_SET_CHILD_SUBREAPER`), so that walking down from it finds them all, and asks the kernel to end its children if it is
-itself killed (`PR_SET_PDEATHSIG`). Elsewhere the groups are ended, and Flower's own watching of parents does the rest.
+(`PR_SET_CHILD_SUBREAPER`), so that walking down from it finds them all; and a guard (`guard.py`), a process of its own,
+ends them if this one is killed. Elsewhere the groups are ended, and Flower's own watching of parents does the rest.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+from fedcdp.deploy import guard
+from fedcdp.deploy.guard import LINUX, descendants, processes, signal_group
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _GRACE_SECONDS = 10.0
-_LINUX = sys.platform.startswith("linux")
 
 
 class Process:
@@ -51,18 +53,32 @@ class Supervisor:
         self._grace = grace
         self._started: list[Process] = []
         self._others: set[int] = set()
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Supervisor:
         self._others = set(descendants(os.getpid()))  # neither they nor what they start is ours to end
         _adopt_orphans(True)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", guard.__file__, str(os.getpid()), *map(str, self._others)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._others.add(self._guard.pid)
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             with _not_interrupted():  # a second Ctrl-C must not leave half of them behind; it takes seconds at most
                 self.stop()
+                self._tell_guard("done\n")
         finally:
             _adopt_orphans(False)
+            if self._guard and self._guard.stdin:
+                with contextlib.suppress(OSError):
+                    self._guard.stdin.close()
+                self._guard.wait()
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
         """Start a program in a group of its own."""
@@ -75,8 +91,8 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C in the terminal is for us; we end them in order
-                preexec_fn=_end_with_parent(),
             )
+        self._tell_guard(f"{popen.pid}\n")
         process = Process(name, popen, log)
         self._started.append(process)
         return process
@@ -84,7 +100,7 @@ class Supervisor:
     def reap(self) -> None:
         """Let adopted orphans that have ended go: a zombie would look alive to the processes that watch it."""
         known = {process.pid for process in self._started}
-        for pid, parent, state in _processes():
+        for pid, parent, state, _ in processes():
             if parent == os.getpid() and state == "Z" and pid not in known and pid not in self._others:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
@@ -93,13 +109,13 @@ class Supervisor:
         """End everything: ask first, then insist. The last that was started goes first."""
         for process in reversed(self._started):
             if process.status is None:
-                _signal_group(process.pid, signal.SIGTERM)
+                signal_group(process.pid, signal.SIGTERM)
         self._wait_until_gone(self._grace)
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        for process in self._started:  # where descendants cannot be listed
-            _signal_group(process.pid, signal.SIGKILL)
+        for process in () if LINUX else self._started:  # where descendants cannot be listed
+            signal_group(process.pid, signal.SIGKILL)
         self._wait_until_gone(self._grace)
 
     def alive(self) -> list[int]:
@@ -110,31 +126,15 @@ class Supervisor:
         running = {process.pid for process in self._started if process.status is None}
         return sorted(running | set(descendants(os.getpid(), self._others)))
 
+    def _tell_guard(self, line: str) -> None:
+        if self._guard and self._guard.stdin:
+            with contextlib.suppress(OSError):  # it may have been killed; we are here, so nothing is lost yet
+                os.write(self._guard.stdin.fileno(), line.encode())
+
     def _wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while self.alive() and time.monotonic() < until:
             time.sleep(0.05)
-
-
-def descendants(root: int, but: Set[int] = frozenset()) -> list[int]:
-    """All processes below one, `but` some and those below them; empty where the system does not tell."""
-    children: dict[int, list[int]] = {}
-    for pid, parent, _ in _processes():
-        children.setdefault(parent, []).append(pid)
-    found, left = [], [root]
-    while left:
-        below = [pid for pid in children.get(left.pop(), []) if pid not in but]
-        found += below
-        left += below
-    return found
-
-
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """Process, parent, state. A process that ends meanwhile is passed over."""
-    for entry in Path("/proc").glob("[0-9]*/stat") if _LINUX else ():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]  # the name in parentheses may hold anything
-            yield int(entry.parent.name), int(parent), state
 
 
 @contextmanager
@@ -168,25 +168,6 @@ def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers,
             signal.signal(number, earlier)
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
 def _adopt_orphans(adopt: bool) -> None:
-    if _LINUX:
+    if LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """What a new process does first: ask to be ended when this one is, also by kill -9."""
-    if not _LINUX:
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # looked up here: after the fork as little as possible is done
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before it was asked
-            os._exit(1)
-
-    return ask

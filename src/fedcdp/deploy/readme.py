@@ -54,22 +54,24 @@ A lost or restored-from-backup `node-K/state/` makes a client forget what it has
 
 - **The authority.** `authority/` is a test authority that `fedcdp deploy init` made here, valid for {VALID_DAYS} days.
   Have `server/server.pem` and `server.key` issued by your own, for the name that nodes use (now: `{settings.host}`,
-  `localhost`, `127.0.0.1`), put its root certificate in the place of every `ca.pem`, and delete `authority/ca.key`.
+  `localhost`, `127.0.0.1`) and for `127.0.0.1`, where the server's own programs call it, put its root certificate in the
+  place of every `ca.pem`, and delete `authority/ca.key`.
 - **The keys.** Let each node make its own: `ssh-keygen -t ecdsa -b 384 -N "" -f node.key`, and send you only `node.key.pub`.
   A key that leaves its machine has to be replaced: `flwr supernode unregister`, then `./run.sh --register-only`.
 - **Who may command the server.** Flower serves nodes (`/v1/fleet`) and operators (`/v1/control`) on one port, and without
-  its commercial account service it asks operators for nothing: *whoever reaches `/v1/control` can register a key and start
-  an app, and apps run at the nodes.* The server therefore listens on 127.0.0.1 unless told otherwise. Put a proxy before
-  it that lets only `/v1/fleet` through from outside, and let nodes run signed apps only
-  (`flower-supernode --trusted-entities`).
+  its account service (OIDC, not part of the open distribution) it asks operators for nothing: *whoever reaches
+  `/v1/control` can register a key and start an app, and apps run at the nodes.* The server therefore listens on
+  127.0.0.1 unless told otherwise. Put a proxy before it that lets only `/v1/fleet` through from outside, and let nodes
+  run signed apps only (`flower-supernode --trusted-entities`).
 - **Hosts.** `deployment.toml`, or `FEDCDP_SERVER=host:port` for the scripts; for the server also `FEDCDP_PORT` and
   `FEDCDP_LISTEN`.
 - **The database.** `server/state.db` is SQLite, which is enough for one server; back up `run/`, not the database: after its
-  loss register the keys again and start the job again, and it goes on from `run/`.
+  loss register the keys again and start the job again, and it goes on from `run/`. `fedcdp deploy up` begins with an empty
+  database every time.
 - **Keeping it up.** A unit for systemd is `ExecStart=/srv/deployment/start-superlink.sh`, `Restart=always`, `RestartSec=20`,
-  `KillMode=control-group`, a user of its own; a node's likewise (a node that was killed is refused for a minute, as if it
-  were still connected). In Kubernetes: one pod each, the secrets above as
-  mounted secrets, `run/` and `node-K/state/` on persistent volumes, never shared by two pods.
+  `KillMode=control-group`, a user of its own; a node's likewise (one that was killed is refused for a minute, as if it
+  were still connected). In Kubernetes: one pod each, the secrets above as mounted secrets, `run/` and `node-K/state/` on
+  persistent volumes, never shared by two pods.
 - **Secrets.** Everything marked in the table has mode 0600; keep it so when copying (`cp -p`, `rsync -p`).
 
 Ports: the server `{settings.port or scripts.USUAL_PORT}`; each node opens one on its loopback for the programs it starts.
