@@ -113,7 +113,11 @@ class Experiment:
 
     def network(self, splits: Splits) -> nn.Module:
         """Build the network, initialised from the plan's seed."""
-        return build(self.model.network, splits.train.shape, splits.train.classes, self.model.activation, self.plan.seed)
+        return self.network_for(splits.train.shape, splits.train.classes)
+
+    def network_for(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Build the network for inputs of some shape, initialised from the plan's seed."""
+        return build(self.model.network, shape, classes, self.model.activation, self.plan.seed)
 
     def population(self, splits: Splits) -> Population:
         """What the accountant must know of the federation and the network."""

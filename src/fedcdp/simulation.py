@@ -197,6 +197,11 @@ class Releases:
         if self.count > before:  # not the same release once more, after a crash
             self.participations[chosen] += 1
 
+    @property
+    def attempt(self) -> int:
+        """How often the round that was charged last had been released before."""
+        return self._ledger.charges[-1].attempt if self._ledger and self._ledger.charges else 0
+
     def may_go_on(self, round_: int, most: int | None) -> bool:
         """Whether one more round keeps within the largest number of releases; one that is charged already does."""
         charged = self._ledger is not None and self._ledger.noise == "seeded" and self._ledger.rounds_charged > round_
