@@ -64,7 +64,7 @@ def read_task(content: RecordDict) -> Task:
 
 def answer(answer_: Answer, member: str = "", number: int = -1) -> RecordDict:
     """A client's answer to a task."""
-    about = {"accepts": answer_.accepts, "reason": answer_.reason, "records": answer_.records}
+    about: dict[str, Any] = {"accepts": answer_.accepts, "reason": answer_.reason, "records": answer_.records}
     return RecordDict({"answer": ConfigRecord({**about, "member": member, "number": number})})
 
 
@@ -123,7 +123,7 @@ def read_reply(message: Message, task: str, asked: Round, layout: Layout, counte
     came = _text(about, "task"), _whole(about, "round"), _whole(about, "attempt")
     if came != (task, asked.number, asked.attempt):
         raise WireError(f"its update is stale: of round {came[1] + 1}, attempt {came[2]}, of task {came[0]:.32}")
-    count = about.get("count")
+    count: Any = about.get("count")
     if (count is not None) != counted or (counted and not (type(count) is float and math.isfinite(count))):
         raise WireError("its count is not a finite number where one is due, or there is one where none is")
     update = wire.decode(_arrays(content, "update"), layout, may_be_sparse=True)
