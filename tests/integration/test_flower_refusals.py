@@ -34,7 +34,5 @@ def test_a_node_with_an_unknown_key_and_a_node_without_tls_are_refused(tmp_path:
         wait_until(lambda: plain.status is not None, "the node without TLS to give up")
         assert plain.status != 0
 
-        known = site.start("node-2-again", "start-node-2.sh")
         assert site.server is not None
         assert site.server.status is None, "the server must survive its visitors"
-        del known

@@ -3,7 +3,7 @@
 It is told on its standard input what was started: the id of a process group a line, and `done` in the end. When the
 input ends without that, whoever wrote to it is dead. Then it asks the groups to end, and insists: also on processes that
 left their group, which it has seen below the one that it watches. (Flower's own processes watch their parents, too; but
-a ServerApp that waits for its dead server has been seen to hang there.)
+a ServerApp that is to end first reports to its server, and waits for that for ever if the server is dead.)
 
 Runs by itself, with nothing but Python's own library: `python -I guard.py PID [others…]`.
 """

@@ -95,6 +95,10 @@ if [ "${{1:-}}" != --run-only ]; then
 fi
 if [ "${{1:-}}" = --register-only ]; then exit 0; fi
 
+# The ServerApp of a server that was killed may still be ending: wait until it lets go of the run.
+if [ -e "$here/run/lock" ] && command -v flock > /dev/null; then
+  flock --wait 60 "$here/run/lock" true || {{ echo "the run in $here/run is in use by another process"; exit 1; }}
+fi
 exec flwr run "$here/app" {CONNECTION} --stream
 """
     )
