@@ -62,5 +62,6 @@ def _draw_peers(axes: Axes, task: str, rows: Rows) -> None:
     colours = [_OURS if row["who"].startswith("fedcdp") else _OTHERS for row in rows]
     bars = axes.barh([row["who"] for row in rows], medians, xerr=spreads, color=colours)
     axes.bar_label(bars, [f"{each:,.0f}" for each in medians], padding=3, fontsize=8)
-    axes.set(xlabel="µs per client step", title=f"{task}, Fed-CDP")
+    axes.set(xlabel="µs per client step", xlim=(0, 1.25 * max(each["most"] for each in figures)))  # room for the labels
+    axes.set_title(f"{task}, Fed-CDP", fontsize=9)  # a task has a long name
     axes.set_xlim(0, 1.2 * max(each["most"] for each in figures))
