@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types check wheel clean
+.PHONY: demo test integration lint types check wheel clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report,flower]'
 	touch $@
 
 demo: .venv/.installed
@@ -16,6 +16,10 @@ demo: .venv/.installed
 
 test: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Every scenario of a deployment, with real Flower processes on the loopback; its log is kept.
+integration: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_log.py results/integration.log.txt
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedcdp.models import build
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CLASSES = 3
 EXAMPLES = 24

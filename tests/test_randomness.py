@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from scipy import stats
 
-from fedcdp.randomness import _philox_on_device, normals, numpy_generator, philox, stream_key, words
+from fedcdp import randomness
+from fedcdp.randomness import _philox_on_device, gaussians, normals, numpy_generator, philox, stream_key, words
 
 ONES = 0xFFFFFFFF
 word = st.integers(0, ONES)
@@ -179,3 +180,17 @@ def test_normals_are_float32_and_always_finite():
     assert drawn.dtype == torch.float32
     assert torch.isfinite(drawn).all()
     assert drawn.abs().max() < 7
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 1000), (7, 100), (3, 403), (40, 3)])
+def test_a_draw_in_pieces_is_the_draw_at_once(rows, length, monkeypatch):
+    clients = torch.arange(rows) * 1000
+    at_once = normals(5, clients, 1, 2, length)
+    monkeypatch.setattr(randomness, "_PIECE", 64)
+    assert torch.equal(normals(5, clients, 1, 2, length), at_once)
+
+
+def test_a_device_makes_the_normals_of_a_cpu_but_for_rounding():
+    key, rows = 11 << 40 | 12, torch.arange(20)
+    on_device = gaussians(torch.tensor([[12, 11 << 8, 1, 2]]), rows, 2000, torch.float32)
+    torch.testing.assert_close(normals(key, rows, 1, 2, 2000), on_device, rtol=1e-5, atol=2e-6)

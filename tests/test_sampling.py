@@ -9,8 +9,9 @@ import pytest
 import torch
 from scipy import stats
 
+import fedcdp.sampling as sampling_module
 from fedcdp.plan import Plan
-from fedcdp.sampling import Draw, choose_clients, choose_records
+from fedcdp.sampling import Draw, choose_clients, choose_records, choose_records_of_steps
 
 
 def draw_one(plan: Plan, size: int, round_: int = 0, step: int = 0, client: int = 0) -> list[int]:
@@ -206,3 +207,16 @@ def test_partition_uses_a_record_at_most_so_often_as_privacy_counts():
     plan, size, steps = Plan(batch_size=4, record_sampling="partition"), 7, 5
     uses = np.bincount([position for step in range(steps) for position in draw_one(plan, size, step=step)])
     assert uses.max() == math.ceil(steps * 4 / size)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "partition"])
+@pytest.mark.parametrize("at_once", [1, 200, 2**25])
+def test_all_steps_at_once_draw_what_each_draws(sampling, at_once, monkeypatch):
+    monkeypatch.setattr(sampling_module, "_AT_ONCE", at_once)
+    plan = Plan(record_sampling=sampling, batch_size=3, local_steps=7)
+    clients, sizes = torch.tensor([4, 0, 9]), torch.tensor([20, 2, 5])
+    together = choose_records_of_steps(plan, clients, sizes, 3)
+    for step in range(7):
+        alone = choose_records(plan, clients, sizes, 3, step)
+        assert torch.equal(together.positions[step], alone.positions)
+        assert torch.equal(together.present[step], alone.present)

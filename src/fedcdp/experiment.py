@@ -67,9 +67,10 @@ class MachineSettings(_Checked):
 
     device: str = option("cpu", "cpu, cuda, cuda:1, …")
     engine: EngineName = option(
-        "auto", "How gradients are computed: batched, functional (any network), or auto: the faster."
+        "auto", "How gradients are computed: compiled (GPU), batched, functional (any network), or auto: the fastest."
     )
     chunk: int | None = option(None, "Clients trained at once. Default: what is fastest within a bounded memory.")
+    tf32: bool = option(False, "Let a GPU round the factors of products to 10 bits: faster. Norms and noise stay exact.")
     evaluate_every: int = option(1, "Rounds between evaluations on the validation split.")
     max_epsilon: float | None = option(None, "End training before the release that would exceed this ε.")
     adversary: str = option("server", "Whose ε that is, and the progress shows: server, update, example or model.")
@@ -112,7 +113,11 @@ class Experiment:
 
     def network(self, splits: Splits) -> nn.Module:
         """Build the network, initialised from the plan's seed."""
-        return build(self.model.network, splits.train.shape, splits.train.classes, self.model.activation, self.plan.seed)
+        return self.network_for(splits.train.shape, splits.train.classes)
+
+    def network_for(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Build the network for inputs of some shape, initialised from the plan's seed."""
+        return build(self.model.network, shape, classes, self.model.activation, self.plan.seed)
 
     def population(self, splits: Splits) -> Population:
         """What the accountant must know of the federation and the network."""
@@ -139,6 +144,7 @@ class Experiment:
             device=self.run.device,
             engine=self.run.engine,
             chunk=self.run.chunk,
+            tf32=self.run.tf32,
             evaluate_every=self.run.evaluate_every,
             out=out,
             config=self.to_toml(),

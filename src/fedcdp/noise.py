@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedcdp.errors import PlanError
 from fedcdp.plan import NoiseGenerator, Plan
-from fedcdp.randomness import box_muller, normals, philox, stream_key
+from fedcdp.randomness import box_muller, gaussians, normals, philox, stream_key
 from fedcdp.tree import Layout, Tree
 
 _WHOLE_SUM = 0  # the slot number of a draw that stands for all of a step; single examples count from 1
@@ -90,7 +90,11 @@ class Noise(ABC):
 
     def _tree(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, deviation: float) -> Tree:
         drawn = self._unit(purpose, round_, clients, step, slot, self.layout.size)
-        return self.layout.unflatten(drawn.mul_(deviation).float())
+        return self.layout.unflatten((drawn * deviation).float())
+
+    def sources(self, round_: int, step: int) -> list[tuple[int, int, int, int]] | None:  # noqa: ARG002
+        """What `StepNoise` makes the noise of a local step from; None: it cannot."""
+        return None
 
     @abstractmethod
     def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:
@@ -103,6 +107,11 @@ class SeededNoise(Noise):
 
     seed: int
     layout: Layout
+
+    def sources(self, round_: int, step: int) -> list[tuple[int, int, int, int]]:
+        """See `Noise`."""
+        key = stream_key(self.seed, "step-noise", round_)
+        return [(key & 0xFFFFFFFF, key >> 32, step, _WHOLE_SUM)]
 
     def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:
         return normals(stream_key(self.seed, purpose, round_), clients, step, slot, length)
@@ -130,12 +139,36 @@ class SecureNoise(Noise):
         if self.generator == "chacha20":
             _chacha20_words(0, 0, torch.device("cpu"))  # says what is missing before any work is done
 
+    def sources(self, round_: int, step: int) -> list[tuple[int, int, int, int]] | None:  # noqa: ARG002
+        """See `Noise`. Fresh at every call."""
+        if self.generator == "chacha20":
+            return None
+        return [struct.unpack("<IIII", os.urandom(16)) for _ in range(_TERMS)]
+
     def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:  # noqa: ARG002
         words = _chacha20_words if self.generator == "chacha20" else _philox_words
         total = torch.zeros(1, dtype=torch.float64, device=clients.device)
         for _ in range(_TERMS):
             total = total + box_muller(words(len(clients), -(-length // 4), clients.device), torch.float64)[:, :length]
         return total / math.sqrt(_TERMS)
+
+
+@dataclass(frozen=True)
+class StepNoise(Noise):
+    """The noise of one local step, made from `sources` [terms, 4] that are a tensor: for a program that is compiled once.
+
+    With one source it is what `SeededNoise` draws for the clients; with several, of the kind that `SecureNoise` draws.
+    """
+
+    layout: Layout
+    origins: Tensor
+
+    def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:  # noqa: ARG002
+        terms = len(self.origins)
+        if terms == 1:
+            return gaussians(self.origins, clients, length, torch.float32)
+        rows = torch.arange(len(clients), device=clients.device)
+        return gaussians(self.origins, rows, length, torch.float64) / math.sqrt(terms)
 
 
 @dataclass(frozen=True)

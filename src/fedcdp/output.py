@@ -193,3 +193,11 @@ def privacy_table(privacy: Privacy, to_stdout: bool = False) -> None:
         target.print(f"{number}. {escape(assumption)}")
     for sentence in privacy.notes:
         target.print(f"note: {escape(sentence)}", style="yellow")
+
+
+def figures_table(title: str, headings: list[str], rows: list[list[str]]) -> None:
+    """A table of figures, the answer of a command."""
+    shown = _with_header(title, *headings)
+    for cells in rows:
+        shown.add_row(*map(escape, cells))
+    stdout.print(shown)

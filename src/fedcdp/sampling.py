@@ -27,6 +27,9 @@ def choose_clients(plan: Plan, clients: int, round_: int) -> NDArray[np.int64]:
     return np.sort(generator.choice(clients, plan.per_round, replace=False).astype(np.int64))
 
 
+_AT_ONCE = 2**25  # random words that are drawn and sorted at once, which bounds their memory
+
+
 @dataclass(frozen=True)
 class Draw:
     """The records of one local step: positions within each client's own list [clients, slots], and which are real."""
@@ -35,8 +38,8 @@ class Draw:
     present: Tensor
 
 
-def choose_records(plan: Plan, clients: Tensor, sizes: Tensor, round_: int, step: int) -> Draw:
-    """The records that each client uses in a local step.
+def choose_records(plan: Plan, clients: Tensor, sizes: Tensor, round_: int, step: int | Tensor) -> Draw:
+    """The records that each client uses in a local step: the same one for all, or one for each.
 
     | sampling | a step uses | slots |
     | --- | --- | --- |
@@ -48,7 +51,8 @@ def choose_records(plan: Plan, clients: Tensor, sizes: Tensor, round_: int, step
     """
     slots = torch.arange(plan.slots, device=sizes.device)
     if plan.record_sampling == "partition":
-        return Draw((step * plan.batch_size + slots) % sizes[:, None], slots < sizes[:, None])
+        first = torch.as_tensor(step, device=sizes.device).expand(len(sizes))[:, None] * plan.batch_size
+        return Draw((first + slots) % sizes[:, None], slots < sizes[:, None])
     # One random word a record. The smallest words win a slot: a uniform choice without replacement. Poisson sampling
     # also asks for word < q·2^32; given that, the words are still uniform, so those beyond S are dropped at random.
     longest = int(sizes.max())
@@ -63,3 +67,17 @@ def choose_records(plan: Plan, clients: Tensor, sizes: Tensor, round_: int, step
     empty = (0, plan.slots - positions.shape[1])
     present = lowest >> 30 < threshold[:, None]
     return Draw(torch.nn.functional.pad(positions, empty), torch.nn.functional.pad(present, empty))
+
+
+def choose_records_of_steps(plan: Plan, clients: Tensor, sizes: Tensor, round_: int) -> Draw:
+    """`choose_records` of all local steps of a round at once, [steps, clients, slots]."""
+    steps = torch.arange(plan.local_steps, device=sizes.device)
+    draws = []
+    for some in steps.split(max(1, _AT_ONCE // max(1, int(sizes.sum()), len(sizes) * plan.slots))):
+        each = some.repeat_interleave(len(clients))
+        draws.append(choose_records(plan, clients.repeat(len(some)), sizes.repeat(len(some)), round_, each))
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts).view(plan.local_steps, len(clients), -1)
+
+    return Draw(joined([draw.positions for draw in draws]), joined([draw.present for draw in draws]))

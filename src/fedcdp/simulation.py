@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,14 +31,16 @@ from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files import check_tensors, save_tensors
-from fedcdp.interrupts import deferred_interrupts, stop_if_asked
-from fedcdp.methods import METHODS, Moment, take_part
+from fedcdp.interrupts import deferred_interrupts
+from fedcdp.methods import METHODS, Moment
 from fedcdp.models import mixing_layers, prepare
 from fedcdp.noise import noise_of
 from fedcdp.plan import Plan
+from fedcdp.precision import products
 from fedcdp.rundir import Row, RunDirectory, State
-from fedcdp.sampling import choose_clients, choose_records
+from fedcdp.sampling import Draw, choose_clients, choose_records_of_steps
 from fedcdp.server import Aggregate, moving_average, next_clip, server_update
+from fedcdp.trainers import Examples, Stepwise, Trainer
 from fedcdp.tree import Layout, Tree
 from fedcdp.tuning import tuned
 
@@ -69,6 +71,10 @@ class Run:
     participations: NDArray[np.int64] = field(repr=False)
     """In how many of them each client took part."""
     directory: Path | None = None
+    engine: str = "functional"
+    """What computed the gradients in this process."""
+    chunk: int = 1
+    """How many clients it trained at once."""
 
     @property
     def rounds(self) -> int:
@@ -107,6 +113,7 @@ def simulate(
     device: str | torch.device = "cpu",
     engine: EngineName = "auto",
     chunk: int | None = None,
+    tf32: bool = False,
     evaluate_every: int = 1,
     out: Path | str | None = None,
     config: str | None = None,
@@ -119,8 +126,9 @@ def simulate(
     The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
     every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
     at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
-    bounded amount of memory. With `most_releases`, training ends before one more
-    round would be released (see `accounting.calibrate.rounds_within`), with the model so far.
+    bounded amount of memory. `tf32` lets a GPU round the factors of products to 10 bits, which is faster; norms, clipping
+    and noise stay as they are. With `most_releases`, training ends before one more round would be released (see
+    `accounting.calibrate.rounds_within`), with the model so far.
     """
     changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
     plan = plan.but(**changes) if changes else plan
@@ -136,28 +144,29 @@ def simulate(
             f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
             f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
         )
-    engines = engines_for(network, loss, engine)
-    simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
-    weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
-    simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
-    fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
-    simulator.engine, simulator.chunk = tuned(simulator, engines, fresh, chunk)
-    if out is None:
-        return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
-    directory = RunDirectory(out)
-    if resume:
-        directory.require()
-    else:
-        directory.create(_config_of_python(plan, federation) if config is None else config)
-    with directory.locked():
-        if resume and (stored := directory.load_state(plan.digest())) is not None:
-            for tree in (stored.weights, stored.average or stored.weights):
-                check_tensors(directory.checkpoint, tree, weights)
-            if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
-                raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
-            fresh = stored
-        releases = Releases(federation.clients, _ledger_of(directory, simulator, fresh.round))
-        return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
+    with deferred_interrupts(), products(tf32):
+        engines = engines_for(network, loss, engine)
+        simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
+        weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
+        fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
+        simulator.trainer, simulator.chunk = tuned(simulator, engines, fresh, chunk, engine)
+        if out is None:
+            return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
+        directory = RunDirectory(out)
+        if resume:
+            directory.require()
+        else:
+            directory.create(_config_of_python(plan, federation) if config is None else config)
+        with directory.locked():
+            if resume and (stored := directory.load_state(plan.digest())) is not None:
+                for tree in (stored.weights, stored.average or stored.weights):
+                    check_tensors(directory.checkpoint, tree, weights)
+                if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
+                    raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
+                fresh = stored
+            releases = Releases(federation.clients, _ledger_of(directory, simulator, fresh.round))
+            return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
 
 
 def _ledger_of(directory: RunDirectory, simulator: Simulator, rounds_done: int) -> Ledger:
@@ -188,6 +197,11 @@ class Releases:
         if self.count > before:  # not the same release once more, after a crash
             self.participations[chosen] += 1
 
+    @property
+    def attempt(self) -> int:
+        """How often the round that was charged last had been released before."""
+        return self._ledger.charges[-1].attempt if self._ledger and self._ledger.charges else 0
+
     def may_go_on(self, round_: int, most: int | None) -> bool:
         """Whether one more round keeps within the largest number of releases; one that is charged already does."""
         charged = self._ledger is not None and self._ledger.noise == "seeded" and self._ledger.rounds_charged > round_
@@ -214,15 +228,19 @@ class Simulator:
     """Rounds of virtual clients: the data stay on the device, and only indices move."""
 
     def __init__(self, engine: Engine, federation: Federation, plan: Plan, device: torch.device, chunk: int | None) -> None:
-        self.engine = engine
         self.federation = federation
         self.plan = plan
         self.device = device
-        self.inputs = federation.train.inputs.to(device)
-        self.targets = federation.train.targets.to(device)
+        self.examples = Examples(federation.train.inputs.to(device), federation.train.targets.to(device))
         self.validation = federation.validation
         self.noise = noise_of(plan, engine.layout)
+        self.trainer: Trainer = Stepwise(METHODS[plan.method], engine, self.examples)
         self.chunk = chunk or min(_USUAL_CHUNK.get(device.type, 64), self.most_clients())
+
+    @property
+    def engine(self) -> Engine:
+        """What computes the gradients."""
+        return self.trainer.engine
 
     @deferred_interrupts()
     def run(
@@ -264,7 +282,17 @@ class Simulator:
         seconds = time.perf_counter() - started
         kept = directory.path if directory else None
         return Run(
-            self.plan, self.federation, network, metrics, seconds, steps, releases.count, releases.participations, kept
+            self.plan,
+            self.federation,
+            network,
+            metrics,
+            seconds,
+            steps,
+            releases.count,
+            releases.participations,
+            kept,
+            self.trainer.name,
+            self.chunk,
         )
 
     def round(self, state: State, chosen: Tensor) -> State:
@@ -274,7 +302,7 @@ class Simulator:
         for clients in chosen.split(self.chunk) if len(chosen) else ():
             table, sizes = self.records_of(clients)
             at = self.moment(state, clients.to(self.device), sizes)
-            sent = take_part(method, state.weights, self.batches(at, table, sizes), at)
+            sent = self.trainer(state.weights, self.draw(at, table, sizes), at)
             received.add(method.admit(sent.update, at), method.admit_count(sent, at))
         nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
         at = self.moment(state, nobody, nobody)
@@ -288,7 +316,7 @@ class Simulator:
         table, sizes = self.records_of(clients)
         width = min(self.plan.batch_size, int(sizes[0]))
         everything = torch.ones(1, width, dtype=torch.bool, device=self.device)
-        return Batch(self.inputs[table[:, :width]], self.targets[table[:, :width]], everything)
+        return self.examples.batch(table[:, :width], everything)
 
     def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
         """Where clients with so many records each are at the start of a round."""
@@ -300,19 +328,10 @@ class Simulator:
         table, sizes = self.federation.table(clients.numpy())
         return torch.from_numpy(table).to(self.device), torch.from_numpy(sizes).to(self.device)
 
-    def batches(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[Batch]:
-        """The batches of a round's local steps, cut to the slots that some client of the chunk fills."""
-        for records, present in self.drawn(at, table, sizes):
-            stop_if_asked()
-            yield Batch(self.inputs[records], self.targets[records], present)
-
-    def drawn(self, at: Moment, table: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each local step the records [clients, slots], as places in the training data, and which slots are filled."""
-        draws = [choose_records(self.plan, at.clients, sizes, at.round, step) for step in range(self.plan.local_steps)]
-        # Filled slots come first. One transfer for the whole round: asking at every step would make a GPU wait.
-        widths = torch.stack([draw.present.any(0).sum() for draw in draws]).tolist()
-        for draw, width in zip(draws, (max(width, 1) for width in widths), strict=True):
-            yield table.gather(1, draw.positions[:, :width]), draw.present[:, :width]
+    def draw(self, at: Moment, table: Tensor, sizes: Tensor) -> Draw:
+        """The records of all local steps [steps, clients, slots], as places in the training data."""
+        drawn = choose_records_of_steps(self.plan, at.clients, sizes, at.round)
+        return Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present)
 
     def _measure(self, state: State, clients: int, clip: float | None, every: int) -> Row:
         """What is written of a round. In a private run nothing here comes from before the noise."""
@@ -329,7 +348,7 @@ class Simulator:
 
     def most_clients(self) -> int:
         """How many clients may be trained at once within the budget of memory."""
-        return clients_within_budget(self.engine.model, self.inputs[0], self.plan.slots, self.plan.per_example)
+        return clients_within_budget(self.engine.model, self.examples.inputs[0], self.plan.slots, self.plan.per_example)
 
 
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:

@@ -63,8 +63,10 @@ def masked(values: Tensor, usable: Tensor) -> Tensor:
     return torch.where(usable.view(usable.shape + (1,) * (values.dim() - usable.dim())), values, 0.0)
 
 
-def combine(left: Tree, right: Tree, alpha: float = 1.0) -> Tree:
+def combine(left: Tree, right: Tree, alpha: float | Tensor = 1.0) -> Tree:
     """left + alpha · right, tensor by tensor."""
+    if isinstance(alpha, Tensor):  # a number that a compiled program takes as it comes
+        return {name: left[name] + alpha * right[name] for name in left}
     return {name: torch.add(left[name], right[name], alpha=alpha) for name in left}
 
 

@@ -1,7 +1,8 @@
-"""Tuning: the engine and the number of clients at once with which a training is fastest on this machine."""
+"""Tuning: the trainer and the number of clients at once with which a training is fastest on this machine."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,30 +10,48 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedcdp.engine import Batch, Engine
-from fedcdp.engine.choice import chunks_up_to, fastest, machine, remembered
-from fedcdp.methods import METHODS, Local
-from fedcdp.sampling import choose_records
-from fedcdp.tree import repeat
+from fedcdp.engine import BatchedEngine, Engine, EngineName
+from fedcdp.engine.choice import Choice, chunks_up_to, fastest, machine, remembered
+from fedcdp.methods import METHODS
+from fedcdp.sampling import Draw
+from fedcdp.trainers import Compiled, Stepwise, Trainer
 
 if TYPE_CHECKING:
     from fedcdp.rundir import State
     from fedcdp.simulation import Simulator
 
-_STEPS = 2  # are measured, after one to warm up
+_STEPS = 2  # are measured, after as many to warm up
 _LONG = 20_000  # client steps; a shorter training ends before a measurement has paid
+_WORTH_COMPILING = 60.0  # seconds of training; a program takes about twenty to compile, and then half the time
 
 
-def tuned(simulator: Simulator, engines: Mapping[str, Engine], state: State, chunk: int | None) -> tuple[Engine, int]:
-    """The fastest of the engines and, unless it is given, the fastest chunk; a short training keeps what it has."""
+def tuned(
+    simulator: Simulator, engines: Mapping[str, Engine], state: State, chunk: int | None, name: EngineName
+) -> tuple[Trainer, int]:
+    """The fastest trainer among those that `name` allows and, unless it is given, the fastest chunk."""
+    choice = _measured(simulator, engines, state, chunk)
+    engine, plan = engines[choice.engine], simulator.plan
+    seconds = choice.seconds * plan.rounds * plan.per_round * plan.local_steps
+    long = simulator.device.type == "cuda" and math.isfinite(seconds) and seconds > _WORTH_COMPILING
+    if isinstance(engine, BatchedEngine) and (name == "compiled" or (name == "auto" and long)):
+        # Equal chunks, for what is missing of the last one would be computed for nothing.
+        equal = math.ceil(plan.per_round / math.ceil(plan.per_round / choice.chunk))
+        return Compiled(METHODS[plan.method], plan, engine, simulator.examples, equal), equal
+    return Stepwise(METHODS[plan.method], engine, simulator.examples), choice.chunk
+
+
+def _measured(simulator: Simulator, engines: Mapping[str, Engine], state: State, chunk: int | None) -> Choice:
+    """The fastest of the engines and the fastest chunk, remembered; a short training keeps what it has."""
     plan = simulator.plan
+    first = Choice(next(iter(engines)), simulator.chunk)
     chunks = [chunk] if chunk else chunks_up_to(min(simulator.most_clients(), plan.per_round), simulator.device)
     if plan.rounds * plan.per_round * plan.local_steps < _LONG or len(engines) * len(chunks) == 1:
-        return simulator.engine, simulator.chunk
+        return first
     what = machine(simulator.device) | {
         "network": str(simulator.engine.model),
-        "example": [list(simulator.inputs.shape[1:]), str(simulator.inputs.dtype)],
+        "example": [list(simulator.examples.inputs.shape[1:]), str(simulator.examples.inputs.dtype)],
         "step": [plan.method, plan.batch_size, plan.slots, plan.clip_mode, plan.noise, plan.secure_noise, plan.momentum],
+        "precision": torch.get_float32_matmul_precision(),
         "engines": list(engines),
         "chunks": chunks,
     }
@@ -41,27 +60,24 @@ def tuned(simulator: Simulator, engines: Mapping[str, Engine], state: State, chu
         return seconds_a_client_step(simulator, engines[name], state, clients)
 
     found = remembered(what, lambda: fastest(engines, chunks, seconds))
-    if found.engine not in engines or found.chunk not in chunks:  # somebody edited the cache
-        return simulator.engine, simulator.chunk
-    return engines[found.engine], found.chunk
+    return found if found.engine in engines and found.chunk in chunks else first  # somebody may have edited the cache
 
 
 def seconds_a_client_step(simulator: Simulator, engine: Engine, state: State, clients: int) -> float:
     """How long a local step of one client takes when so many are trained at once: gradients, clip, noise and update."""
-    method, numbers = METHODS[simulator.plan.method], torch.arange(clients) % simulator.federation.clients
+    trainer = Stepwise(METHODS[simulator.plan.method], engine, simulator.examples)
+    numbers = torch.arange(clients) % simulator.federation.clients
     table, sizes = simulator.records_of(numbers)
     at = replace(simulator.moment(state, numbers.to(simulator.device), sizes), engine=engine)
-    draw = choose_records(simulator.plan, at.clients, sizes, at.round, at.step)
-    width = max(1, int(draw.present.any(0).sum()))
-    records = table.gather(1, draw.positions[:, :width])
-    batch = Batch(simulator.inputs[records], simulator.targets[records], draw.present[:, :width])
-    local = method.local_step(Local(repeat(state.weights, clients)), batch, at)
+    draw = simulator.draw(at, table, sizes)
+    steps = min(_STEPS, len(draw.positions))
+    some = Draw(draw.positions[:steps], draw.present[:steps])
+    trainer(state.weights, some, at)
     _wait(simulator.device)
     started = time.perf_counter()
-    for _ in range(_STEPS):
-        local = method.local_step(local, batch, at)
+    trainer(state.weights, some, at)
     _wait(simulator.device)
-    return (time.perf_counter() - started) / _STEPS / clients
+    return (time.perf_counter() - started) / steps / clients
 
 
 def _wait(device: torch.device) -> None:

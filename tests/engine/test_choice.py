@@ -28,6 +28,7 @@ def test_a_known_network_may_use_either_engine_and_the_batched_one_comes_first()
     engines = engines_for(KNOWN, F.cross_entropy)
     assert [type(engine) for engine in engines.values()] == [BatchedEngine, FunctionalEngine]
     assert list(engines_for(KNOWN, F.cross_entropy, "batched")) == ["batched"]
+    assert list(engines_for(KNOWN, F.cross_entropy, "compiled")) == ["batched"]
     assert list(engines_for(KNOWN, F.cross_entropy, "functional")) == ["functional"]
 
 
@@ -41,7 +42,7 @@ def test_an_unknown_layer_is_left_to_the_reference_and_one_line_names_it(caplog,
 
 
 def test_another_name_is_refused():
-    with pytest.raises(PlanError, match="engine: 'nosuch' is not one of auto, batched, functional"):
+    with pytest.raises(PlanError, match="engine: 'nosuch' is not one of auto, compiled, batched, functional"):
         engines_for(KNOWN, F.cross_entropy, "nosuch")  # type: ignore[arg-type]
 
 
@@ -82,7 +83,8 @@ def test_a_measurement_is_made_once():
 
 @pytest.mark.parametrize(
     "content", [b"", b"\xff", b"[]", b"{}", b'{"engine": "nosuch", "chunk": 4}', b'{"engine": "batched", "chunk": 0}',
-                b'{"engine": "batched", "chunk": "4"}', b'{"engine": [], "chunk": 4}'],
+                b'{"engine": "batched", "chunk": "4"}', b'{"engine": [], "chunk": 4}', b'{"engine": "batched", "chunk": 4}',
+                b'{"engine": "batched", "chunk": 4, "seconds": NaN}'],
 )  # fmt: skip
 def test_what_cannot_be_read_is_measured_again(tmp_path: Path, content: bytes):
     remembered({"network": "a"}, lambda: Choice("batched", 7))

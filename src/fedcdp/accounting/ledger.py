@@ -8,23 +8,18 @@
 Guarantees:
 - A release whose `charge` has returned is in the ledger after any crash. A release that was charged and never made stays in
   it: a crash may over-count, never under-count.
-- A line carries a digest of itself and the digest of the line before, so that lines altered, inserted, reordered or dropped
-  in the middle are noticed. There is no secret in it: this is against accidents and naive tampering, not against someone
-  who writes the whole file anew. Lines that are missing at the end show only beside the checkpoint (`check`).
-- What a crash leaves behind the last newline: the beginning of a line was never used, and is passed over (and removed before
-  the next line is written); a whole line counts. Anything else that does not verify is refused.
+- Lines are chained and mended after a crash as in every `journal`. Lines that are missing at the end show only beside the
+  checkpoint (`check`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import operator
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -32,16 +27,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedcdp.accounting.journal import Journal, LineError
 from fedcdp.errors import RunError
-from fedcdp.files import write_atomically
 
 Noise = Literal["seeded", "secure"]
 
 _VERSION = 1
-_HEADER_KEYS = ("ledger", "plan", "population", "noise", "previous", "digest")
-_CHARGE_KEYS = ("round", "attempt", "clients", "bound", "previous", "digest")
-_LINE = re.compile(rb'(\{.*),"digest":"([0-9a-f]{32})"\}', re.DOTALL)
-_BEGINNING = '{"round":'
+_HEADER_KEYS = ("ledger", "plan", "population", "noise")
+_CHARGE_KEYS = ("round", "attempt", "clients", "bound")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,51 +48,20 @@ class Charge:
     bound: float
 
 
-class Ledger:
+class Ledger(Journal):
     """An append-only record of releases in one file, for one writer at a time (the run's lock sees to that)."""
 
+    BEGINNINGS = ('{"round":',)
+
     def __init__(self, path: Path, content: bytes) -> None:
-        self.path = path
         self._charges: list[Charge] = []
-        self._previous = ""
-        *lines, tail = content.split(b"\n")
-        whole = b"" if _is_beginning_of_line(tail) else tail
-        if not lines and not _LINE.fullmatch(tail):
-            raise RunError(f"{path} has no whole first line; no crash of this program leaves that, so it is damaged")
-        for number, line in enumerate(lines + [whole] * bool(whole), start=1):
-            try:
-                (self._read_header if number == 1 else self._read_charge)(line)
-            except _LineError as error:
-                raise RunError(f"{path}, line {number}, {error}") from None
-        self._size = len(content)  # what the disk has
-        self._kept = len(content) - len(tail) + len(whole)  # what of it counts
-        self._owed = b"\n" if whole else b""  # what is to be written before the next line
+        super().__init__(path, content)
 
     @staticmethod
     def create(path: Path | str, plan: Mapping[str, Any], population: Mapping[str, Any], noise: Noise) -> Ledger:
         """Start a ledger: whole or not at all, also when killed in here. Refuses a file that exists."""
-        path = Path(path)
         header = {"ledger": _VERSION, "plan": dict(plan), "population": dict(population), "noise": noise}
-        try:
-            if path.exists():
-                raise RunError(f"{path} already exists; a ledger is added to, never begun anew")
-            content = _line(header, "") + b"\n"
-            ledger = Ledger(path, content)
-            write_atomically(path, content)
-        except OSError as error:
-            raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
-        except (TypeError, ValueError) as error:
-            raise RunError(f"{path} cannot be written: a plan and a population are plain values ({error})") from None
-        return ledger
-
-    @staticmethod
-    def open(path: Path | str) -> Ledger:
-        """Read a ledger and verify every line of it. Writes nothing; refuses what is damaged or impossible."""
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
-        return Ledger(Path(path), content)
+        return Ledger._begin(path, header)
 
     @staticmethod
     def open_or_create(path: Path | str, plan: Mapping[str, Any], population: Mapping[str, Any], noise: Noise) -> Ledger:
@@ -149,14 +111,13 @@ class Ledger:
         if before and self.noise == "seeded":
             if not np.array_equal(new.clients, before.clients) or new.bound != before.bound:
                 raise RunError(f"{self.path} has round {round} with other clients or another bound under the same seed")
-            self._append(b"")  # it was found in the file, but may not have reached the disk before the crash
+            self._make_sure()
             return
         if wrong := self._objection(new):
             raise RunError(f"{self.path} cannot be written: round {round} {wrong}")
         content = {"round": new.round, "attempt": new.attempt, "clients": new.clients.tolist(), "bound": new.bound}
-        line = _line(content, self._previous)
-        self._append(line + b"\n")
-        self._accept(new, line)
+        self._write_line(content)
+        self._accept(new)
 
     # What was charged ------------------------------------------------------------------------------------------------
 
@@ -186,7 +147,7 @@ class Ledger:
         """
         return np.sort(self.participations())[::-1][: max(count, 0)]
 
-    # Reading and writing lines ---------------------------------------------------------------------------------------
+    # Reading lines ---------------------------------------------------------------------------------------------------
 
     def _latest_of(self, round_: int) -> Charge | None:
         """The last release, if it was of this round."""
@@ -196,31 +157,30 @@ class Ledger:
     def _next_round(self) -> int:
         return self._charges[-1].round + 1 if self._charges else 0
 
-    def _read_header(self, line: bytes) -> None:
+    def _read_first(self, line: bytes) -> None:
         version = re.match(rb'\{"ledger":([^,]*),', line)
         if version and version[1] != b"%d" % _VERSION:
-            raise _LineError(f"is of version {version[1].decode(errors='replace')}; this program knows version {_VERSION}")
-        header = _verified(line, _HEADER_KEYS, "")
+            raise LineError(f"is of version {version[1].decode(errors='replace')}; this program knows version {_VERSION}")
+        header = self._verified(line, _HEADER_KEYS)
         self.plan, self.population, self.noise = header["plan"], header["population"], header["noise"]
         for part, key in (("plan", "rounds"), ("population", "clients")):
             value = header[part].get(key) if isinstance(header[part], dict) else None
             if type(value) is not int or not 1 <= value < 2**31:
-                raise _LineError(f"has a {part} without a number of {key} from 1 to 2^31")
+                raise LineError(f"has a {part} without a number of {key} from 1 to 2^31")
         if self.noise not in get_args(Noise):
-            raise _LineError(f"has noise {self.noise!r}, which is neither seeded nor secure")
-        self._previous = header["digest"]
+            raise LineError(f"has noise {self.noise!r}, which is neither seeded nor secure")
 
-    def _read_charge(self, line: bytes) -> None:
-        found = _verified(line, _CHARGE_KEYS, self._previous)
+    def _read_next(self, line: bytes) -> None:
+        found = self._verified(line, _CHARGE_KEYS)
         ids = found["clients"]
         if type(found["round"]) is not int or type(found["attempt"]) is not int or type(found["bound"]) is not float:
-            raise _LineError("has a round, an attempt or a bound that is not a number of its kind")
+            raise LineError("has a round, an attempt or a bound that is not a number of its kind")
         if type(ids) is not list or not all(type(each) is int and abs(each) < 2**63 for each in ids):
-            raise _LineError("has clients that are not whole numbers")
+            raise LineError("has clients that are not whole numbers")
         new = Charge(found["round"], found["attempt"], np.array(ids, np.int64), found["bound"])
         if wrong := self._objection(new):
-            raise _LineError(f"is impossible: round {new.round} {wrong}")
-        self._accept(new, line)
+            raise LineError(f"is impossible: round {new.round} {wrong}")
+        self._accept(new)
 
     def _objection(self, new: Charge) -> str | None:
         """Why a release cannot come next, if it cannot: the same for one that is read and for one that is charged."""
@@ -241,90 +201,6 @@ class Ledger:
             return f"has a client outside the population of {self.population['clients']}"
         return None
 
-    def _accept(self, new: Charge, line: bytes) -> None:
+    def _accept(self, new: Charge) -> None:
         new.clients.setflags(write=False)
         self._charges.append(new)
-        self._previous = line[-34:-2].decode()
-
-    def _append(self, line: bytes) -> None:
-        """Add bytes, after mending what a crash left at the end: all on the disk on return, or as it was before."""
-        content = self._owed + line
-        try:
-            _sync(self.path.parent)  # a start that was killed inside `create` may not have got that far
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND)
-            try:
-                if os.fstat(file).st_size != self._size:
-                    raise RunError(f"{self.path} was changed by others since it was read")
-                self._write(file, content)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be written: {error.strerror or error}") from error
-        self._kept = self._size = self._kept + len(content)
-        self._owed = b""
-
-    def _write(self, file: int, content: bytes) -> None:
-        try:
-            if self._size > self._kept:
-                os.ftruncate(file, self._kept)
-                os.fsync(file)  # first, so that no crash can leave a mixture of the old end and the new
-                self._size = self._kept
-            while content:
-                content = content[os.write(file, content) :]
-            os.fsync(file)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(file, self._kept)
-            raise
-
-
-class _LineError(Exception):
-    """What is wrong with a line, to be said with its file and number."""
-
-
-def _line(content: Mapping[str, Any], previous: str) -> bytes:
-    """A line without its newline. The digest is over all that stands before it, the line before's digest included."""
-    body = json.dumps({**content, "previous": previous}, separators=(",", ":"), allow_nan=False)[:-1].encode()
-    return body + f',"digest":"{_digest(body)}"}}'.encode()
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
-
-
-def _verified(line: bytes, keys: tuple[str, ...], previous: str) -> dict[str, Any]:
-    """The content of a line that is what was written, has these keys and follows the line with this digest."""
-    parts = _LINE.fullmatch(line)
-    if not parts:
-        raise _LineError("is damaged")
-    if _digest(parts[1]) != parts[2].decode():
-        raise _LineError("was altered: it does not match its digest")
-    try:
-        found = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        raise _LineError("is not JSON") from None
-    if tuple(found) != keys:
-        raise _LineError(f"has other keys than {', '.join(keys)}")
-    if found["previous"] != previous:
-        raise _LineError("does not follow the line before it: lines were removed, added or moved")
-    return found  # type: ignore[no-any-return]
-
-
-def _is_beginning_of_line(tail: bytes) -> bool:
-    """Whether bytes behind the last newline are a line cut short, rather than a whole or a damaged one."""
-    text = tail.decode(errors="replace")
-    if not tail.isascii() or not text.isprintable() or text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
-        return False
-    try:
-        json.JSONDecoder().raw_decode(text)  # a whole line, perhaps with something behind it
-        return False
-    except (ValueError, RecursionError) as error:
-        return isinstance(error, ValueError)
-
-
-def _sync(folder: Path) -> None:
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

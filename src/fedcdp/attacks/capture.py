@@ -137,13 +137,11 @@ def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor)
     """What is seen of these clients; None if none of them drew a record."""
     table, sizes = simulator.records_of(clients)
     at = simulator.moment(state, clients.to(simulator.device), sizes)
-    drawn = list(simulator.drawn(at, table, sizes))[: look.step + 1 if look.leak == "type2" else None]
+    draw = simulator.draw(at, table, sizes)
+    drawn = list(zip(draw.positions, draw.present, strict=True))[: look.step + 1 if look.leak == "type2" else None]
     if not any(bool(present.any()) for _, present in drawn):
         return None
-    batches = [
-        Batch(simulator.inputs[records], simulator.targets[records], _in_world(records, present, drawn, look))
-        for records, present in drawn
-    ]
+    batches = [simulator.examples.batch(records, _in_world(records, present, drawn, look)) for records, present in drawn]
     total: Tree = {}
     for number in range(look.first, look.first + look.releases):
         seen, weights = _release(simulator, state, look, batches, at, number)
@@ -210,8 +208,8 @@ def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, T
     return {
         "client": client,
         "slot": slot,
-        "inputs": simulator.inputs[example],
-        "targets": simulator.targets[example],
+        "inputs": simulator.examples.inputs[example],
+        "targets": simulator.examples.targets[example],
         "present": torch.ones_like(example, dtype=torch.bool),
         "uses": one,
         "used": torch.ones_like(one, dtype=torch.bool),
@@ -236,8 +234,8 @@ def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Momen
     return {
         "client": client,
         "slot": torch.zeros_like(client),
-        "inputs": simulator.inputs[examples],
-        "targets": simulator.targets[examples],
+        "inputs": simulator.examples.inputs[examples],
+        "targets": simulator.examples.targets[examples],
         "present": torch.arange(most, device=used.device) < counts[:, None],
         "uses": torch.stack(places, dim=1),
         "used": used[:, client],

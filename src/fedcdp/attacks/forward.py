@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.captured import Captured
-from fedcdp.engine.base import Batch, Engine
+from fedcdp.engine.base import Batch, Unquestioning
 from fedcdp.errors import ModelError
 from fedcdp.methods import METHODS, Moment, take_part
 from fedcdp.noise import Silence
@@ -69,7 +69,7 @@ def _by_method(captured: Captured, inputs: Tensor, targets: Tensor) -> Tree:
     """What the method's own code releases of the examples, but for its noise and its pruning."""
     plan = captured.plan.but(compression=0.0, share_fraction=1.0, noise="batch")
     clients = torch.arange(len(inputs), device=inputs.device)
-    engine = _Unquestioning(captured.engine)
+    engine = Unquestioning(captured.engine)
     at = Moment(plan, engine, Silence(engine.layout), captured.round, clients, captured.expected_batch)
     at = replace(at, current_clip=captured.current_clip)
     rows = clients[:, None]
@@ -92,20 +92,6 @@ def _example_by_method(captured: Captured, batch: Batch, at: Moment) -> Tree:
     tapped = replace(at, tap=lambda reader, _, tree: told.append(tree) if reader == "type2" else None)
     METHODS[at.plan.method].gradient_sum(captured.weights, batch, tapped)
     return {name: value[:, 0] for name, value in told[0].items()}
-
-
-class _Unquestioning:
-    """An engine that sums gradients without first asking whether all are finite: a GPU need not wait for the answer."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss
-        self.per_example_gradients, self.outputs = engine.per_example_gradients, engine.outputs
-        self.clipped_sum, self.check = engine.clipped_sum, engine.check
-
-    def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
-        """See `Engine`; an example whose gradient is not finite is not left out."""
-        gradients = self.per_example_gradients(weights, batch)
-        return {name: masked(value, batch.present).sum(1) for name, value in gradients.items()}
 
 
 def _prunes(captured: Captured) -> bool:

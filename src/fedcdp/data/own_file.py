@@ -30,9 +30,9 @@ def load_file(
     of the training split alone. Raises `DataError` when the file is missing, damaged or not of this form.
     """
     path = Path(path)
-    inputs, labels = _read(path)
+    inputs, labels = read_arrays(path)
     targets, classes = _number_classes(labels, path)
-    inputs, scaling = _as_inputs(inputs, path)
+    inputs, scaling = as_inputs(inputs, path)
     if len(inputs) != len(targets):
         raise DataError(f"{path} holds {len(inputs)} inputs but {len(targets)} labels")
     validation_count = _validation_count(len(targets), validation_fraction, path)
@@ -53,7 +53,8 @@ def load_file(
     )
 
 
-def _read(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Inputs and labels as they are in the file."""
     suffix = path.suffix.lower()
     if suffix not in (".npz", ".csv"):
         raise DataError(f"{path} is neither a .npz nor a .csv file")
@@ -68,7 +69,7 @@ def _number_classes(labels: NDArray[Any], path: Path) -> tuple[NDArray[np.int64]
     if labels.ndim != 1:
         raise DataError(f"{path} holds labels of shape {labels.shape}: one label a record is needed")
     if labels.dtype.kind == "U":
-        labels = _integers_if_all(labels)
+        labels = integers_if_all(labels)
     elif labels.dtype.kind == "f" and np.array_equal(labels, np.trunc(labels)) and np.isfinite(labels).all():
         labels = labels.astype(np.int64)
     if labels.dtype.kind not in "iubUS":
@@ -79,14 +80,15 @@ def _number_classes(labels: NDArray[Any], path: Path) -> tuple[NDArray[np.int64]
     return targets.astype(np.int64), len(distinct)
 
 
-def _integers_if_all(labels: NDArray[np.str_]) -> NDArray[Any]:
+def integers_if_all(labels: NDArray[np.str_]) -> NDArray[Any]:
+    """Labels as whole numbers, if each of them is written as one."""
     try:
         return np.array([int(label) for label in labels], dtype=np.int64)
     except (ValueError, OverflowError):
         return labels
 
 
-def _as_inputs(values: NDArray[Any], path: Path) -> tuple[NDArray[np.float32], str]:
+def as_inputs(values: NDArray[Any], path: Path) -> tuple[NDArray[np.float32], str]:
     """Finite float32 values in the shape that networks expect, and what was done to them in words."""
     if values.dtype.kind not in "iufb":
         raise DataError(f"{path} holds inputs of type {values.dtype}: they must be numbers")

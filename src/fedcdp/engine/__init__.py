@@ -1,8 +1,8 @@
 """Engines compute gradients for many clients at once; every engine gives the same numbers."""
 
-from fedcdp.engine.base import Batch, Engine, Loss
+from fedcdp.engine.base import Batch, Engine, Loss, Unquestioning
 from fedcdp.engine.batched import BatchedEngine
 from fedcdp.engine.choice import EngineName, engines_for
 from fedcdp.engine.functional import FunctionalEngine
 
-__all__ = ["Batch", "BatchedEngine", "Engine", "EngineName", "FunctionalEngine", "Loss", "engines_for"]
+__all__ = ["Batch", "BatchedEngine", "Engine", "EngineName", "FunctionalEngine", "Loss", "Unquestioning", "engines_for"]

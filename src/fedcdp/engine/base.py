@@ -38,6 +38,10 @@ class Engine(Protocol):
         """The sum over each client's real examples [clients, ...]. An example whose gradient is not finite is left out."""
         ...
 
+    def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
+        """The sum over each client's real examples [clients, ...]; not finite where one of them is not."""
+        ...
+
     def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
         """The sum over each client's examples [clients, ...] of what `clipping.clip` makes of their gradients.
 
@@ -52,3 +56,13 @@ class Engine(Protocol):
     def outputs(self, weights: Tree, inputs: Tensor) -> Tensor:
         """What the network with the global weights answers to each input."""
         ...
+
+
+class Unquestioning:
+    """An engine that sums gradients without first asking whether all are finite: a GPU need not wait for the answer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss
+        self.per_example_gradients, self.outputs = engine.per_example_gradients, engine.outputs
+        self.clipped_sum, self.check = engine.clipped_sum, engine.check
+        self.summed_gradients = self.plain_sum = engine.plain_sum

@@ -18,6 +18,7 @@ from fedcdp.engine.base import Batch, Loss
 from fedcdp.engine.chain import chain_of
 from fedcdp.engine.functional import FunctionalEngine, all_finite, sum_of_finite
 from fedcdp.engine.gradients import Gradients
+from fedcdp.engine.memory import keep_freed_memory
 from fedcdp.tree import Group, Tree, masked
 
 LossGradients = Callable[[Tensor, Tensor], Tensor]
@@ -32,6 +33,7 @@ class BatchedEngine:
         self.model, self.layout, self.loss = model, self._reference.layout, loss
         self.outputs, self.check = self._reference.outputs, self._reference.check
         self._loss_gradients = _of_cross_entropy if loss is F.cross_entropy else _by_autograd(loss)
+        keep_freed_memory()
 
     @torch.no_grad()
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
@@ -41,8 +43,13 @@ class BatchedEngine:
     @torch.no_grad()
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`. One product a layer over all examples, unless some gradient is not finite."""
-        summed = self._in_order({each.name: each.summed() for each in self._gradients(weights, batch, real_only=True)})
+        summed = self.plain_sum(weights, batch)
         return summed if all_finite(summed) else sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
+
+    @torch.no_grad()
+    def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`."""
+        return self._in_order({each.name: each.summed() for each in self._gradients(weights, batch, real_only=True)})
 
     @torch.no_grad()
     def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,23 +26,28 @@ from fedcdp.engine.functional import FunctionalEngine
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files import user_cache, write_atomically
 
-EngineName = Literal["auto", "batched", "functional"]
+EngineName = Literal["auto", "compiled", "batched", "functional"]
 
 _LOG = logging.getLogger("fedcdp")
-_CHUNKS = {"cpu": (16, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
+_CHUNKS = {"cpu": (16, 8, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
+_RULES = 2  # counted up with changes that make old measurements worthless
 _WORSE = 1.1  # a chunk that is slower than the one before it by this factor ends the search in its direction
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine, and how many clients it trains at once."""
+    """An engine, how many clients it trains at once, and how long a local step of one of them then takes."""
 
     engine: str
     chunk: int
+    seconds: float = field(default=math.inf, compare=False)
 
 
 def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:
-    """The engines that may be used for a network, by name; the batched one first where it knows every layer."""
+    """The engines that may be used for a network, by name; the batched one first where it knows every layer.
+
+    What is compiled is the batched one.
+    """
     if name not in get_args(EngineName):
         raise PlanError(f"engine: {name!r} is not one of {', '.join(get_args(EngineName))}")
     reference: dict[str, Engine] = {"functional": FunctionalEngine(model, loss)}
@@ -52,7 +58,7 @@ def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict
     except ModelError as reason:
         _LOG.log(logging.INFO if name == "auto" else logging.WARNING, "the functional engine is used: %s", reason)
         return reference
-    return batched if name == "batched" else batched | reference
+    return batched | reference if name == "auto" else batched
 
 
 def fastest(engines: Iterable[str], chunks: Sequence[int], seconds: Callable[[str, int], float]) -> Choice:
@@ -73,7 +79,8 @@ def fastest(engines: Iterable[str], chunks: Sequence[int], seconds: Callable[[st
             if times[choice] > last * _WORSE:
                 break
             last = times[choice]
-    return min(times, key=lambda choice: times[choice])
+    best = min(times, key=lambda choice: times[choice])
+    return replace(best, seconds=times[best])
 
 
 def chunks_up_to(most: int, device: torch.device) -> list[int]:
@@ -95,16 +102,16 @@ def remembered(what: Mapping[str, object], measure: Callable[[], Choice]) -> Cho
 def machine(device: torch.device) -> dict[str, object]:
     """What a measurement depends on besides the training: the device and the library."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return {"rules": _RULES, "device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def _read(path: Path) -> Choice | None:
     try:
         written = json.loads(path.read_bytes())
-        choice = Choice(written["engine"], written["chunk"])
+        choice = Choice(written["engine"], written["chunk"], float(written["seconds"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    known = choice.engine in get_args(EngineName) and type(choice.chunk) is int and choice.chunk > 0
+    known = choice.engine in get_args(EngineName) and type(choice.chunk) is int and choice.chunk > 0 and choice.seconds > 0
     return choice if known else None
 
 

@@ -6,6 +6,7 @@ products leave them: the copies in between are then of long runs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,7 @@ class Convolution(Rule):
             grouped = deltas.unflatten(2, (self.groups, -1)).permute(0, 2, 1, 4, 5, 3).flatten(3, 4)
             before = None
             if inputs_matter:
-                before = self._folded(grouped.flatten(2, 3) @ kernels, inputs.shape, height, width)
+                before = self._folded(grouped.flatten(2, 3), kernels, inputs.shape, (height, width))
             # Outputs to the right, for a product with a short last axis is slow, and a first layer sees few values.
             gradients: list[Gradients] = [Products(self.weight, columns, grouped, self._shaped)]
             if self.bias is not None:
@@ -78,21 +79,38 @@ class Convolution(Rule):
             return rows.mT.unflatten(2, (seen.shape[1], -1)), height, width
         return seen.permute(0, 2, 1, 4, 5, 6, 7, 3).flatten(5).flatten(3, 4), height, width
 
-    def _folded(self, columns: Tensor, shape: torch.Size, height: int, width: int) -> Tensor:
-        """The transpose of `_columns`: what was seen at several places is added up."""
+    def _folded(self, deltas: Tensor, kernels: Tensor, shape: torch.Size, places: Pair) -> Tensor:
+        """The derivative by the inputs: δ·K goes back to the pixels that `_columns` took, where it is added up.
+
+        One row of the kernel after the other, and the values of a row together: both the products that are held and the
+        sums over single pixels are a fraction of what they are for the whole kernel at once.
+        """
+        if torch.compiler.is_compiling() and self.stride == (1, 1):
+            return self._folded_at_once(deltas @ kernels, shape, places)
         (left, right, top, bottom), (clients, examples, channels) = self.padding, shape[:3]
-        images = columns.new_zeros(
-            clients, examples, shape[3] + top + bottom, shape[4] + left + right, self.groups, channels // self.groups
-        )
-        parts = columns.view(clients, self.groups, examples, height, width, *self.kernel, -1).permute(0, 2, 3, 4, 5, 6, 1, 7)
-        for down in range(self.kernel[0]):
-            for across in range(self.kernel[1]):
-                images[
-                    :, :, _reach(down, height, self.stride[0], self.dilation[0]),
-                    _reach(across, width, self.stride[1], self.dilation[1]),
-                ] += parts[:, :, :, :, down, across]  # fmt: skip
+        lead, depth = (clients, examples), (self.groups, channels // self.groups)
+        bands = deltas.new_zeros(*lead, shape[3] + top + bottom, places[1], self.groups, self.kernel[1] * depth[1])
+        for down, row in enumerate(kernels.chunk(self.kernel[0], dim=-1)):
+            products = (deltas @ row).view(clients, self.groups, examples, *places, -1)
+            bands[:, :, _reach(down, places[0], self.stride[0], self.dilation[0])] += products.permute(0, 2, 3, 4, 1, 5)
+        images = deltas.new_zeros(*lead, shape[3] + top + bottom, shape[4] + left + right, *depth)
+        for across, band in enumerate(bands.chunk(self.kernel[1], dim=-1)):
+            images[:, :, :, _reach(across, places[1], self.stride[1], self.dilation[1])] += band
         inner = images[:, :, top : top + shape[3], left : left + shape[4]]
         return inner.flatten(4).permute(0, 1, 4, 2, 3)
+
+    def _folded_at_once(self, products: Tensor, shape: torch.Size, places: Pair) -> Tensor:
+        """The same as a sum of shifted images, of which a compiler makes one pass and what comes next."""
+        parts = products.view(shape[0], self.groups, shape[1], *places, *self.kernel, -1).permute(0, 2, 3, 4, 5, 6, 1, 7)
+        height, width = places
+        left, _, top, _ = self.padding
+        images: list[Tensor] = []
+        for down in range(self.kernel[0]):
+            for across in range(self.kernel[1]):
+                above, before = down * self.dilation[0] - top, across * self.dilation[1] - left
+                around = (before, shape[4] - width - before, above, shape[3] - height - above)
+                images.append(F.pad(parts[:, :, :, :, down, across].flatten(4).permute(0, 1, 4, 2, 3), around))
+        return functools.reduce(torch.add, images)
 
     def _kernels(self, weight: Tensor) -> Tensor:
         """A weight [clients, outputs, channels, height, width] as [clients, groups, outputs, values]."""

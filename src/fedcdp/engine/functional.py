@@ -40,8 +40,13 @@ class FunctionalEngine:
 
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`. One backward pass a client, unless some gradient is not finite."""
-        summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
+        summed = self.plain_sum(weights, batch)
         return summed if all_finite(summed) else sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
+
+    def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`."""
+        summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
+        return summed
 
     def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
         """See `Engine`."""

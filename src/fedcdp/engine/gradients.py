@@ -74,7 +74,8 @@ class Formed(Gradients):
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`."""
         rows = _finite(self.values).reshape(*self.values.shape[:2], -1)
-        total = _kept(factors, usable, self.values)[:, None] @ rows
+        kept = _kept(factors, usable, self.values)
+        total = (kept[..., None] * rows).sum(1) if _value_by_value() else kept[:, None] @ rows
         return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:])).contiguous()
 
 
@@ -114,6 +115,9 @@ class Products(Gradients):
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`. One product over all examples and places."""
         column = _kept(factors, usable, self.left)[:, None, :, None, None]
+        if _value_by_value():
+            left, right = (_finite(value).flatten(2, 3) for value in (self.left * column, self.right))
+            return self.shape((left[..., None] * right[..., None, :]).sum(2)).contiguous()
         return Products(self.name, _finite(self.left) * column, _finite(self.right), self.shape).summed()
 
     def ready_to_clip(self) -> Gradients:
@@ -122,6 +126,15 @@ class Products(Gradients):
 
     def _formed(self) -> Formed:
         return Formed(self.name, (self.left.mT @ self.right).transpose(1, 2), self.shape)
+
+
+def _value_by_value() -> bool:
+    """Whether a sum of clipped gradients is taken value by value, and not as a product of matrices.
+
+    A compiler makes one pass of it and what comes next. And where products may be rounded (tf32), that one must not be:
+    what was rounded up would be longer than the clip bound.
+    """
+    return torch.compiler.is_compiling() or torch.get_float32_matmul_precision() != "highest"
 
 
 def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:

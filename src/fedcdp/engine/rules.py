@@ -67,7 +67,16 @@ class Flatten(WithoutWeights):
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:  # noqa: ARG002
         """See `Rule`."""
         outputs = self.layer(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
-        return outputs, lambda deltas: (deltas.reshape(inputs.shape) if inputs_matter else None, [])
+
+        def back(deltas: Tensor) -> tuple[Tensor | None, list[Gradients]]:
+            if not inputs_matter:
+                return None, []
+            shaped = deltas.reshape(inputs.shape)
+            # As the inputs lie in memory: what is elementwise is many times as fast if all that meets there lies alike.
+            alike = shaped.stride() == inputs.stride() or torch.compiler.is_compiling()
+            return shaped if alike else torch.empty_like(inputs).copy_(shaped), []
+
+        return outputs, back
 
 
 class Relu(WithoutWeights):

@@ -1,6 +1,6 @@
 """The methods, one file each: pure functions that the simulator and a deployment share."""
 
-from fedcdp.methods.base import Local, Method, Moment, Sent, take_part, train_locally
+from fedcdp.methods.base import Local, Method, Moment, Sent, leave, take_part, train_locally
 from fedcdp.methods.dssgd import DSSGD
 from fedcdp.methods.fedcdp import FedCDP
 from fedcdp.methods.fedsdp import FedSDP
@@ -25,6 +25,7 @@ __all__ = [
     "Moment",
     "NonPrivate",
     "Sent",
+    "leave",
     "take_part",
     "train_locally",
 ]

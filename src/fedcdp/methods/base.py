@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedcdp.compression import keep_largest
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.noise import Noise
+from fedcdp.noise import Noise, deviation_of_step_sum
 from fedcdp.plan import Plan
 from fedcdp.tree import Tree, combine, repeat
 
@@ -52,6 +52,16 @@ class Moment:
         return self.plan.noise_scale_at(self.round, self.current_clip)
 
     @property
+    def step_deviation(self) -> float:
+        """Standard deviation of the noise on the sum of a local step, where steps are noised."""
+        return deviation_of_step_sum(self.plan, self.round, self.current_clip)
+
+    @property
+    def learning_rate(self) -> float:
+        """η of this round."""
+        return self.plan.learning_rate_at(self.round)
+
+    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of tensors that are clipped together."""
         return self.engine.layout.groups(self.plan.clip_mode)
@@ -68,6 +78,7 @@ class Local:
 
     weights: Tree
     velocity: Tree | None = None
+    """The running sum of gradients, where there is momentum."""
     count: Tensor | None = None
     """What they will tell the server of the norms within the clip bound, where it follows a quantile."""
 
@@ -93,8 +104,8 @@ class Method(ABC):
         total, count = self.counted_sum(local.weights, batch, at)
         mean = {name: value / _column(at.expected_batch, value) for name, value in total.items()}
         velocity = mean if local.velocity is None else combine(mean, local.velocity, at.plan.momentum)
-        weights = combine(local.weights, velocity, -at.plan.learning_rate_at(at.round))
-        return Local(weights, velocity, local.count if count is None else count)
+        weights = combine(local.weights, velocity, -at.learning_rate)
+        return Local(weights, velocity if at.plan.momentum else None, local.count if count is None else count)
 
     def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
         """The update that leaves a client, ΔW_i(t) = W_i(t)_L − W(t): sanitised first, then pruned, never the reverse."""
@@ -150,6 +161,11 @@ def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Momen
         now = replace(at, step=step)
         now.show("local-weights", local.weights)
         local = method.local_step(local, batch, now)
+    return leave(method, before, local, at)
+
+
+def leave(method: Method, before: Tree, local: Local, at: Moment) -> Sent:
+    """What leaves clients after their local steps."""
     sent = Sent(method.release(before, local.weights, at), method.release_count(before, local, at))
     at.show("type0", sent.update)
     if sent.count is not None:

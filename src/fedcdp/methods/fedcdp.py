@@ -12,7 +12,6 @@ from fedcdp.clipping import clip
 from fedcdp.engine.base import Batch
 from fedcdp.methods.base import Method, Moment
 from fedcdp.methods.quantile import count_examples
-from fedcdp.noise import deviation_of_step_sum
 from fedcdp.plan import Plan
 from fedcdp.tree import Tree, combine
 
@@ -59,8 +58,7 @@ def _noised_sum(clipped: Tree, at: Moment) -> Tree:
 
 def _noised(total: Tree, at: Moment) -> Tree:
     """Line 14, in one draw of the summed variance."""
-    deviation = deviation_of_step_sum(at.plan, at.round, at.current_clip)
-    return combine(total, at.noise.for_step(at.round, at.clients, at.step, deviation))
+    return combine(total, at.noise.for_step(at.round, at.clients, at.step, at.step_deviation))
 
 
 def _noise_each(clipped: Tree, at: Moment) -> Tree:

@@ -1,0 +1,69 @@
+"""The result file: what was measured on which machine, whole after every group of measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedcdp.errors import RunError
+from fedcdp.files import write_atomically
+
+FORMAT = "fedcdp-bench-1"
+
+Rows = list[dict[str, Any]]
+
+
+class Results:
+    """Rows by section. With a path, they are on disk as soon as they are added.
+
+    A file that exists is completed: a section that is measured again replaces what was there. One that was measured on
+    another machine, or with another version, is refused.
+    """
+
+    def __init__(self, machine: dict[str, Any], path: Path | None = None) -> None:
+        self.path = path
+        self.machine = machine
+        self.sections: dict[str, Rows] = {}
+        if path is not None and path.exists():
+            content = read(path)
+            if content["machine"] != machine:
+                raise RunError(f"--out: {path} was measured on another machine or version; choose another file")
+            self.sections = content["sections"]
+        if path is not None:
+            self._write()  # says that it cannot be written before anything is measured
+
+    def begin(self, section: str) -> None:
+        """Forget what an earlier measurement said of a section."""
+        self.sections[section] = []
+
+    def add(self, section: str, rows: Rows) -> None:
+        """Take measurements in, and keep them."""
+        self.sections[section] += rows
+        if self.path is not None:
+            self._write()
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as JSON has it."""
+        return {"format": FORMAT, "machine": self.machine, "sections": self.sections}
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        try:
+            write_atomically(self.path, (json.dumps(self.as_json(), indent=1) + "\n").encode())
+        except OSError as error:
+            raise RunError(f"--out: {self.path} cannot be written: {error.strerror}") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result file, or a sentence that says what is wrong with it."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise RunError(f"{path} is not a result file of fedcdp bench") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise RunError(f"{path} is not a result file of fedcdp bench")
+    return content

@@ -1,0 +1,107 @@
+"""A guard: a small process that ends what another one started, should that one be killed before it could.
+
+It is told on its standard input what was started: the id of a process group a line, and `done` in the end. When the
+input ends without that, whoever wrote to it is dead. Then it asks the groups to end, and insists: also on processes that
+left their group, which it has seen below the one that it watches. (Flower's own processes watch their parents, too; but
+a ServerApp that is to end first reports to its server, and waits for that for ever if the server is dead.)
+
+Runs by itself, with nothing but Python's own library: `python -I guard.py PID [others…]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+LINUX = sys.platform.startswith("linux")
+_LOOK_SECONDS = 0.25
+_GRACE_SECONDS = 10.0
+
+Known = dict[int, str]
+"""Processes by id, with the time of their start: an id that is used again is not the same process."""
+
+
+def processes() -> Iterator[tuple[int, int, str, str]]:
+    """Id, parent, state, start. Only Linux tells; a process that ends meanwhile is passed over."""
+    for entry in Path("/proc").glob("[0-9]*/stat") if LINUX else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            rest = entry.read_text().rpartition(")")[2].split()  # the name in parentheses may hold anything
+            yield int(entry.parent.name), int(rest[1]), rest[0], rest[19]
+
+
+def descendants(root: int, but: Set[int] = frozenset()) -> Known:
+    """All processes below one, `but` some and those below them; empty where the system does not tell."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for pid, parent, _, started in processes():
+        children.setdefault(parent, []).append((pid, started))
+    found: Known = {}
+    left = [root]
+    while left:
+        below = [each for each in children.get(left.pop(), []) if each[0] not in but and each[0] not in found]
+        found |= dict(below)
+        left += [pid for pid, _ in below]
+    return found
+
+
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Send a signal to a process group, if it is there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _alive(known: Known) -> Known:
+    """Those that still run, and what they have started since."""
+    running = {pid: started for pid, _, state, started in processes() if state != "Z" and known.get(pid) == started}
+    for pid in list(running):
+        running |= descendants(pid)
+    return running
+
+
+def _end(groups: list[int], known: Known) -> None:
+    # Of a group whose leader is gone the id may be somebody else's by now; where the system tells nothing, it is a risk.
+    groups = [group for group in groups if group in _alive(known) or not LINUX]
+    for group in groups:
+        signal_group(group, signal.SIGTERM)
+    until = time.monotonic() + _GRACE_SECONDS
+    while time.monotonic() < until:
+        running = _alive(known)
+        if LINUX and not running:
+            return
+        known |= running
+        time.sleep(_LOOK_SECONDS)
+    for group in () if LINUX else groups:
+        signal_group(group, signal.SIGKILL)
+    while running := _alive(known):
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
+
+
+def main() -> None:
+    """Watch until told that all is done, or until nobody can tell any more."""
+    watched, others = int(sys.argv[1]), {int(each) for each in sys.argv[2:]} | {os.getpid()}
+    known: Known = {}
+    groups: list[int] = []
+    told = b""
+    while True:
+        known |= descendants(watched, others)
+        if select.select([0], [], [], _LOOK_SECONDS)[0]:
+            if not (more := os.read(0, 2**12)):
+                break
+            told += more
+            *lines, told = told.split(b"\n")
+            if b"done" in lines:
+                return
+            groups += [int(line) for line in lines]
+    _end(groups, known)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Batches that are partly empty, packed: only slots that are filled are computed, and all shapes stay as they are.
+
+The filled slots of a client, which come first, are cut into rows of a few; rows of all clients lie one behind the other,
+each with the weights of its client. Poisson sampling with S = 3B slots costs little more than a fixed batch of B so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedcdp.engine.base import Batch, Engine
+from fedcdp.tree import Group, Tree, masked
+
+
+def rows_needed(present: Tensor, width: int) -> Tensor:
+    """How many rows of a width hold the filled slots of all clients; `present` is [..., clients, slots]."""
+    return ((present.sum(-1) + width - 1) // width).sum(-1)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Where the slots of the clients are in the rows, and back."""
+
+    owner: Tensor
+    """The client of each row."""
+    slots: Tensor
+    """The slots of its client that are in each row [rows, width]."""
+    present: Tensor
+    """Which of them are filled."""
+    sources: Tensor
+    """The rows of each client [clients, most]; beyond its own, any row."""
+    own: Tensor
+    """Which of those are its own."""
+
+    @staticmethod
+    def of(present: Tensor, rows: int, width: int) -> _Packing:
+        counts = present.sum(1)
+        lengths = (counts + width - 1) // width
+        ends = lengths.cumsum(0)
+        number = torch.arange(rows, device=present.device)
+        owner = torch.searchsorted(ends, number, right=True).clamp(max=len(counts) - 1)
+        slots = ((number - (ends - lengths)[owner]) * width)[:, None] + torch.arange(width, device=present.device)
+        most = torch.arange(-(-present.shape[1] // width), device=present.device)
+        own = most < lengths[:, None]
+        # Whatever is not its own is read from one place, which is then at hand.
+        sources = torch.where(own, (ends - lengths)[:, None] + most, rows - 1).clamp(max=rows - 1)
+        return _Packing(owner, slots.clamp(max=present.shape[1] - 1), slots < counts[owner][:, None], sources, own)
+
+    def batch(self, batch: Batch) -> Batch:
+        """The slots of a batch in rows."""
+        place = self.owner[:, None], self.slots
+        return Batch(batch.inputs[place], batch.targets[place], self.present)
+
+    def weights(self, tree: Tree) -> Tree:
+        """The weights of each row's client."""
+        return {name: value[self.owner] for name, value in tree.items()}
+
+    def sums(self, tree: Tree) -> Tree:
+        """Sums of rows, added up for each client in a fixed order."""
+        parts = zip(self.sources.unbind(1), self.own.unbind(1), strict=True)
+        picked = [{name: masked(value[row], own) for name, value in tree.items()} for row, own in parts]
+        return {name: torch.stack([part[name] for part in picked]).sum(0) for name in tree}
+
+
+class PackedEngine:
+    """An engine that computes sums over batches in at most `rows` rows of `width` slots. More is the caller's mistake."""
+
+    def __init__(self, engine: Engine, rows: int, width: int) -> None:
+        self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss
+        self.per_example_gradients, self.outputs, self.check = engine.per_example_gradients, engine.outputs, engine.check
+        self._engine, self._rows, self._width = engine, rows, width
+
+    def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`."""
+        packing = self._pack(batch)
+        return packing.sums(self._engine.plain_sum(packing.weights(weights), packing.batch(batch)))
+
+    def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
+        """See `Engine`."""
+        packing = self._pack(batch)
+        return packing.sums(self._engine.summed_gradients(packing.weights(weights), packing.batch(batch)))
+
+    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+        """See `Engine`."""
+        packing = self._pack(batch)
+        return packing.sums(self._engine.clipped_sum(packing.weights(weights), packing.batch(batch), groups, bound))
+
+    def _pack(self, batch: Batch) -> _Packing:
+        return _Packing.of(batch.present, self._rows, self._width)

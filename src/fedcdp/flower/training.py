@@ -1,0 +1,68 @@
+"""One client's part in one round: the methods' own functions on an axis of length one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fedcdp.data.dataset import Dataset
+from fedcdp.engine import Engine, Loss, engines_for
+from fedcdp.errors import ModelError
+from fedcdp.flower.task import Task
+from fedcdp.methods import METHODS, Moment, Sent
+from fedcdp.models import build, mixing_layers, prepare
+from fedcdp.noise import noise_of
+from fedcdp.sampling import choose_records_of_steps
+from fedcdp.trainers import Examples, Stepwise
+from fedcdp.tree import Tree
+
+NetworkFunction = Callable[[Task], nn.Module]
+
+
+def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
+    """The network that a task names, or what the client's own function makes for it. Its weights come from the server."""
+    return own(task) if own is not None else build(task.network, task.shape, task.classes, task.activation)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a server asks of a client."""
+
+    number: int
+    """From 0."""
+    attempt: int
+    clip: float | None
+    """The clip bound to which the rounds before moved it, where it follows a quantile."""
+
+
+class LocalTraining:
+    """A client that can train for a task: its network and its records on a device."""
+
+    def __init__(self, task: Task, network: nn.Module, data: Dataset, loss: Loss, device: torch.device) -> None:
+        self._task, self._device = task, device
+        if mixing_layers(network) and len(data) < task.plan.batch_size:
+            raise ModelError(f"layer {mixing_layers(network)[0][0]} mixes examples, and there are fewer than a batch")
+        self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
+        self._examples = Examples(data.inputs.to(device), data.targets.to(device))
+
+    def take_part(self, weights: Tree, asked: Round, client: int = 0) -> Sent:
+        """What leaves the client in a round.
+
+        Noise comes from the operating system, and the records of a step are drawn with a seed that is drawn there, too,
+        for this release alone: nothing that is kept, and nothing that a server knows, gives either of them back. In a
+        reproducible task both come from the published seed, and from the number of the `client`.
+        """
+        task, device = self._task, self._device
+        plan = task.plan if task.reproducible else task.plan.but(seed=secrets.randbits(63))
+        clients = torch.tensor([client], device=device)
+        sizes = torch.tensor([len(self._examples.targets)], device=device)
+        noise = noise_of(plan, self.engine.layout)
+        expected = sizes.clamp(max=plan.batch_size)
+        at = Moment(plan, self.engine, noise, asked.number, clients, expected, current_clip=asked.clip)
+        draw = choose_records_of_steps(plan, clients, sizes, asked.number)
+        local = {name: value.to(device) for name, value in weights.items()}
+        return Stepwise(METHODS[plan.method], self.engine, self._examples)(local, draw, at)

@@ -1,0 +1,162 @@
+"""`fedcdp deploy init`: complete, safe to leave lying around, and never over something that is there."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cryptography")
+
+from fedcdp.deploy.errors import DeploymentError
+from fedcdp.deploy.site import Site, SiteSettings
+from fedcdp.deploy.writing import experiment_for, write
+from fedcdp.errors import PlanError
+from fedcdp.experiment import assemble, read_toml
+from fedcdp.flower.policy import ClientPolicy
+
+CANCER = {"data": {"dataset": "cancer"}, "plan": {"rounds": 3, "local_steps": 2}}
+SECRETS = ("ca.key", "server.key", "node.key", "node.toml", "policy.toml")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return write(tmp_path / "site", SiteSettings(nodes=2), experiment_for(2, [CANCER]))
+
+
+def test_the_directory_gives_back_what_was_written(site: Site) -> None:
+    assert site.require() == SiteSettings(nodes=2)
+    experiment = assemble(read_toml(site.experiment))
+    assert (experiment.data.clients, experiment.plan.per_round, experiment.plan.rounds) == (2, 2, 3)
+    assert experiment.plan.secure_noise
+
+
+def test_secrets_are_their_owners_only_and_programs_can_be_run(site: Site) -> None:
+    found = 0
+    for path in site.path.rglob("*"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if path.name in SECRETS:
+            found += 1
+            assert mode == 0o600, path
+        elif path.suffix == ".sh":
+            assert mode == 0o755, path
+    assert found == 2 + 2 * 3
+
+
+def test_the_app_holds_no_secret(site: Site) -> None:
+    sent = b"".join(path.read_bytes() for path in site.app.rglob("*") if path.is_file())
+    assert b"PRIVATE" not in sent
+    assert str(site.path).encode() not in sent
+    app = tomllib.loads(sent.decode())["tool"]["flwr"]["app"]
+    assert app["config"]["reproducible"] is False
+    assert app["components"] == {"serverapp": "fedcdp.flower.app:server", "clientapp": "fedcdp.flower.app:client"}
+
+
+def test_each_node_has_a_part_of_its_own(site: Site) -> None:
+    for node in site.nodes(2):
+        assert tomllib.loads(node.config.read_text())["partition-id"] == node.number - 1
+
+
+def test_of_a_file_each_node_gets_its_own_part(tmp_path: Path) -> None:
+    inputs = np.arange(40, dtype=np.float32)[:, None].repeat(3, axis=1)
+    np.savez(tmp_path / "all.npz", x=inputs, y=np.arange(40) % 2)
+    own = {"data": {"file": str(tmp_path / "all.npz")}, "plan": {"rounds": 1, "batch_size": 2}}
+    experiment = experiment_for(2, [own])
+    site = write(tmp_path / "site", SiteSettings(nodes=2), experiment)
+    federation = experiment.federation(experiment.splits())
+    held = [np.load(node.records) for node in site.nodes(2)]
+    assert [len(part["x"]) for part in held] == [16, 16]
+    assert not set(held[0]["x"][:, 0]) & set(held[1]["x"][:, 0])
+    for number, part in enumerate(held):
+        assert np.array_equal(part["x"], federation.train.inputs.numpy()[federation.indices(number)])
+    assert stat.S_IMODE(site.node(1).records.stat().st_mode) == 0o600
+    assert tomllib.loads(site.node(1).config.read_text())["data"] == "records.npz"
+    with pytest.raises(DeploymentError, match="several nodes"):
+        write(tmp_path / "copies", SiteSettings(nodes=2), experiment_for(2, [own, {"data": {"partition": "full"}}]))
+
+
+def test_the_scripts_are_sound_and_ask_for_tls_and_node_authentication(site: Site) -> None:
+    for script in site.path.glob("*.sh"):
+        assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+        assert "--insecure" not in script.read_text()
+        assert "FLWR_TELEMETRY_ENABLED=0" in script.read_text()
+    server, node = ((site.path / name).read_text() for name in ("start-superlink.sh", "start-node-1.sh"))
+    assert "--enable-supernode-auth" in server
+    assert "--disable-runtime-dependency-installation" in server
+    assert "--root-certificates" in node
+    assert "--auth-supernode-private-key" in node
+
+
+def test_a_policy_grants_what_the_plan_costs_or_what_is_said(tmp_path: Path) -> None:
+    plan = experiment_for(2, [CANCER])
+    for epsilon, name in ((None, "derived"), (0.5, "said")):
+        written = write(tmp_path / name, SiteSettings(nodes=2), plan, epsilon)
+        policy = tomllib.loads(written.node(1).policy.read_text())
+        assert policy["methods"] == ["fed-cdp"]
+        assert policy["epsilon"] == epsilon or (epsilon is None and 0 < policy["epsilon"] < 100)
+
+
+def test_the_client_reads_its_policy_as_it_was_written(site: Site) -> None:
+    policy = ClientPolicy.read(site.node(2).policy)
+    assert policy.methods == ("fed-cdp",)
+    assert policy.smallest_noise_multiplier == 6
+    assert not policy.allow_reproducible
+
+
+def test_a_plan_without_privacy_gets_a_policy_that_says_so(tmp_path: Path) -> None:
+    open_plan = experiment_for(2, [CANCER, {"plan": {"method": "nonprivate"}}])
+    written = write(tmp_path / "site", SiteSettings(nodes=2), open_plan).node(1).policy.read_text()
+    assert tomllib.loads(written)["epsilon"] == float("inf")
+    assert "nothing is promised" in written
+
+
+def test_a_directory_with_content_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    with pytest.raises(DeploymentError, match="not empty"):
+        write(tmp_path, SiteSettings(), experiment_for(2, [CANCER]))
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_empty_directory_is_used_and_a_file_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert write(tmp_path / "empty", SiteSettings(), experiment_for(2, [CANCER])).require().nodes == 2
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DeploymentError, match="is a file"):
+        write(tmp_path / "file", SiteSettings(), experiment_for(2, [CANCER]))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data": {"clients": 5}}, "clients: 5 is not the number of nodes, 2"),
+        ({"plan": {"per_round": 3}}, "per_round: 3"),
+        ({"plan": {"secure_aggregation": True}}, "secure_aggregation"),
+    ],
+)
+def test_what_cannot_be_deployed_is_said_in_a_sentence(
+    tmp_path: Path, given: dict[str, dict[str, object]], said: str
+) -> None:
+    with pytest.raises((DeploymentError, PlanError), match=said):
+        write(tmp_path / "site", SiteSettings(), experiment_for(2, [CANCER, given]))
+    assert not (tmp_path / "site").exists() or not any((tmp_path / "site").iterdir())
+
+
+@pytest.mark.parametrize("bad", [{"nodes": 0}, {"port": 70000}, {"host": ""}, {"host": 'a"; rm -rf /'}, {"host": "$(id)"}])
+def test_settings_that_cannot_be_meant_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(DeploymentError, match=next(iter(bad))):
+        SiteSettings(**bad)  # type: ignore[arg-type]
+
+
+def test_a_directory_that_is_no_deployment_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match=r"no deployment\.toml"):
+        Site(tmp_path).require()
+    (tmp_path / "deployment.toml").write_text("nodes = ")
+    with pytest.raises(DeploymentError, match="not a TOML file"):
+        Site(tmp_path).require()
+    (tmp_path / "deployment.toml").write_text("nodez = 3")
+    with pytest.raises(DeploymentError, match="nodez"):
+        Site(tmp_path).require()

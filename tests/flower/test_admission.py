@@ -1,0 +1,73 @@
+"""What an honest client sends is never too large; what is much larger is left out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from local_grid import experiment
+
+from fedcdp.flower.admission import check_size, largest_norm, norm_of, outliers
+from fedcdp.flower.errors import WireError
+from fedcdp.flower.messages import Update
+from fedcdp.flower.training import Round
+from fedcdp.models import build
+from fedcdp.tree import Layout
+
+LAYOUT = Layout.of(build("mlp", (30,), 2))
+FIRST = Round(0, 0, None)
+PLANS: dict[str, dict[str, Any]] = {
+    "noise of each slot": {},
+    "noise of the batch": {"noise": "batch"},
+    "momentum": {"momentum": 0.9, "local_steps": 20},
+    "much noise": {"noise_multiplier": 10.0},
+    "no noise": {"noise_multiplier": 0.0},
+}
+
+
+@pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("records", [2, 20, 500])
+def test_the_worst_that_a_client_can_honestly_send_is_admitted(changes: dict[str, Any], records: int) -> None:
+    """Every slot of every step filled, every gradient at the clip bound in every layer, all in one direction, and noise."""
+    plan = experiment(**changes).plan
+    direction = torch.zeros(LAYOUT.size)
+    direction[0] = plan.clip_at(0) * math.sqrt(len(LAYOUT.layers)) * min(plan.slots, records)
+    generator = torch.Generator().manual_seed(1)
+    velocity, update = torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
+    for _ in range(plan.local_steps):
+        noise = torch.randn(LAYOUT.size, generator=generator) * plan.noise_scale_at(0) * plan.noise_on_sum
+        velocity = plan.momentum * velocity + (direction + noise) / min(plan.batch_size, records)
+        update = update - plan.learning_rate_at(0) * velocity
+    sent = LAYOUT.unflatten(update)
+    check_size(Update(sent, None), plan, LAYOUT, FIRST, records)
+    with pytest.raises(WireError, match="enormous"):
+        check_size(Update({name: 20 * value for name, value in sent.items()}, None), plan, LAYOUT, FIRST, records)
+
+
+def test_a_server_that_clips_itself_admits_any_size() -> None:
+    assert largest_norm(experiment(method="fed-sdp").plan, LAYOUT, FIRST, 20) == math.inf
+    assert largest_norm(experiment(method="fed-sdp", noise_at="client").plan, LAYOUT, FIRST, 20) < math.inf
+
+
+def test_a_count_that_no_client_can_have_is_left_out() -> None:
+    plan = experiment(clip="quantile(0.5, 1)").plan
+    zero = LAYOUT.unflatten(torch.zeros(LAYOUT.size))
+    check_size(Update(zero, 6.0), plan, LAYOUT, Round(0, 0, 1.0), 20)
+    with pytest.raises(WireError, match="count is enormous"):
+        check_size(Update(zero, 1e6), plan, LAYOUT, Round(0, 0, 1.0), 20)
+
+
+def test_without_privacy_the_median_judges() -> None:
+    plan = experiment(method="nonprivate").plan
+    cohort = {n: Update({"a": torch.full((4,), size)}, None) for n, size in enumerate([1.0, 2.0, 3.0, 900.0])}
+    assert set(outliers(cohort, plan, 100.0)) == {3}
+    assert not outliers(cohort, plan, 1000.0)
+    assert not outliers(cohort, experiment().plan, 100.0)
+    nothing = {n: Update({"a": torch.full((4,), size)}, None) for n, size in enumerate([0.0, 0.0, 1.0])}
+    assert not outliers(nothing, plan, 100.0)
+
+
+def test_a_norm_does_not_overflow() -> None:
+    assert norm_of({"a": torch.full((4,), 3e38), "b": torch.zeros(())}) == pytest.approx(6e38)

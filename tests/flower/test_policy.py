@@ -1,0 +1,217 @@
+"""What a client accepts, and what it declines, in a table; its budget; its task."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import Usage, state
+from fedcdp.errors import FedcdpError, PlanError
+from fedcdp.flower.budget import Grant, Participation
+from fedcdp.flower.errors import PolicyError, TaskError
+from fedcdp.flower.ledger import ClientLedger
+from fedcdp.flower.policy import ClientPolicy, Facts
+from fedcdp.flower.task import Task
+from fedcdp.plan import MethodName, Plan
+
+ALL = get_args(MethodName)
+TENSORS = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4)}
+FACTS = Facts(records=100, shape=(3,), classes=2, tensors=TENSORS, constants="")
+
+
+def task(*, run: str = "0" * 32, reproducible: bool = False, network: str = "mlp", cohort: int = 2, **plan: Any) -> Task:
+    usual = {"rounds": 10, "per_round": 4, "local_steps": 5, "batch_size": 5, "secure_noise": not reproducible}
+    written = Plan(**usual | plan)
+    return Task(run=run, shape=(3,), classes=2, network=network, activation=None, tensors=TENSORS, constants="",
+                plan=written, smallest_cohort=cohort, reproducible=reproducible)  # fmt: skip
+
+
+NO_LIMIT = {"epsilon": math.inf, "methods": ALL}
+TABLE: dict[str, tuple[dict[str, Any], Task, Facts, str | None]] = {
+    "what fits": ({}, task(), FACTS, None),
+    "a method that is not allowed": ({}, task(method="nonprivate"), FACTS, "method nonprivate is not one of"),
+    "no privacy, but a limit": ({"methods": ALL}, task(method="nonprivate"), FACTS, "no finite ε .*nothing is noised"),
+    "no privacy, and no limit": (NO_LIMIT, task(method="dssgd"), FACTS, None),
+    "Fed-SDP, raw at the server": ({"unit": "client"}, task(method="fed-sdp"), FACTS, "no finite ε .* raw updates"),
+    "Fed-SDP, raw at the server, which is trusted": ({"adversary": "model", "unit": "client", "epsilon": 8.0},
+                                                     task(method="fed-sdp"), FACTS, None),
+    "Fed-SDP at the client": ({"unit": "client"}, task(method="fed-sdp", noise_at="client"), FACTS, None),
+    "type-2 under batch noise": ({"adversary": "example"}, task(noise="batch"), FACTS, "single gradients are only clipped"),
+    "type-2": ({"adversary": "example"}, task(noise_multiplier=50.0), FACTS, None),
+    "a row that there is not": ({"adversary": "example", "unit": "client"}, task(), FACTS, "has no row example/client"),
+    "no noise": ({}, task(noise_multiplier=0.0), FACTS, "clipping alone protects nothing"),
+    "little noise": ({"smallest_noise_multiplier": 1.0}, task(noise_multiplier=0.5), FACTS, "0.5 is below"),
+    "more than is granted": ({"epsilon": 0.01}, task(), FACTS, "the budget of ε = 0.01 against server"),
+    "a small cohort": ({"smallest_cohort": 3}, task(), FACTS, "as small as 2; at least 3"),
+    "a published seed": ({}, task(reproducible=True), FACTS, "can subtract the noise"),
+    "a published seed, for a test": ({"allow_reproducible": True}, task(reproducible=True), FACTS, None),
+    "code by name": ({}, task(network="os:system"), FACTS, "would have to be imported by name"),
+    "code by name, allowed": ({"allow_custom_network": True}, task(network="my:net"), FACTS, None),
+    "another shape": ({}, task(), replace(FACTS, shape=(4,)), r"the shape \[4\], not \[3\]"),
+    "more classes": ({}, task(), replace(FACTS, classes=3), "some label here"),
+    "fewer classes": ({}, task(), replace(FACTS, classes=1), None),
+    "another network": ({}, task(), replace(FACTS, tensors={"0.weight": (4, 3)}), "other tensors"),
+    "another frozen layer": ({}, task(), replace(FACTS, constants="ab"), "frozen"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "published", "facts", "reason"), TABLE.values(), ids=TABLE.keys())
+def test_a_client_accepts_or_says_why_not(
+    policy: dict[str, Any], published: Task, facts: Facts, reason: str | None, tmp_path: Path
+) -> None:
+    with ClientLedger.held(tmp_path) as ledger:
+        answer = ClientPolicy(**policy).decide(published, facts, ledger)
+    assert answer.accepts == (reason is None)
+    if reason is not None:
+        assert re.search(reason, answer.reason), answer.reason
+        assert answer.records == 0
+    else:
+        assert answer.records == 100
+
+
+def _cost(grant: Grant, times: int, place: int = 1, published: Task | None = None) -> float:
+    return grant.cost(Participation(published or task(), 100, place, times))
+
+
+@pytest.mark.parametrize(("adversary", "unit"), [("server", "record"), ("example", "record"), ("server", "client")])
+def test_the_cost_of_a_task_is_what_the_statement_says_of_so_many_participations(adversary: str, unit: str) -> None:
+    plan = task().plan.but(delta=0.5e-5)
+    row = state(plan, Population(50, 100, 1, 2), usage=Usage(10, (7,))).row(adversary, unit)
+    assert _cost(Grant(1.0, 1e-5, adversary, unit), 7) == pytest.approx(row.epsilon_used, rel=1e-9)
+
+
+def test_the_choice_of_clients_is_not_counted_on() -> None:
+    server = task(method="fed-sdp")
+    worst = state(server.plan.but(delta=0.5e-5), Population(4, 100, 1, 2), usage=Usage(10, (10,))).row("model", "client")
+    assert _cost(Grant(1.0, 1e-5, "model", "client"), 10, published=server) == pytest.approx(worst.epsilon_worst, rel=1e-9)
+
+
+def test_repeats_are_counted_at_the_least_noise_of_any_round() -> None:
+    decaying = {"method": "fed-cdp-decay", "noise_follows_clip": False, "noise_multiplier": 2.0}
+    grant = Grant(1.0, 1e-5)
+    fixed = _cost(grant, 5, published=task(noise_multiplier=2.0 / 1.1))
+    assert _cost(grant, 5, published=task(**decaying)) <= fixed
+    assert _cost(grant, 5, published=task(**decaying)) >= _cost(grant, 5, published=task(noise_multiplier=2.0))
+
+
+def test_tasks_add_up_and_later_ones_have_less_delta() -> None:
+    grant = Grant(1.0, 1e-5)
+    first, second = (Participation(task(run=str(n) * 32), 100, n, 3) for n in (1, 2))
+    assert grant.left([first, second]) == pytest.approx(1.0 - grant.cost(first) - grant.cost(second))
+    assert grant.cost(second) > grant.cost(first)
+
+
+def test_a_client_takes_part_as_often_as_its_budget_allows_and_no_more(tmp_path: Path) -> None:
+    policy = ClientPolicy(epsilon=_cost(Grant(1.0, 1e-5), 4) * 1.0001)
+    with ClientLedger.held(tmp_path) as ledger:
+        ledger.accept(task(), 100)
+        for round_ in range(4):
+            assert policy.unaffordable(ledger.once_more(task(), 100), ledger) is None
+            ledger.charge(task().digest(), round_, 0, 4.0)
+        assert "allows no further" in (policy.unaffordable(ledger.once_more(task(), 100), ledger) or "")
+        other = task(run="1" * 32)
+        assert "allows no further" in policy.decide(other, FACTS, ledger).reason
+
+
+def test_a_task_that_is_accepted_is_not_accepted_with_other_data(tmp_path: Path) -> None:
+    with ClientLedger.held(tmp_path) as ledger:
+        ledger.accept(task(), 100)
+        assert ClientPolicy().decide(task(), FACTS, ledger).accepts
+        assert "with 100 records" in ClientPolicy().decide(task(), replace(FACTS, records=99), ledger).reason
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("epsilon = 0", "epsilon: 0.0 is not allowed"),
+        ("epsilon = nan", "epsilon: nan"),
+        ('epsilon = "1"', "epsilon: '1'"),
+        ("delta = 1", "delta: 1.0"),
+        ('adversary = "nobody"', "adversary: 'nobody'"),
+        ('unit = "unique"', "unit: 'unique'"),
+        ('methods = ["magic"]', "methods"),
+        ('methods = "fed-cdp"', "methods"),
+        ("smallest_cohort = 0", "smallest_cohort: 0"),
+        ("allow_reproducible = 1", "allow_reproducible: 1"),
+        ("budget = 3", "budget is not one of epsilon"),
+        ("epsilon", "is not a TOML file"),
+    ],
+)
+def test_a_policy_that_cannot_be_read_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(PolicyError, match=sentence):
+        ClientPolicy.read(tmp_path / "policy.toml")
+
+
+def test_a_policy_file(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text('epsilon = inf\ndelta = 1e-6\nmethods = ["fed-cdp"]\nsmallest_cohort = 5\n')
+    policy = ClientPolicy.read(tmp_path / "policy.toml")
+    assert policy == ClientPolicy(epsilon=math.inf, delta=1e-6, methods=("fed-cdp",), smallest_cohort=5)
+    with pytest.raises(PolicyError, match="cannot be read"):
+        ClientPolicy.read(tmp_path / "none.toml")
+
+
+# The task ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "published",
+    [task(), task(reproducible=True, seed=9), task(method="fed-cdp-decay"), task(clip="quantile(0.5, 4)"),
+     task(learning_rate="cosine(0.1, 0.01)", clip="proportional(4)"), task(noise_generator="chacha20")],
+)  # fmt: skip
+def test_a_task_is_read_as_it_was_published(published: Task) -> None:
+    read = Task.from_json(published.to_json())
+    assert read == published
+    assert read.digest() == published.digest()
+
+
+def test_a_seed_is_published_only_if_the_task_is_reproducible() -> None:
+    assert "seed" not in json.loads(task(seed=0).to_json())["plan"]
+    assert json.loads(task(seed=8, reproducible=True).to_json())["plan"]["seed"] == 8
+
+
+def test_tasks_that_differ_have_different_names() -> None:
+    tasks = [
+        task(),
+        task(rounds=11),
+        task(run="1" * 32),
+        task(noise_multiplier=5.0),
+        task(cohort=1),
+        task(reproducible=True),
+    ]
+    assert len({each.digest() for each in tasks}) == len(tasks)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("format", "fedcdp-task-9"), ("run", "xyz"), ("run", 5), ("shape", []), ("shape", [3.0]), ("shape", [0]),
+     ("classes", 0), ("classes", True), ("network", 3), ("activation", 3), ("tensors", []), ("tensors", [["a", [-1]]]),
+     ("tensors", [["a"]]), ("tensors", [["a", [1]], ["a", [1]]]), ("constants", 1), ("plan", []), ("plan", {"rounds": 0}),
+     ("plan", {"magic": 1}), ("plan", {"seed": 3}), ("smallest_cohort", 0), ("smallest_cohort", 99),
+     ("reproducible", "no"), ("modality", "image"),
+     ("extra", 1)],
+)  # fmt: skip
+def test_a_task_that_is_not_sound_is_refused(field: str, value: object) -> None:
+    written = json.loads(task().to_json())
+    with pytest.raises(TaskError):
+        Task.from_json(json.dumps(written | {field: value}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "x" * 2**21])
+def test_what_is_no_task_is_refused(text: str) -> None:
+    with pytest.raises(TaskError):
+        Task.from_json(text)
+
+
+def test_secure_aggregation_and_seeded_noise_are_not_deployed() -> None:
+    with pytest.raises(PlanError, match="legacy interface"):
+        task(secure_aggregation=True)
+    with pytest.raises(FedcdpError, match="operating system"):
+        replace(task(), reproducible=True)

@@ -1,0 +1,87 @@
+"""A deployment ends in the simulator's model: the same functions run in both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_grid import LocalGrid, experiment, make_nodes, settings
+
+from fedcdp.accounting.ledger import Ledger
+from fedcdp.files import load_tensors
+from fedcdp.flower.ledger import ClientLedger
+from fedcdp.flower.server import serve
+
+PLANS: dict[str, dict[str, Any]] = {
+    "nonprivate": {"method": "nonprivate"},
+    "nonprivate, whole models": {"method": "nonprivate", "aggregation": "fedaveraging"},
+    "dssgd": {"method": "dssgd", "share_fraction": 0.1},
+    "fed-cdp": {},
+    "fed-cdp, noise on the batch": {"noise": "batch"},
+    "fed-cdp, noise shared by the cohort": {"noise": "cohort"},
+    "fed-cdp, flat": {"clip_mode": "flat"},
+    "fed-cdp-decay": {"method": "fed-cdp-decay", "noise_follows_clip": False},
+    "fed-cdp, fixed order": {"record_sampling": "partition"},
+    "fed-cdp, fixed size": {"record_sampling": "fixed"},
+    "fed-cdp, Poisson clients": {"client_sampling": "poisson"},
+    "fed-cdp, pruned": {"compression": 0.7},
+    "fed-cdp, momentum and average": {"momentum": 0.5, "ema": 0.9, "server_learning_rate": 0.7},
+    "fed-cdp, quantile": {"clip": "quantile(0.5, 1)"},
+    "fed-sdp at the server": {"method": "fed-sdp"},
+    "fed-sdp at the server, Poisson clients, quantile": {
+        "method": "fed-sdp", "client_sampling": "poisson", "clip": "quantile(0.5, 0.1)", "ema": 0.5,
+    },
+    "fed-sdp at the client": {"method": "fed-sdp", "noise_at": "client"},
+    "fed-sdp at the client, quantile": {"method": "fed-sdp", "noise_at": "client", "clip": "quantile(0.5, 0.1)"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> LocalGrid:
+    return LocalGrid(make_nodes(tmp_path))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_three_rounds_end_in_the_simulators_model(plan: dict[str, Any], grid: LocalGrid, tmp_path: Path) -> None:
+    wanted = experiment(**plan)
+    run = wanted.train(tmp_path / "simulated", quiet=True)
+    outcome = serve(grid, wanted, tmp_path / "deployed", settings(reproducible=True))
+    assert outcome.ended == "done"
+    model, about = load_tensors(tmp_path / "deployed" / "model.safetensors", "model-1")
+    assert about["round"] == 3
+    for name, value in run.model.state_dict().items():
+        torch.testing.assert_close(model[name], value, rtol=0, atol=1e-5)
+    first = wanted.network(wanted.splits(quiet=True)).state_dict()
+    moved = max(float((value - first[name]).abs().max()) for name, value in model.items())
+    assert moved > 1e-3
+    rows = [json.loads(line) for line in (tmp_path / "deployed" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["clients"] for row in rows] == [row["clients"] for row in run.metrics]
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in run.metrics]
+    assert [row.get("clip") for row in rows] == pytest.approx([row.get("clip") for row in run.metrics])
+
+
+def test_the_ledgers_of_server_and_clients_agree_with_the_simulators(grid: LocalGrid, tmp_path: Path) -> None:
+    wanted = experiment()
+    wanted.train(tmp_path / "simulated", quiet=True)
+    serve(grid, wanted, tmp_path / "deployed", settings(reproducible=True))
+    ours, theirs = (Ledger.open(tmp_path / name / "ledger.jsonl") for name in ("deployed", "simulated"))
+    assert ours.population == theirs.population
+    assert [charge.clients.tolist() for charge in ours.charges] == [charge.clients.tolist() for charge in theirs.charges]
+    for number, times in enumerate(ours.participations().tolist()):
+        with ClientLedger.held(tmp_path / f"client-{number}") as ledger:
+            assert [participation.times for participation in ledger.spent()] == [times]
+
+
+def test_without_reproducibility_no_two_runs_are_alike_and_no_seed_is_published(grid: LocalGrid, tmp_path: Path) -> None:
+    models = []
+    for name in ("first", "second"):
+        serve(grid, experiment(), tmp_path / name, settings())
+        models.append(load_tensors(tmp_path / name / "model.safetensors", "model-1")[0])
+        assert Ledger.open(tmp_path / name / "ledger.jsonl").noise == "secure"
+        task = json.loads((tmp_path / name / "task.json").read_text())
+        assert "seed" not in task["plan"]
+        assert task["plan"]["secure_noise"] is True
+    assert any(not torch.equal(models[0][name], models[1][name]) for name in models[0])

@@ -1,0 +1,158 @@
+"""A compiled program trains as the reference does, and is compiled once.
+
+The programs here are traced as for a GPU, and then run without being translated (`aot_eager`), which takes no compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedcdp
+from fedcdp import Plan, simulate, tuning
+from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.partition import Federation, partition
+from fedcdp.engine import BatchedEngine
+from fedcdp.methods import METHODS
+from fedcdp.models import build, prepare
+from fedcdp.rundir import State
+from fedcdp.simulation import Simulator
+from fedcdp.trainers import Compiled
+
+CHUNK = 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_programs() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture
+def federation() -> Federation:
+    generator = torch.Generator().manual_seed(5)
+    data = Dataset(torch.randn(160, 1, 10, 10, generator=generator), torch.randint(3, (160,), generator=generator), 3)
+    return partition(Splits("dots", data, data, None, "as drawn"), clients=8, scheme="iid")
+
+
+def plan(**changes: Any) -> Plan:
+    usual = {"rounds": 3, "per_round": 6, "local_steps": 3, "batch_size": 3, "noise_multiplier": 0.3, "learning_rate": 0.1}
+    return Plan(**usual | {"clip": "linear(0.6, 0.3)"} | changes)
+
+
+def simulator(federation: Federation, plan: Plan, model: nn.Module | None = None) -> tuple[Simulator, State, Compiled]:
+    network = prepare(model or build("cnn", (1, 10, 10), 3), plan, "cpu")
+    engine = BatchedEngine(network, F.cross_entropy)
+    made = Simulator(engine, federation, plan, torch.device("cpu"), CHUNK)
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    clip = plan.quantile.start if plan.quantile else None
+    compiled = Compiled(METHODS[plan.method], plan, engine, made.examples, CHUNK, backend="aot_eager")
+    return made, State(0, weights, None, clip), compiled
+
+
+def after(made: Simulator, state: State, rounds: int = 2) -> Tensor:
+    for number in range(rounds):
+        state = made.round(state, torch.tensor([0, 2, 3, 4, 6, 7][: 6 - number]))
+    return made.engine.layout.flatten(state.weights, lead=0)
+
+
+def programs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"record_sampling": "partition"},
+        {"record_sampling": "poisson"},
+        {"record_sampling": "poisson", "slots": 3, "momentum": 0.5},
+        {"record_sampling": "fixed", "clip_mode": "flat", "noise": "cohort"},
+    ],
+    ids=["partition", "poisson", "momentum", "flat"],
+)
+def test_one_program_trains_all_chunks_of_all_rounds_as_the_reference_does(federation, method, changes):
+    made, state, compiled = simulator(federation, plan(method=method, **changes))
+    expected = after(made, state)
+    made.trainer = compiled
+    torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
+    # Packed Poisson batches may outgrow the room of the first program.
+    assert 1 <= programs() <= (1 if changes["record_sampling"] != "poisson" else 3)
+
+
+def test_a_sum_that_is_not_finite_is_done_again_without_the_example(federation):
+    made, state, compiled = simulator(federation, plan(method="nonprivate", record_sampling="partition"))
+    made.examples.inputs[federation.table([2])[0][0, 1]] = torch.inf
+    expected = after(made, state)
+    assert torch.isfinite(expected).all()
+    made.trainer = compiled
+    torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
+    assert programs() == 1
+
+
+def test_an_example_that_is_not_finite_is_left_out_within_the_program(federation):
+    made, state, compiled = simulator(federation, plan(method="fed-cdp", record_sampling="partition"))
+    made.examples.inputs[federation.table([2])[0][0, 1]] = torch.nan
+    expected = after(made, state)
+    made.trainer = compiled
+    torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
+    assert torch.isfinite(expected).all()
+
+
+def test_a_quantile_clip_is_left_to_the_reference(federation):
+    made, state, compiled = simulator(federation, plan(method="fed-cdp", clip="quantile(0.5, 1)"))
+    expected = after(made, state)
+    made.trainer = compiled
+    assert torch.equal(after(made, state), expected)
+    assert programs() == 0
+
+
+def test_secure_noise_within_a_program_is_fresh_and_of_the_right_size(federation):
+    large = {"noise_multiplier": 50.0, "clip": 0.4, "learning_rate": 1.0, "noise": "batch", "local_steps": 1, "rounds": 1}
+    made, state, compiled = simulator(federation, plan(method="fed-cdp", secure_noise=True, **large))
+    made.trainer = compiled
+    one, two = after(made, state, rounds=1), after(made, state, rounds=1)
+    start = made.engine.layout.flatten(state.weights, lead=0)
+    assert not torch.equal(one, two)
+    # σC on the sum of a batch of 3, over the mean of 6 clients
+    expected = 50 * 0.4 / 3 / 6**0.5
+    for end in (one, two):
+        assert float((end - start).std()) == pytest.approx(expected, rel=0.05)
+    assert programs() == 1
+
+
+def test_what_cannot_be_compiled_is_trained_by_the_batched_engine_and_a_line_says_so(federation, caplog):
+    def refuses(*_: object) -> None:
+        raise ValueError("not this one")
+
+    made, state, compiled = simulator(federation, plan(method="fed-cdp"))
+    expected = after(made, state)
+    compiled._backend = refuses  # type: ignore[assignment]
+    made.trainer = compiled
+    with caplog.at_level(logging.WARNING, logger="fedcdp"):
+        assert torch.equal(after(made, state), expected)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the batched engine is used: a local step cannot be compiled")
+
+
+def test_an_engine_that_is_asked_for_is_used(federation, monkeypatch):
+    asked: list[int] = []
+
+    class Watched(Compiled):
+        def __init__(self, *given: Any) -> None:
+            asked.append(given[-1])
+            super().__init__(*given, backend="aot_eager")
+
+    monkeypatch.setattr(tuning, "Compiled", Watched)
+    model = fedcdp.models.build("cnn", (1, 10, 10), 3)
+    what = plan(method="fed-cdp", rounds=1)
+    one = simulate(model, federation, what, engine="compiled", chunk=4)
+    other = simulate(model, federation, what, engine="functional")
+    for name, value in one.model.state_dict().items():
+        torch.testing.assert_close(value, other.model.state_dict()[name], rtol=0, atol=1e-5)
+    assert asked == [3]  # six clients in two equal chunks
