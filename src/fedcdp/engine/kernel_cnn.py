@@ -423,7 +423,7 @@ def _update_second(weights, total, noise, rate, deviation, size: tl.constexpr, t
 def _update_dense(
     weights, outputs, features, coordinates, rate, deviation, count, step, client, key_low, key_high,
     length: tl.constexpr, classes: tl.constexpr, padded_classes: tl.constexpr, group: tl.constexpr, tile: tl.constexpr,
-    noisy: tl.constexpr, precision: tl.constexpr,
+    noisy: tl.constexpr,
 ):  # fmt: skip
     """The sum of outer products is formed here; noise from the coordinate after `coordinates` on is drawn here."""
     label = tl.arange(0, padded_classes)[:, None]
@@ -439,7 +439,7 @@ def _update_dense(
                 features + example[:, None] * length + feature,
                 mask=(example < count)[:, None] & (feature < length), other=0.0,
             )  # fmt: skip
-            change = tl.dot(left, right, change, input_precision=precision)
+            change = tl.dot(left, right, change, input_precision="ieee")  # rounded factors could exceed the clip bound
         if noisy:
             block = (coordinates + label * length + start) // 4 + tl.arange(0, tile // 4)[None, :]
             one, two, three, four = _normals(block, step, client, key_low, key_high)
@@ -559,6 +559,6 @@ def train_cnn(
             _update_dense(
                 dense_weights, outputs, features, first_size + second_size, rate, deviation, count,
                 step, number, key_low, key_high,
-                length, classes, padded_classes, group, dense_tile, noisy, precision,
+                length, classes, padded_classes, group, dense_tile, noisy,
             )  # fmt: skip
             tl.debug_barrier()
