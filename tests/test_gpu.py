@@ -16,8 +16,10 @@ from fedcdp.models import build
 from fedcdp.noise import SecureNoise, SeededNoise, StepNoise
 from fedcdp.randomness import gaussians, normals, stream_key, words
 from fedcdp.sampling import choose_records_of_steps
+from fedcdp.trainers import graphs
 from fedcdp.tree import Layout
 
+_Graph = graphs.Graph
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -87,18 +89,32 @@ def test_the_same_seed_gives_the_same_model_from_all_engines_after_three_rounds(
         clip="linear(2, 1)", learning_rate=0.05,
     )  # fmt: skip
     ends = {engine: flat(simulate(model, federation, plan, device="cuda", engine=engine).model)
-            for engine in ("functional", "batched", "compiled")}  # fmt: skip
+            for engine in ("functional", "batched", "compiled", "kernel")}  # fmt: skip
     on_cpu = flat(simulate(model, federation, plan, engine="functional").model)
     assert (on_cpu - flat(model)).abs().max() > 1e-3
     for end in ends.values():
         torch.testing.assert_close(end, on_cpu, rtol=0, atol=1e-4)
 
 
-def test_rounded_products_stay_near_exact_ones(federation) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_steps_that_the_host_is_too_slow_for_are_recorded_and_give_the_same_model(federation, monkeypatch, momentum) -> None:
+    recorded = []
+    monkeypatch.setattr(graphs, "_HOST_IS_SLOWER", 0.0)
+    monkeypatch.setattr(graphs, "Graph", lambda *given: recorded.append(_Graph(*given)) or recorded[-1])
+    model = build("mlp", (1, 16, 16), 10)
+    plan = Plan(method="fed-cdp", rounds=3, per_round=14, local_steps=5, batch_size=4, noise_multiplier=0.3, clip="linear(2, 1)",
+                learning_rate=0.05, momentum=momentum, record_sampling="partition")  # fmt: skip
+    ends = [flat(simulate(model, federation, plan, device="cuda", engine=name).model) for name in ("compiled", "functional")]
+    assert len(recorded) == 1
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["compiled", "kernel"])
+def test_rounded_products_stay_near_exact_ones(federation, engine) -> None:
     model = build("cnn", (1, 16, 16), 10)
     plan = Plan(method="fed-cdp", rounds=2, per_round=14, local_steps=5, batch_size=4, noise_multiplier=0.3, clip=1.0)
     exact, rounded = (
-        flat(simulate(model, federation, plan, device="cuda", engine="compiled", tf32=tf32).model) for tf32 in (False, True)
+        flat(simulate(model, federation, plan, device="cuda", engine=engine, tf32=tf32).model) for tf32 in (False, True)
     )
     assert not torch.equal(exact, rounded)
     torch.testing.assert_close(rounded, exact, rtol=0, atol=1e-2)

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
 from fedcdp import Plan, simulate, tuning
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
+from fedcdp.engine import BatchedEngine
+from fedcdp.engine.choice import Choice
 from fedcdp.methods import METHODS
+from fedcdp.models import build
+from fedcdp.trainers import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +67,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What is measured, in order; every training is long, and the functional engine is the faster one, at chunk 4."""
     asked: list[tuple[str, int]] = []
 
-    def seconds(_: object, engine: object, __: object, clients: int) -> float:
-        asked.append((type(engine).__name__, clients))
-        return (2.0 if type(engine).__name__ == "BatchedEngine" else 1.0) * (1 + abs(clients - 4))
+    def seconds(_: object, trainer: Trainer, __: object, clients: int) -> float:
+        asked.append((trainer.name, clients))
+        return (2.0 if trainer.name == "batched" else 1.0) * (1 + abs(clients - 4))
 
     monkeypatch.setattr(tuning, "seconds_a_client_step", seconds)
     monkeypatch.setattr(tuning, "_LONG", 1)
@@ -73,7 +78,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def test_a_long_training_measures_once(model, federation, measured):
     simulate(model, federation, plan(rounds=1))
-    assert measured == [("BatchedEngine", 6), ("FunctionalEngine", 6), ("FunctionalEngine", 4)]
+    assert measured == [("batched", 6), ("functional", 6), ("functional", 4)]
     simulate(model, federation, plan(rounds=1))
     assert len(measured) == 3
     simulate(model, federation, plan(rounds=1, batch_size=2))
@@ -84,9 +89,27 @@ def test_what_is_given_is_not_measured(model, federation, measured):
     simulate(model, federation, plan(rounds=1), engine="batched", chunk=2)
     assert measured == []
     simulate(model, federation, plan(rounds=1), chunk=2)
-    assert measured == [("BatchedEngine", 2), ("FunctionalEngine", 2)]
+    assert measured == [("batched", 2), ("functional", 2)]
     simulate(model, federation, plan(rounds=1), engine="functional")
-    assert {engine for engine, _ in measured[2:]} == {"FunctionalEngine"}
+    assert {engine for engine, _ in measured[2:]} == {"functional"}
+
+
+@pytest.mark.parametrize(
+    ("kernel_seconds", "used"), [(1.0, "kernel"), (3.0, "compiled")], ids=["the kernel is faster", "a program would be"]
+)
+def test_a_long_training_on_a_gpu_takes_the_kernel_where_it_is_the_fastest(monkeypatch, kernel_seconds, used):
+    class Gpu:
+        type = "cuda"
+
+    class Simulator:
+        plan, device, examples = Plan(rounds=100, per_round=10, local_steps=10), Gpu(), None
+
+    engine = BatchedEngine(build("cnn", (1, 10, 10), 3), F.cross_entropy)
+    monkeypatch.setattr(tuning, "_measured", lambda *_: Choice("batched", 4, 4.0))
+    monkeypatch.setattr(tuning, "refusal", lambda *_: None)
+    monkeypatch.setattr(tuning, "seconds_a_client_step", lambda *_: kernel_seconds)
+    trainer, chunk = tuning.tuned(Simulator(), {"batched": engine}, None, None, "auto")
+    assert (trainer.name, chunk) == (used, 10 if used == "kernel" else 4)
 
 
 def test_a_short_training_does_not_measure(model, federation, measured, monkeypatch):

@@ -67,7 +67,8 @@ class MachineSettings(_Checked):
 
     device: str = option("cpu", "cpu, cuda, cuda:1, …")
     engine: EngineName = option(
-        "auto", "How gradients are computed: compiled (GPU), batched, functional (any network), or auto: the fastest."
+        "auto",
+        "How gradients are computed: kernel, compiled (GPU), batched, functional (any network); auto: the fastest.",
     )
     chunk: int | None = option(None, "Clients trained at once. Default: what is fastest within a bounded memory.")
     tf32: bool = option(False, "Let a GPU round the factors of products to 10 bits: faster. Norms and noise stay exact.")

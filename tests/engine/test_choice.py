@@ -29,6 +29,7 @@ def test_a_known_network_may_use_either_engine_and_the_batched_one_comes_first()
     assert [type(engine) for engine in engines.values()] == [BatchedEngine, FunctionalEngine]
     assert list(engines_for(KNOWN, F.cross_entropy, "batched")) == ["batched"]
     assert list(engines_for(KNOWN, F.cross_entropy, "compiled")) == ["batched"]
+    assert list(engines_for(KNOWN, F.cross_entropy, "kernel")) == ["batched"]
     assert list(engines_for(KNOWN, F.cross_entropy, "functional")) == ["functional"]
 
 
@@ -42,7 +43,7 @@ def test_an_unknown_layer_is_left_to_the_reference_and_one_line_names_it(caplog,
 
 
 def test_another_name_is_refused():
-    with pytest.raises(PlanError, match="engine: 'nosuch' is not one of auto, compiled, batched, functional"):
+    with pytest.raises(PlanError, match="engine: 'nosuch' is not one of auto, kernel, compiled, batched, functional"):
         engines_for(KNOWN, F.cross_entropy, "nosuch")  # type: ignore[arg-type]
 
 

@@ -5,6 +5,7 @@ Without a GPU the kernel runs under Triton's interpreter, in NumPy.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -15,14 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine, kernel
 from fedcdp.errors import ModelError
 from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.base import Local
-from fedcdp.models import build
+from fedcdp.models import build, prepare
 from fedcdp.noise import deviation_of_step_sum, noise_of
 from fedcdp.plan import Plan
 from fedcdp.randomness import stream_key
+from fedcdp.rundir import State
+from fedcdp.simulation import Simulator, simulate
+from fedcdp.trainers import Examples, Kernel, Stepwise
+from fedcdp.trainers.kernel import refusal
 from fedcdp.tree import Tree, repeat
 
 ROUND = 7
@@ -219,3 +226,91 @@ def test_no_other_loss_fits() -> None:
 def test_inputs_of_another_shape_are_refused() -> None:
     with pytest.raises(ModelError, match="shape"):
         kernel.cnn_of(_cnn()).check(torch.zeros(1, 1, 20, 20))
+
+
+# As a trainer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def federation() -> Federation:
+    generator = torch.Generator().manual_seed(5)
+    data = Dataset(
+        torch.randn(60, 1, 10, 10, generator=generator), torch.randint(CLASSES, (60,), generator=generator), CLASSES
+    )
+    return partition(Splits("dots", data, data, None, "as drawn"), clients=6, scheme="iid")
+
+
+def trained(federation: Federation, plan: Plan, device: torch.device, by_kernel: bool, tap: object = None) -> Tensor:
+    """The global weights after a round of four clients."""
+    network = prepare(build("cnn", (1, 10, 10), CLASSES), plan, device)
+    engine = BatchedEngine(network, F.cross_entropy)
+    simulator = Simulator(engine, federation, plan, device, chunk=3)
+    method = METHODS[plan.method]
+    make = Kernel if by_kernel else lambda method, _, *rest: Stepwise(method, *rest)
+    simulator.trainer = make(method, plan, engine, simulator.examples)
+    if tap is not None:
+        simulator.moment = lambda *given: replace(Simulator.moment(simulator, *given), tap=tap)
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    state = simulator.round(State(0, weights, None, None), torch.tensor([0, 2, 3, 5]))
+    return engine.layout.flatten(state.weights, lead=0)
+
+
+@needs_triton
+@pytest.mark.parametrize("method", ["nonprivate", "fed-sdp", "fed-cdp"])
+def test_a_round_of_the_simulator_ends_in_the_same_model(federation, device, method) -> None:
+    plan = plan_of(method=method, record_sampling="poisson", batch_size=2, rounds=1, per_round=4)
+    torch.testing.assert_close(
+        trained(federation, plan, device, by_kernel=True),
+        trained(federation, plan, device, by_kernel=False),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+@needs_triton
+def test_what_somebody_reads_is_trained_step_by_step(federation, device) -> None:
+    plan, seen = plan_of(rounds=1, per_round=4), []
+    with_reader = trained(federation, plan, device, by_kernel=True, tap=lambda reader, *_: seen.append(reader))
+    assert "type2" in seen
+    torch.testing.assert_close(with_reader, trained(federation, plan, device, by_kernel=False, tap=lambda *_: None))
+
+
+@needs_triton
+def test_a_device_that_refuses_the_kernel_trains_by_the_batched_engine_and_a_line_says_so(
+    federation, device, monkeypatch, caplog
+) -> None:
+    from triton.errors import TritonError
+
+    def refuses(*_: object) -> Tree:
+        raise TritonError("out of shared memory\nand more")
+
+    monkeypatch.setattr(kernel, "train", refuses)
+    plan = plan_of(rounds=1, per_round=4)
+    with caplog.at_level(logging.WARNING, logger="fedcdp"):
+        found = trained(federation, plan, device, by_kernel=True)
+    assert torch.equal(found, trained(federation, plan, device, by_kernel=False))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the batched engine is used: the kernel cannot be run on this device: out of shared memory"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"momentum": 0.5}, "momentum"), ({"secure_noise": True}, "seeded"), ({"clip": "quantile(0.5, 1)"}, "norms")],
+)
+def test_plans_that_the_kernel_refuses(changes: dict[str, object], reason: str) -> None:
+    class Elsewhere:
+        is_cuda = True
+
+    examples = Examples(Elsewhere(), Elsewhere())  # type: ignore[arg-type]
+    assert reason in str(refusal(plan_of(**changes), BatchedEngine(_cnn(), F.cross_entropy), examples))
+
+
+def test_asked_for_without_a_gpu_the_kernel_leaves_training_to_the_batched_engine(federation, caplog) -> None:
+    plan = plan_of(rounds=1, per_round=2)
+    with caplog.at_level(logging.WARNING, logger="fedcdp"):
+        run = simulate(_cnn(), federation, plan, engine="kernel", device="cpu")
+    assert run.engine == "batched"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the batched engine is used, not the kernel: there is no GPU"
+    ]

@@ -91,11 +91,14 @@ def engines(bench: Bench, report: Report) -> Iterator[Rows]:
             case = replace(case, machine=replace(case.machine, engine=engine))
             report(f"{case.name}: a first step")
             try:
-                visit(case, 1)
+                used = visit(case, 1).trained_by["trained_by"]
             except FedcdpError as reason:
                 yield [_about(case) | {"missing": str(reason)}]
-            else:
+                continue
+            if used == engine:
                 able.append(case)
+            else:
+                yield [_about(case) | {"missing": f"trained by {used}"}]
         rows = [_row(case, timing) for case, timing in zip(able, bench.compare(able, report), strict=True)]
         for row in rows:
             row["times_first"] = _times(row, rows[0])

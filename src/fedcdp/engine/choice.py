@@ -26,7 +26,7 @@ from fedcdp.engine.functional import FunctionalEngine
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files import user_cache, write_atomically
 
-EngineName = Literal["auto", "compiled", "batched", "functional"]
+EngineName = Literal["auto", "kernel", "compiled", "batched", "functional"]
 
 _LOG = logging.getLogger("fedcdp")
 _CHUNKS = {"cpu": (16, 8, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
@@ -46,7 +46,7 @@ class Choice:
 def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:
     """The engines that may be used for a network, by name; the batched one first where it knows every layer.
 
-    What is compiled is the batched one.
+    What is compiled is the batched one, and what serves a kernel as its reference.
     """
     if name not in get_args(EngineName):
         raise PlanError(f"engine: {name!r} is not one of {', '.join(get_args(EngineName))}")

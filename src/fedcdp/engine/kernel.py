@@ -29,6 +29,7 @@ _CHANNELS = ((16, 32), (16, 32, 64))  # of the two convolutions
 _MOST_WINDOWS = 64  # of the second pooling; more do not fit into the registers
 _MOST_CLASSES = 128
 _MOST_COLOURS = 3
+_WARPS_ALONE = 8  # of a client that has a multiprocessor to itself
 _GROUP = 16  # examples that the dense layer takes at once: the least that Triton's products take
 
 
@@ -188,8 +189,8 @@ def train(
     from fedcdp.engine.kernel_cnn import train_cnn
 
     network.check(inputs)
-    tuning = tuning or Tuning()
     clients, steps, slots = work.records.shape
+    tuning = tuning or Tuning(warps=_WARPS_ALONE if clients <= _multiprocessors(inputs.device) else Tuning.warps)
     height, width = inputs.shape[2:]
     windows = ((height - 2) // 2) * ((width - 2) // 2)
     padded_classes = _padded(network.classes)

@@ -1,89 +1,29 @@
-"""How the local training of some clients is carried out: step by step, or by a program that was compiled for it.
-
-All trainers run the methods' own code and give the same result but for rounding.
-"""
+"""Local training by a program that is compiled from the method's own code, once for all steps of all rounds."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedcdp.engine.base import Batch, Engine, Unquestioning
-from fedcdp.engine.batched import BatchedEngine
+from fedcdp.engine.base import Engine, Unquestioning
 from fedcdp.engine.functional import all_finite
 from fedcdp.engine.packing import PackedEngine, rows_needed
-from fedcdp.interrupts import stop_if_asked
-from fedcdp.methods import Local, Method, Moment, Sent, leave, take_part
+from fedcdp.methods import Local, Method, Moment, Sent, leave
 from fedcdp.noise import StepNoise
 from fedcdp.plan import Plan
 from fedcdp.sampling import Draw
+from fedcdp.trainers.graphs import Launcher, Program, Steps
+from fedcdp.trainers.stepwise import Examples, Stepwise
 from fedcdp.tree import Tree
-
-Program = Callable[..., tuple[Tree, Tree | None]]
-"""One local step of a chunk of clients as a function of tensors alone: their weights, and their velocity, after it."""
 
 _LOG = logging.getLogger("fedcdp")
 _WORTH_PACKING = 0.75  # of the slots at most are filled
 _ROOM = 1.05
-
-
-@dataclass(frozen=True)
-class Examples:
-    """The training data on the device, where they stay; only places in them move."""
-
-    inputs: Tensor
-    targets: Tensor
-
-    def batch(self, records: Tensor, present: Tensor) -> Batch:
-        """The examples in some slots."""
-        return Batch(self.inputs[records], self.targets[records], present)
-
-
-class Trainer(Protocol):
-    """Trains clients locally from the global weights."""
-
-    engine: Engine
-
-    @property
-    def name(self) -> str:
-        """As in `--engine`."""
-        ...
-
-    def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
-        """What leaves the clients after the steps of `draw` [steps, clients, slots], whose positions are records."""
-        ...
-
-
-@dataclass
-class Stepwise:
-    """Local training one step after the other, each as the method writes it. It serves every tap, and is the reference."""
-
-    method: Method
-    engine: Engine
-    examples: Examples
-
-    @property
-    def name(self) -> str:
-        """See `Trainer`."""
-        return "batched" if isinstance(self.engine, BatchedEngine) else "functional"
-
-    def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
-        """See `Trainer`."""
-        return take_part(self.method, weights, self.batches(draw), at)
-
-    def batches(self, draw: Draw) -> Iterator[Batch]:
-        """The batches of the steps, cut to the slots that some client fills."""
-        # Filled slots come first. One transfer for the whole round: asking at every step would make a GPU wait.
-        widths = draw.present.any(1).sum(1).clamp(min=1).tolist()
-        for records, present, width in zip(draw.positions, draw.present, widths, strict=True):
-            stop_if_asked()
-            yield self.examples.batch(records[:, :width], present[:, :width])
 
 
 @dataclass(frozen=True)
@@ -126,7 +66,7 @@ class Compiled:
         self._width = (plan.batch_size + 1) // 2
         self._rows = 0
         self._works = True
-        self._programs: dict[int, Program] = {}
+        self._launchers: dict[int, Launcher] = {}
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         """See `Trainer`."""
@@ -150,19 +90,17 @@ class Compiled:
         numbers = torch.tensor([at.learning_rate, at.clip_bound, at.step_deviation], device=device)
         # One transfer for all steps: the device waits for each.
         sources = torch.tensor([at.noise.sources(at.round, step) for step in range(len(draw.positions))], device=device)
-        padded, expected = _padded(at.clients, self._chunk), _padded(at.expected_batch, self._chunk)
-        program = self._program_for(draw.present)
-        now = start
-        for step, (records, present) in enumerate(zip(draw.positions, draw.present, strict=True)):
-            stop_if_asked()
-            slots = _padded(records, self._chunk), _padded(present, self._chunk, value=False)
-            now, velocity = program(now, velocity, *slots, padded, expected, sources[step], numbers)
+        steps = Steps(
+            _padded(draw.positions, self._chunk, 1), _padded(draw.present, self._chunk, 1, value=False), sources,
+            _padded(at.clients, self._chunk), _padded(at.expected_batch, self._chunk), numbers,
+        )  # fmt: skip
+        now, _ = self._launcher_for(draw.present)(steps, start, velocity)
         if not self._plan.per_example and not all_finite(now):
             return self._stepwise(weights, draw, at)
         before, after = ({name: value[:clients] for name, value in tree.items()} for tree in (start, now))
         return leave(method, before, Local(after), at)
 
-    def _program_for(self, present: Tensor) -> Program:
+    def _launcher_for(self, present: Tensor) -> Launcher:
         """The program for these slots [steps, clients, slots]: packed if many are empty, with some room to spare."""
         clients, slots = present.shape[1:]
         needed = int(rows_needed(present, self._width).max())
@@ -172,10 +110,10 @@ class Compiled:
             rows = self._rows
         else:
             rows = self._rows = math.ceil(needed / clients * self._chunk * _ROOM)
-        if rows not in self._programs:
+        if rows not in self._launchers:
             engine = PackedEngine(self.engine, rows, self._width) if rows else self.engine
-            self._programs[rows] = self._compiled(engine)
-        return self._programs[rows]
+            self._launchers[rows] = Launcher(self._compiled(engine))
+        return self._launchers[rows]
 
     def _compiled(self, engine: Engine) -> Program:
         step = _program(self._stepwise.method, self._plan, engine, self._stepwise.examples)
@@ -205,13 +143,15 @@ def _program(method: Method, plan: Plan, engine: Engine, examples: Examples) -> 
     return step
 
 
-def _padded(values: Tensor, length: int, value: Any = None) -> Tensor:
-    """Rows repeated (or filled with `value`) up to a length: clients that are there for their place alone."""
-    missing = length - len(values)
+def _padded(values: Tensor, length: int, axis: int = 0, value: Any = None) -> Tensor:
+    """Clients repeated (or filled with `value`) up to a number: they are there for their place alone."""
+    missing = length - values.shape[axis]
     if not missing:
         return values
-    filling = values[:1].expand(missing, *values.shape[1:])
-    return torch.cat([values, filling if value is None else torch.full_like(filling, value)])
+    shape = list(values.shape)
+    shape[axis] = missing
+    filling = values.narrow(axis, 0, 1).expand(shape)
+    return torch.cat([values, filling if value is None else torch.full_like(filling, value)], axis)
 
 
 def _first_line(error: Exception) -> str:
