@@ -102,8 +102,10 @@ def test_steps_that_the_host_is_too_slow_for_are_recorded_and_give_the_same_mode
     monkeypatch.setattr(graphs, "_HOST_IS_SLOWER", 0.0)
     monkeypatch.setattr(graphs, "Graph", lambda *given: recorded.append(_Graph(*given)) or recorded[-1])
     model = build("mlp", (1, 16, 16), 10)
-    plan = Plan(method="fed-cdp", rounds=3, per_round=14, local_steps=5, batch_size=4, noise_multiplier=0.3, clip="linear(2, 1)",
-                learning_rate=0.05, momentum=momentum, record_sampling="partition")  # fmt: skip
+    plan = Plan(
+        method="fed-cdp", rounds=3, per_round=14, local_steps=5, batch_size=4, noise_multiplier=0.3, clip="linear(2, 1)",
+        learning_rate=0.05, momentum=momentum, record_sampling="partition",
+    )  # fmt: skip
     ends = [flat(simulate(model, federation, plan, device="cuda", engine=name).model) for name in ("compiled", "functional")]
     assert len(recorded) == 1
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
