@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedcdp import output
+from fedcdp.devices import usable_device
 from fedcdp.errors import PlanError, RunError, StoppedError
 from fedcdp.experiment import MachineSettings, read_assignment
-from fedcdp.simulation import usable_device
 
 if TYPE_CHECKING:
     from fedcdp.bench.measure import Report

@@ -27,6 +27,7 @@ from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
+from fedcdp.devices import usable_device, wait
 from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
@@ -214,16 +215,6 @@ def _config_of_python(plan: Plan, federation: Federation) -> str:
     return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in plan.written().items())]) + "\n"
 
 
-def usable_device(device: str | torch.device) -> torch.device:
-    """The device, or a sentence that says it is not there."""
-    try:
-        torch.zeros(1, device=device).item()
-        return torch.device(device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise PlanError(f"device: {device} cannot be used: {reason}") from None
-
-
 class Simulator:
     """Rounds of virtual clients: the data stay on the device, and only indices move."""
 
@@ -268,6 +259,7 @@ class Simulator:
             state = self.round(state, torch.from_numpy(chosen))
             steps += len(chosen) * self.plan.local_steps
             row = self._measure(state, len(chosen), clip, every)
+            wait(self.device)
             row["seconds"] = round(time.perf_counter() - round_started, 4)
             metrics.append(row)
             if directory:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fedcdp.devices import wait
 from fedcdp.engine import BatchedEngine, Engine, EngineName
 from fedcdp.engine.choice import Choice, chunks_up_to, fastest, machine, remembered
 from fedcdp.methods import METHODS
@@ -26,7 +27,7 @@ _LOG = logging.getLogger("fedcdp")
 _STEPS = 2  # are measured, after as many to warm up
 _LONG = 20_000  # client steps; a shorter training ends before a measurement has paid
 _WORTH_COMPILING = 60.0  # seconds of training; a program takes about twenty to compile
-_GAIN_OF_COMPILING = 0.5  # of the time, about; to compile a program only to measure it would take longer than it may save
+_GAIN_OF_COMPILING = 0.55  # of the time, about; to compile a program only to measure it would take longer than it may save
 _WORTH_A_KERNEL = 20.0  # seconds of training; a kernel takes up to ten to compile
 
 
@@ -103,13 +104,8 @@ def seconds_a_client_step(simulator: Simulator, trainer: Trainer, state: State, 
     steps = min(_STEPS, len(draw.positions))
     some = Draw(draw.positions[:steps], draw.present[:steps])
     trainer(state.weights, some, at)
-    _wait(simulator.device)
+    wait(simulator.device)
     started = time.perf_counter()
     trainer(state.weights, some, at)
-    _wait(simulator.device)
+    wait(simulator.device)
     return (time.perf_counter() - started) / steps / clients
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

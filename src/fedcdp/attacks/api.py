@@ -23,10 +23,11 @@ from fedcdp.attacks.reconstruct import Progress, reconstruct
 from fedcdp.attacks.scene import RawGradients, given_gradients, simulated
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
+from fedcdp.devices import usable_device
 from fedcdp.engine import Loss
 from fedcdp.errors import DataError, PlanError
 from fedcdp.plan import Plan
-from fedcdp.simulation import Run, usable_device
+from fedcdp.simulation import Run
 
 ATTACKS = (*RECIPES, "analytic", "matched-filter", "per-layer", "membership")
 Found = Leaks | Presence | LayerLeaks | Membership

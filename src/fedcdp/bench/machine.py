@@ -42,9 +42,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def wait(device: torch.device) -> None:
-    """Until everything that a device was asked for is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from fedcdp.bench.machine import wait
 from fedcdp.bench.subjects import Subject
+from fedcdp.devices import wait
 from fedcdp.experiment import Experiment, MachineSettings, assemble
 from fedcdp.presets import preset
 from fedcdp.rundir import Row

@@ -21,6 +21,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedcdp.data.dataset import Dataset
+from fedcdp.devices import usable_device
 from fedcdp.engine import Loss
 from fedcdp.errors import FedcdpError
 from fedcdp.flower import messages, wire
@@ -30,7 +31,6 @@ from fedcdp.flower.ledger import Accepted, ClientLedger
 from fedcdp.flower.policy import Answer, ClientPolicy, Facts
 from fedcdp.flower.task import Task, constants_of, tensors_of
 from fedcdp.flower.training import LocalTraining, NetworkFunction, Round, network_for
-from fedcdp.simulation import usable_device
 from fedcdp.tree import Layout, Tree
 
 _LOG = logging.getLogger("flwr.fedcdp")  # Flower shows what its own logger and those below it say

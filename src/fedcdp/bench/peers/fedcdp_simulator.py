@@ -6,9 +6,9 @@ import torch
 from turns import Task, Turns
 
 import fedcdp
-from fedcdp.bench.machine import wait
 from fedcdp.bench.measure import Case
 from fedcdp.bench.subjects import synthetic
+from fedcdp.devices import wait
 from fedcdp.experiment import MachineSettings
 
 
