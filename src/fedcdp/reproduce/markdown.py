@@ -1,0 +1,73 @@
+"""A result file as Markdown: its sections written out, where each cell came from, and what has not been run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from fedcdp.reproduce.catalogue import Table
+from fedcdp.reproduce.layouts import Cells, Section
+
+_NOTHING = "–"
+
+
+def page(table: Table, cells: Cells, sections: list[Section], pictures: list[str]) -> str:
+    """The whole page."""
+    parts = [f"# {table.title}"]
+    if source := table.content.get("source"):
+        parts.append(f"In the paper: {source}.")
+    if about := table.content.get("about"):
+        parts.append(" ".join(about.split()))
+    parts.append(f"Made by `fedcdp reproduce {table.name}`; every cell's command is in `{table.name}.json`.")
+    for each in sections:
+        if each["rows"]:
+            parts += [f"## {each['title']}", written(each)]
+    parts += [f"![{table.title}]({name})" for name in pictures]
+    machines = Counter(_where(row) for row in cells.values())
+    if machines:
+        parts.append("Measured on: " + "; ".join(f"{name} ({count} cells)" for name, count in machines.items()) + ".")
+    if missing := [f"`{name}`" for name in table.cells if name not in cells]:
+        shown = ", ".join(missing[:40]) + (f" and {len(missing) - 40} more" if len(missing) > 40 else "")
+        parts.append(f"Not run yet ({len(missing)} of {len(table.cells)} cells, shown as {_NOTHING}): {shown}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def written(each: Section) -> str:
+    """One section as a table."""
+    lines = [[heading for _, heading, _ in each["columns"]], ["---"] * len(each["columns"])]
+    lines += [[shown(row[key], form) for key, _, form in each["columns"]] for row in each["rows"]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shown(value: Any, form: str) -> str:
+    """One value for people."""
+    if form == "epsilons" and value is not None:
+        return " / ".join(shown(part, "number") for part in value)
+    if value is None:
+        return _NOTHING
+    if value == "inf":
+        return "∞"
+    if isinstance(value, str) or form == "text":
+        return str(value)
+    if form == "yes":
+        return "yes" if value else "no"
+    forms = {
+        "accuracy": ".3f",
+        "difference": "+.3f",
+        "difference5": "+.5f",
+        "signed": "+.3g",
+        "share": ".0%",
+        "epsilon4": ".4f",
+        "number": ".3g",
+    }
+    return _plain(format(value, forms[form]))
+
+
+def _plain(text: str) -> str:
+    """1e+04 as 10000, but very large ones as they are."""
+    return f"{float(text):.0f}" if "e+" in text and float(text) < 1e7 else text
+
+
+def _where(row: dict[str, Any]) -> str:
+    made = row.get("measured_by")
+    return f"{row['machine']}, by {made}" if made else str(row["machine"])
