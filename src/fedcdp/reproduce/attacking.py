@@ -19,7 +19,7 @@ from fedcdp.experiment import Experiment
 from fedcdp.files import write_atomically
 from fedcdp.reproduce.catalogue import Cell
 from fedcdp.reproduce.place import Place
-from fedcdp.reproduce.training import assignments
+from fedcdp.reproduce.training import given
 
 _SHOWN = 2  # victims whose pictures are kept
 _KNOWN = {"leak", "name", "victims", "network", "recipe", "look"}
@@ -62,10 +62,9 @@ def experiment_of(cell: Cell, place: Place) -> Experiment:
 def command(cell: Cell) -> str:
     """The same attack from the command line."""
     told = _asked(cell)
-    given = "".join(f" --set {name}={value}" for name, value in assignments(cell))
-    given += "".join(f" --{key.replace('_', '-')} {value}" for key, value in (told["recipe"] | told["look"]).items())
+    options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in (told["recipe"] | told["look"]).items())
     where = f"--network {told['network']} --leak {told['leak']} --attack {told['name']} --victims {told['victims']}"
-    return f"fedcdp attack --preset {cell.settings['preset']}{given} {where}"
+    return f"fedcdp attack{given(cell)}{options} {where}"
 
 
 def cost(cell: Cell) -> float:
@@ -76,10 +75,10 @@ def cost(cell: Cell) -> float:
 
 
 def _asked(cell: Cell) -> dict[str, Any]:
-    given = cell.settings.get("attack", {})
-    if unknown := set(given) - _KNOWN:
+    asked = cell.settings.get("attack", {})
+    if unknown := set(asked) - _KNOWN:
         raise PlanError(f"{cell.name}: attack.{min(unknown)}: there is no such setting")
-    return {"leak": "type2", "name": "cpl", "victims": 100, "network": "cpl", "recipe": {}, "look": {}, **given}
+    return {"leak": "type2", "name": "cpl", "victims": 100, "network": "cpl", "recipe": {}, "look": {}, **asked}
 
 
 def _keep_pictures(found: Any, table: str, cell: Cell, place: Place) -> None:

@@ -18,18 +18,30 @@ def page(table: Table, cells: Cells, sections: list[Section], pictures: list[str
         parts.append(f"In the paper: {source}.")
     if about := table.content.get("about"):
         parts.append(" ".join(about.split()))
-    parts.append(f"Made by `fedcdp reproduce {table.name}`; every cell's command is in `{table.name}.json`.")
+    parts.append(f"Written by `fedcdp reproduce {table.name}`; every cell's command is in `{table.name}.json`.")
     for each in sections:
-        if each["rows"]:
+        if each["measured"]:
             parts += [f"## {each['title']}", written(each)]
     parts += [f"![{table.title}]({name})" for name in pictures]
     machines = Counter(_where(row) for row in cells.values())
     if machines:
         parts.append("Measured on: " + "; ".join(f"{name} ({count} cells)" for name, count in machines.items()) + ".")
-    if missing := [f"`{name}`" for name in table.cells if name not in cells]:
-        shown = ", ".join(missing[:40]) + (f" and {len(missing) - 40} more" if len(missing) > 40 else "")
-        parts.append(f"Not run yet ({len(missing)} of {len(table.cells)} cells, shown as {_NOTHING}): {shown}.")
+    if missing := not_run(table, cells):
+        parts.append(f"Not run yet: {', '.join(missing)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def not_run(table: Table, cells: Cells) -> list[str]:
+    """The cells that have not been run; where nothing of a first axis' value has, that value."""
+    groups: dict[str, list[str]] = {}
+    for name in table.cells:
+        groups.setdefault(name.partition("/")[0], []).append(name)
+    told = []
+    for start, names in groups.items():
+        missing = [name for name in names if name not in cells]
+        whole = len(missing) == len(names) and len(names) > 1
+        told += [f"all {len(names)} cells of `{start}`"] if whole else [f"`{name}`" for name in missing]
+    return told
 
 
 def written(each: Section) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -71,10 +70,10 @@ def rates_of(cell: Cell) -> list[Rate]:
     if found is not None and plan.private and plan.noise_multiplier:
         rules["found * 6 / sigma"] = found * _PAPER_NOISE / plan.noise_multiplier
     rates: list[Rate] = []
-    given = cell.settings.get("rates", ["found"])
-    if isinstance(given, dict):  # by dataset
-        given = given[cell.experiment().data.dataset]
-    for written in given:
+    listed = cell.settings.get("rates", ["found"])
+    if isinstance(listed, dict):  # by dataset
+        listed = listed[cell.experiment().data.dataset]
+    for written in listed:
         rate = rules.get(written, written)
         if rate is None:
             raise PlanError(f"{cell.name}: no learning rate is known for its data; give rates")
@@ -84,17 +83,18 @@ def rates_of(cell: Cell) -> list[Rate]:
 
 def command(cell: Cell, rate: Rate) -> str:
     """The same training from the command line (of the first split)."""
-    given = f" --preset {cell.settings['preset']}" if "preset" in cell.settings else ""
-    for name, value in assignments(cell):
-        given += f" --set {shlex.quote(f'{name}={value}')}"
-    return f"fedcdp train{given} --lr {shlex.quote(str(rate))} --out RUN"
+    return f"fedcdp train{given(cell)} --lr {shlex.quote(str(rate))} --out RUN"
 
 
-def assignments(cell: Cell) -> Iterator[tuple[str, Any]]:
-    """What a cell changes of its preset, as names and values."""
-    for section in ("data", "model", "plan"):
-        for key, value in cell.settings.get(section, {}).items():
-            yield f"{section}.{key}", value
+def given(cell: Cell) -> str:
+    """A cell's preset and what it changes of it, as options."""
+    start = f" --preset {cell.settings['preset']}" if "preset" in cell.settings else ""
+    changes = [
+        f" --set {shlex.quote(f'{section}.{key}={value}')}"
+        for section in ("data", "model", "plan")
+        for key, value in cell.settings.get(section, {}).items()
+    ]
+    return start + "".join(changes)
 
 
 def for_tuning(splits: Splits) -> Splits:
