@@ -13,6 +13,7 @@ import typer
 from fedcdp import output
 from fedcdp.errors import PlanError, RunError, StoppedError
 from fedcdp.experiment import read_assignment
+from fedcdp.files import write_atomically
 from fedcdp.simulation import usable_device
 from fedcdp.spending import accounting_is_installed
 
@@ -42,7 +43,11 @@ def reproduce(
         float | None, typer.Option("--time-limit", metavar="SECONDS", help="Begin no further cell after so long.")
     ] = None,
     table_only: Annotated[
-        bool, typer.Option("--table-only", help="Run nothing: compute ε and write the tables of what has been measured.")
+        bool,
+        typer.Option(
+            "--table-only",
+            help="Run nothing: compute ε and write the table of what was measured; without TABLE, of all.",
+        ),
     ] = False,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")] = "cpu",
     assignments: Annotated[
@@ -64,9 +69,12 @@ def reproduce(
     from fedcdp.reproduce.results import Results
 
     if table is None:
-        if not listing:
+        if listing:
+            _print_lines([(t.name, f"{len(t.cells)} cells", t.title) for t in tables()])
+        elif table_only:
+            typer.echo(str(_write_all(tables(), Place(out))))
+        else:
             raise PlanError("reproduce: which table? --list names them")
-        _print_lines([(t.name, f"{len(t.cells)} cells", t.title) for t in tables()])
         return
     found = find(table)
     chosen = found.chosen([each.strip() for each in cells.split(",") if each.strip()])
@@ -92,9 +100,13 @@ def reproduce(
 def _run(
     table: Table, chosen: list[Cell], place: Place, results: Results, workers: int, time_limit: float | None, quiet: bool
 ) -> None:
+    from fedcdp.reproduce.catalogue import tables
     from fedcdp.reproduce.cells import cost
     from fedcdp.reproduce.running import run
+    from fedcdp.reproduce.sharing import shared
 
+    for cell, row in list(shared(results.missing(chosen), tables(), place.out)):
+        results.keep(cell, row)
     waiting = sorted(results.missing(chosen), key=cost)  # cheap ones first: most of a table soon
     total = len(waiting)
     done = 0
@@ -129,8 +141,23 @@ def _kept(results: Results, why: str) -> str:
     return f"{why}; {len(results.cells)} cells are in {results.path}, and the same command goes on"
 
 
-def _write(table: Table, place: Place, results: Results) -> None:
-    """ε where it can be computed, the rows, the Markdown and the pictures."""
+def _write_all(known: list[Table], place: Place) -> Path:
+    """Every table of which something was measured, and a page about all."""
+    from fedcdp.reproduce.overview import overview
+    from fedcdp.reproduce.results import Results
+
+    measured = []
+    for table in known:
+        results = Results(table, place.out)
+        made = _write(table, place, results) if results.cells else []
+        measured.append((table, results.cells, made))
+    page = place.out / "README.md"
+    write_atomically(page, overview(measured).encode())
+    return page
+
+
+def _write(table: Table, place: Place, results: Results) -> list[dict[str, Any]]:
+    """ε where it can be computed, the rows (which are returned), the Markdown and the pictures."""
     from fedcdp.reproduce.accounts import epsilons
     from fedcdp.reproduce.figures import draw
     from fedcdp.reproduce.layouts import sections
@@ -144,6 +171,7 @@ def _write(table: Table, place: Place, results: Results) -> None:
     results.write(made)
     pictures = draw(table, results.cells, place)
     results.write_beside(".md", page(table, results.cells, made, pictures).encode())
+    return made
 
 
 def _line(cell: Cell, results: Results) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedcdp import cli_reproduce
-from fedcdp.reproduce import running
+from fedcdp.reproduce import catalogue, running
 from fedcdp.reproduce.markdown import shown
 from fedcdp.reproduce.place import Place
 
@@ -191,6 +191,26 @@ def test_a_file_that_is_not_a_result_is_not_written_over(cli, tiny: Path) -> Non
     assert ended.status == 2
     assert "is not a result file" in ended.stderr
     assert Path("out/tiny.json").read_text() == '{"mine": 1}'
+
+
+def test_a_training_that_another_table_has_measured_is_taken_from_there(
+    cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny.with_name("other.toml")
+    other.write_text(TINY.replace('title = "Tiny"', 'title = "Other"').replace("[0.05, 0.1]", "[0.1, 0.2]"))
+    both = [catalogue.table(str(tiny)), catalogue.table(str(other))]
+    monkeypatch.setattr(catalogue, "tables", lambda: both)
+    assert cli("reproduce", tiny, "--workers", 1, "--out", "out").status == 0
+    assert cli("reproduce", other, "--workers", 1, "--time-limit", 0, "--out", "out").status == 0
+    taken, origin = content(Path("out/other.json"))["cells"], content(Path("out/tiny.json"))["cells"]
+    assert sorted(taken) == sorted(name for name in origin if name.startswith("fed-cdp"))  # other rates to choose from
+    for name, row in taken.items():
+        assert row["taken_from"] == f"tiny: {name}"
+        assert row["accuracy"] == origin[name]["accuracy"]
+    assert cli("reproduce", "--table-only", "--out", "out").status == 0
+    overview = Path("out/README.md").read_text()
+    assert "[tiny](tiny.md) | Tiny | 6 of 6 |" in overview
+    assert "[other](other.md) | Other | 4 of 6 |" in overview
 
 
 def test_an_attack_and_a_curve_are_tables_too(cli, workplace: Path) -> None:

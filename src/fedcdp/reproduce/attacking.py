@@ -17,6 +17,7 @@ import torch
 from fedcdp.errors import PlanError
 from fedcdp.experiment import Experiment
 from fedcdp.files import write_atomically
+from fedcdp.precision import products
 from fedcdp.reproduce.catalogue import Cell
 from fedcdp.reproduce.place import Place
 from fedcdp.reproduce.training import given
@@ -29,7 +30,6 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:
     """Attack, and tell the figures; pictures go beside the result file."""
     from fedcdp.attacks import RECIPES, Leaks, attack
 
-    torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     told = _asked(cell)
     started = time.perf_counter()
@@ -42,10 +42,11 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:
             weight = changes.pop("total_variation")
             changes["objective"] = replace(RECIPES[how].objective, total_variation=weight)
         how = RECIPES[how].but(**changes)
-    found = attack(
-        experiment.plan, model=experiment.network(splits), federation=experiment.federation(splits), leak=told["leak"],
-        attack=how, victims=told["victims"], device=place.device, **told["look"],
-    )  # fmt: skip
+    with products(tf32=False):
+        found = attack(
+            experiment.plan, model=experiment.network(splits), federation=experiment.federation(splits), leak=told["leak"],
+            attack=how, victims=told["victims"], device=place.device, **told["look"],
+        )  # fmt: skip
     if not isinstance(found, Leaks):
         raise PlanError(f"{cell.name}: {told['name']} reconstructs nothing")
     _keep_pictures(found, table, cell, place)

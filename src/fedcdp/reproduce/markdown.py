@@ -25,7 +25,11 @@ def page(table: Table, cells: Cells, sections: list[Section], pictures: list[str
     parts += [f"![{table.title}]({name})" for name in pictures]
     machines = Counter(_where(row) for row in cells.values())
     if machines:
-        parts.append("Measured on: " + "; ".join(f"{name} ({count} cells)" for name, count in machines.items()) + ".")
+        parts.append(
+            "Measured on: "
+            + "; ".join(f"{name} ({count} cell{'' if count == 1 else 's'})" for name, count in machines.items())
+            + "."
+        )
     if missing := not_run(table, cells):
         parts.append(f"Not run yet: {', '.join(missing)}.")
     return "\n\n".join(parts) + "\n"
@@ -81,5 +85,9 @@ def _plain(text: str) -> str:
 
 
 def _where(row: dict[str, Any]) -> str:
-    made = row.get("measured_by")
-    return f"{row['machine']}, by {made}" if made else str(row["machine"])
+    told = str(row["machine"])
+    if made := row.get("measured_by"):
+        told += f", by {made}"
+    if origin := row.get("taken_from"):
+        told += f", the same training as in `{origin.partition(':')[0]}`"
+    return told

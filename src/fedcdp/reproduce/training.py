@@ -2,9 +2,10 @@
 
 Where a cell has several `rates`, each is tried on a fifth of the *training* split, held out for that alone, for
 `tuning_share` of the rounds; the best (the first of equals) then trains on the whole training split. A rate is a number, a
-schedule as the plan writes it, or a rule about the rate found for the dataset and the noise (`presets.learning_rate`):
-`found`, `found * 4 / C` or `found * 6 / sigma`, so that a cell far from the paper's C = 4 or σ = 6 is not judged at a step
-that fits those. `rates` may also be a table of such lists by dataset.
+schedule as the plan writes it, or a rule about the rate found for the dataset and the noise: `found`, `found * 4 / C` or
+`found * 6 / sigma`, so that a cell far from the paper's C = 4 or σ = 6 is not judged at a step that fits those. What is
+found is in `presets.learning_rate`, or in the cell's own `found`, by noise convention. `rates` may also be a table of such
+lists by dataset.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def rates_of(cell: Cell) -> list[Rate]:
     """The rates to choose from, each once."""
     plan = cell.experiment().plan
     found = presets.learning_rate(cell.experiment().data.dataset, vars(plan))
+    found = cell.settings.get("found", {}).get(plan.noise, found)
     rules: dict[object, float | None] = {"found": found}
     if found is not None and plan.private and isinstance(plan.clip, Schedule) and plan.clip.kind == "constant":
         rules["found * 4 / C"] = found * _PAPER_CLIP / plan.clip_at(0)
@@ -79,6 +81,11 @@ def rates_of(cell: Cell) -> list[Rate]:
             raise PlanError(f"{cell.name}: no learning rate is known for its data; give rates")
         rates.append(float(f"{rate:.6g}") if isinstance(rate, int | float) else str(rate))
     return list(dict.fromkeys(rates))
+
+
+def tuning_share(cell: Cell) -> float:
+    """The share of the rounds that each rate is tried for."""
+    return float(cell.settings.get("tuning_share", _TUNING_SHARE))
 
 
 def command(cell: Cell, rate: Rate) -> str:
@@ -112,7 +119,7 @@ def _train(table: str, cell: Cell, rate: Rate, seed: int, place: Place, tuning: 
     splits = place.splits(experiment)
     if tuning:
         splits = for_tuning(splits)
-        rounds = max(1, round(experiment.plan.rounds * float(cell.settings.get("tuning_share", _TUNING_SHARE))))
+        rounds = max(1, round(experiment.plan.rounds * tuning_share(cell)))
         experiment = replace(experiment, plan=experiment.plan.but(rounds=rounds))
     folder = place.scratch(table, cell) / f"{'rate' if tuning else 'split'}-{seed}-{experiment.plan.digest()}"
     return experiment.train(folder, resume=(folder / "config.toml").exists(), splits=splits)
@@ -128,6 +135,6 @@ def cost(cell: Cell) -> float:
     experiment: Experiment = cell.experiment()
     plan, images = experiment.plan, experiment.data.dataset in ("cifar10", "lfw")
     rates = len(rates_of(cell))
-    share = float(cell.settings.get("tuning_share", _TUNING_SHARE)) * rates if rates > 1 else 0.0
+    share = tuning_share(cell) * rates if rates > 1 else 0.0
     steps = plan.rounds * plan.local_steps * (300 + plan.per_round * (3 if images else 1))
     return steps * (share + int(cell.settings.get("splits", 1)))
