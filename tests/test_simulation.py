@@ -18,6 +18,7 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.plan import Plan
 from fedcdp.rundir import RunDirectory
+from fedcdp.sampling import choose_clients, choose_records
 from fedcdp.simulation import simulate
 
 CLASSES = 3
@@ -139,7 +140,8 @@ def test_metrics_hold_nothing_that_the_guarantee_does_not_cover(
     model: nn.Module, federation: Federation, method: str
 ) -> None:
     private = method.startswith("fed-")
-    expected = {"round", "clients", "learning_rate", "accuracy", "loss", "seconds"} | ({"clip"} if private else set())
+    expected = {"round", "clients", "learning_rate", "accuracy", "loss", "seconds"}
+    expected |= {"clip" if private else "gradient_norm"}
     for row in simulate(model, federation, plan(method=method)).metrics:
         assert set(row) == expected
 
@@ -243,6 +245,62 @@ def test_clients_may_hold_different_numbers_of_records(model: nn.Module, samplin
     assert whole.accuracy is not None
     one_by_one = simulate(model, listed, options, chunk=1)
     torch.testing.assert_close(weights(one_by_one.model), weights(whole.model), rtol=0, atol=1e-5)
+
+
+# what is written of raw gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "partition"])
+@pytest.mark.parametrize("method", ["nonprivate", "dssgd"])
+def test_the_gradient_norm_is_that_of_each_clients_first_batch_at_the_global_model(
+    model: nn.Module, federation: Federation, method: str, sampling: str
+) -> None:
+    told = plan(method=method, record_sampling=sampling, per_round=4, rounds=2)
+    written = [row["gradient_norm"] for row in simulate(model, federation, told, evaluate_every=1).metrics]
+    at_start = [copy.deepcopy(model), simulate(model, federation, told, rounds=1).model]
+    for round_, network in enumerate(at_start):
+        clients = torch.from_numpy(choose_clients(told, federation.clients, round_))
+        table, sizes = federation.table(clients.numpy())
+        draw = choose_records(told, clients, torch.from_numpy(sizes), round_, 0)
+        norms = []
+        for records, positions, present in zip(torch.from_numpy(table), draw.positions, draw.present, strict=True):
+            used = records[positions[present]]
+            network.zero_grad()
+            loss = F.cross_entropy(network(federation.train.inputs[used]), federation.train.targets[used], reduction="sum")
+            loss.backward()
+            norms.append(torch.cat([each.grad.flatten() for each in network.parameters()]).norm() / told.batch_size)
+        assert written[round_] == pytest.approx(float(torch.stack(norms).mean()), rel=1e-4)
+
+
+def test_the_gradient_norm_depends_neither_on_the_engine_nor_on_the_chunk(model: nn.Module, federation: Federation) -> None:
+    raw = plan(method="nonprivate")
+    runs = [simulate(model, federation, raw, engine=name) for name in ("functional", "batched")]
+    runs.append(simulate(model, federation, raw, chunk=2))
+    norms = [[row["gradient_norm"] for row in run.metrics] for run in runs]
+    assert all(norm > 0.01 for norm in norms[0])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_the_gradient_norm_is_written_where_a_round_is_evaluated(model: nn.Module, federation: Federation) -> None:
+    run = simulate(model, federation, plan(method="nonprivate", rounds=5), evaluate_every=2)
+    assert [row["round"] for row in run.metrics if "gradient_norm" in row] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("method", ["fed-sdp", "fed-cdp", "fed-cdp-decay"])
+@pytest.mark.parametrize("noise_multiplier", [0.3, 0.0])
+def test_a_private_run_writes_no_gradient_norm(
+    model: nn.Module, federation: Federation, method: str, noise_multiplier: float
+) -> None:
+    run = simulate(model, federation, plan(method=method, noise_multiplier=noise_multiplier))
+    assert all("gradient_norm" not in row for row in run.metrics)
+
+
+def test_a_gradient_norm_that_does_not_exist_is_null(model: nn.Module, federation: Federation, tmp_path: Path) -> None:
+    empty = plan(method="nonprivate", client_sampling="poisson", rounds=12, per_round=1, local_steps=1)
+    run = simulate(model, federation, empty, out=tmp_path / "run")
+    assert any(row["clients"] == 0 and row["gradient_norm"] is None for row in run.metrics)
+    assert all(row["gradient_norm"] > 0 for row in run.metrics if row["clients"])
 
 
 # what is refused -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import fedcdp
-from fedcdp import cli_attack, cli_bench, cli_deploy, cli_privacy, output, spending
+from fedcdp import cli_attack, cli_bench, cli_deploy, cli_privacy, cli_reproduce, output, spending
 from fedcdp.errors import DefectError, FedcdpError, PlanError, StoppedError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
@@ -37,6 +37,7 @@ app.command()(cli_privacy.calibrate)
 app.command()(cli_privacy.audit)
 app.command()(cli_attack.attack)
 app.command()(cli_bench.bench)
+app.command()(cli_reproduce.reproduce)
 app.add_typer(cli_deploy.app, name="deploy")
 
 DataDir = Annotated[

@@ -16,7 +16,7 @@ Settings = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A dataset's federation and lengths, and the local learning rates found for it (results/accuracy.md)."""
+    """A dataset's federation and lengths, and the local learning rates found for it (`fedcdp reproduce accuracy`)."""
 
     train: int
     """Records in the training split."""

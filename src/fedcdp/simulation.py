@@ -39,10 +39,10 @@ from fedcdp.noise import noise_of
 from fedcdp.plan import Plan
 from fedcdp.precision import products
 from fedcdp.rundir import Row, RunDirectory, State
-from fedcdp.sampling import Draw, choose_clients, choose_records_of_steps
+from fedcdp.sampling import Draw, choose_clients, choose_records, choose_records_of_steps
 from fedcdp.server import Aggregate, moving_average, next_clip, server_update
 from fedcdp.trainers import Examples, Stepwise, Trainer
-from fedcdp.tree import Layout, Tree
+from fedcdp.tree import Layout, Tree, repeat
 from fedcdp.tuning import tuned
 
 if TYPE_CHECKING:
@@ -253,12 +253,12 @@ class Simulator:
         state = _to(state, self.device)
         while state.round < self.plan.rounds and releases.may_go_on(state.round, most_releases):
             round_started = time.perf_counter()
-            clip = state.clip
+            before = state
             chosen = choose_clients(self.plan, self.federation.clients, state.round)
-            releases.charge(state.round, chosen, self.plan.clip_at(state.round, clip) if self.plan.private else 0.0)
+            releases.charge(state.round, chosen, self.plan.clip_at(state.round, state.clip) if self.plan.private else 0.0)
             state = self.round(state, torch.from_numpy(chosen))
             steps += len(chosen) * self.plan.local_steps
-            row = self._measure(state, len(chosen), clip, every)
+            row = self._measure(before, state, torch.from_numpy(chosen), every)
             wait(self.device)
             row["seconds"] = round(time.perf_counter() - round_started, 4)
             metrics.append(row)
@@ -325,18 +325,41 @@ class Simulator:
         drawn = choose_records_of_steps(self.plan, at.clients, sizes, at.round)
         return Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present)
 
-    def _measure(self, state: State, clients: int, clip: float | None, every: int) -> Row:
+    def _measure(self, before: State, state: State, chosen: Tensor, every: int) -> Row:
         """What is written of a round. In a private run nothing here comes from before the noise."""
         row: Row = {
             "round": state.round,
-            "clients": clients,
-            "learning_rate": self.plan.learning_rate_at(state.round - 1),
+            "clients": len(chosen),
+            "learning_rate": self.plan.learning_rate_at(before.round),
         }
         if self.plan.private:
-            row["clip"] = self.plan.clip_at(state.round - 1, clip)
-        if self.validation is not None and (state.round % every == 0 or state.round == self.plan.rounds):
+            row["clip"] = self.plan.clip_at(before.round, before.clip)
+        if state.round % every and state.round != self.plan.rounds:
+            return row
+        if self.validation is not None:
             row |= evaluate(self.engine, state.average or state.weights, self.validation, self.device)
+        if not self.plan.private:
+            row["gradient_norm"] = self.gradient_norm(before, chosen)
         return row
+
+    def gradient_norm(self, state: State, chosen: Tensor) -> float | None:
+        """The mean over the chosen clients of ‖∇‖₂ at the global model, ∇ the mean gradient of a client's first batch.
+
+        Raw gradients: to be shown only where a run claims no privacy. None where nobody was chosen, or where it is not
+        finite.
+        """
+        norms = []
+        at_once = min(self.chunk, self.most_clients())  # a trainer may hold more clients than their gradients leave room for
+        for clients in chosen.split(at_once) if len(chosen) else ():
+            table, sizes = self.records_of(clients)
+            at = self.moment(state, clients.to(self.device), sizes)
+            drawn = choose_records(self.plan, at.clients, sizes, state.round, 0)
+            batch = self.examples.batch(table.gather(1, drawn.positions), drawn.present)
+            total = self.engine.summed_gradients(repeat(state.weights, len(clients)), batch)
+            squares = sum(value.double().flatten(1).square().sum(1) for value in total.values())
+            norms.append(torch.as_tensor(squares).sqrt() / at.expected_batch)
+        mean = float(torch.cat(norms).mean()) if norms else math.inf
+        return mean if math.isfinite(mean) else None
 
     def most_clients(self) -> int:
         """How many clients may be trained at once within the budget of memory."""

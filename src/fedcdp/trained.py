@@ -142,7 +142,7 @@ class Trained:
             writer.add_text("config", f"```toml\n{self.directory.config.read_text(encoding='utf-8')}\n```")
             for row in self.directory.read_metrics():
                 for name, value in row.items():
-                    if name != "round":
+                    if name != "round" and value is not None:
                         writer.add_scalar(name, value, row["round"])
 
 

@@ -1,0 +1,71 @@
+"""The result file of a table: cells as they were measured, whole on disk after every one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fedcdp.errors import RunError
+from fedcdp.files import write_atomically
+from fedcdp.reproduce.catalogue import Cell, Table
+
+FORMAT = "fedcdp-reproduction-1"
+
+
+class Results:
+    """What is known of a table. A cell that was measured under other settings than its table has now is not counted."""
+
+    def __init__(self, table: Table, out: Path) -> None:
+        self.table = table
+        self.path = out / f"{table.name}.json"
+        self.cells: dict[str, dict[str, Any]] = {}
+        if self.path.exists():
+            self.cells = _read(self.path, table.name)
+        self.stale = [name for name, row in self.cells.items() if not self._fits(name, row)]
+        for name in self.stale:
+            del self.cells[name]
+
+    def missing(self, cells: Iterable[Cell]) -> list[Cell]:
+        """Those that are still to be measured."""
+        return [cell for cell in cells if cell.name not in self.cells]
+
+    def keep(self, cell: Cell, row: dict[str, Any]) -> None:
+        """Take a cell in; it is on the disk when this returns."""
+        self.cells[cell.name] = row
+        self.write()
+
+    def write(self, sections: list[dict[str, Any]] | None = None) -> None:
+        """Write the file: the cells in the table's order, and the rows made of them where they are made."""
+        ordered = {name: self.cells[name] for name in self.table.cells if name in self.cells}
+        content: dict[str, Any] = {"format": FORMAT, "table": self.table.name, "title": self.table.title}
+        if sections is not None:
+            content["sections"] = sections
+        text = json.dumps(content | {"cells": ordered}, indent=1, ensure_ascii=False, allow_nan=False)
+        self.write_beside(".json", text.encode() + b"\n")
+
+    def write_beside(self, suffix: str, content: bytes) -> Path:
+        """Write a file of the table's name with another ending."""
+        path = self.path.with_suffix(suffix)
+        try:
+            write_atomically(path, content)
+        except OSError as error:
+            raise RunError(f"--out: {path} cannot be written: {error.strerror}") from error
+        return path
+
+    def _fits(self, name: str, row: dict[str, Any]) -> bool:
+        cell = self.table.cells.get(name)
+        return cell is not None and row.get("settings") == json.loads(json.dumps(cell.settings))
+
+
+def _read(path: Path, table: str) -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("table") != table:
+        raise RunError(f"{path} is not a result file of fedcdp reproduce {table}")
+    return dict(content["cells"])

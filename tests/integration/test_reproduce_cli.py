@@ -1,0 +1,288 @@
+"""`fedcdp reproduce`, with small tables on data that are always at hand."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedcdp import cli_reproduce
+from fedcdp.reproduce import catalogue, running
+from fedcdp.reproduce.markdown import shown
+from fedcdp.reproduce.place import Place
+
+TINY = """
+title = "Tiny"
+layout = "accuracy"
+
+[every]
+data = { dataset = "cancer", clients = 8 }
+plan = { per_round = 4, rounds = 2, local_steps = 2 }
+
+[axes.method]
+nonprivate = { plan.method = "nonprivate" }
+fed-cdp = { plan.method = "fed-cdp" }
+
+[axes.steps]
+L1 = { plan.local_steps = 1 }
+L2 = { plan.local_steps = 2 }
+
+[variants.measured]
+rows = ["nonprivate/*"]
+rates = [0.05, 0.1]
+tuning_share = 1.0
+
+[variants.cohort]
+rows = ["fed-cdp/*"]
+plan.noise = "cohort"
+
+[variants.example]
+rows = ["fed-cdp/*"]
+plan.noise = "example"
+splits = 2
+
+[printed]
+"fed-cdp/*" = [0.9, 0.95]
+"""
+
+
+@pytest.fixture
+def tiny(workplace: Path) -> Path:
+    """A table of six cells that take no time."""
+    (workplace / "tiny.toml").write_text(TINY)
+    return workplace / "tiny.toml"
+
+
+def content(path: Path) -> dict[str, Any]:
+    """A result file; fails on NaN and infinity, which JSON does not have."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    read: dict[str, Any] = json.loads(path.read_text(), parse_constant=refuse)
+    return read
+
+
+def table_lines(markdown: str) -> list[list[str]]:
+    lines = [line for line in markdown.splitlines() if line.startswith("|") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_tables_are_listed_and_so_are_the_cells_of_one(cli) -> None:
+    listed = cli("reproduce", "--list")
+    assert listed.status == 0
+    for name in ("epsilon", "population", "clip", "noise", "time", "attacks", "compression", "gradient-norm", "tradeoff"):
+        assert any(line.startswith(f"{name} ") for line in listed.stdout.splitlines())
+    cells = cli("reproduce", "population", "--list").stdout.splitlines()
+    assert len(cells) == 84
+    assert cells[0].split() == ["nonprivate/K100-Kt5/measured", "not", "run"]
+
+
+def test_a_table_is_run_and_the_markdown_is_what_the_json_says(cli, tiny: Path) -> None:
+    done = cli("reproduce", tiny, "--workers", 1, "--out", "out")
+    assert (done.status, done.stdout.strip()) == (0, "out/tiny.md")
+    found = content(Path("out/tiny.json"))
+    assert len(found["cells"]) == 6
+    assert not Path("out/running").exists()
+    expected = []
+    for section in found["sections"]:
+        expected.append([heading for _, heading, _ in section["columns"]])
+        expected += [[shown(row[key], form) for key, _, form in section["columns"]] for row in section["rows"]]
+    assert table_lines(Path("out/tiny.md").read_text()) == expected
+    row = found["sections"][1]["rows"][0]
+    cell = found["cells"]["fed-cdp/L1/example"]
+    assert row["paper"] == 0.9
+    assert row["example"] == cell["accuracy"] == pytest.approx(sum(cell["accuracies"]) / 2)
+    assert row["example difference"] == pytest.approx(cell["accuracy"] - 0.9)
+    assert row["example epsilon"][0] == cell["epsilon"]["server/record"] > 0
+    assert found["cells"]["fed-cdp/L1/cohort"]["epsilon"]["example/record"] == "inf"
+    tried = found["cells"]["nonprivate/L2/measured"]
+    assert tried["rates_tried"].keys() == {"0.05", "0.1"}
+    assert tried["rates_tried"][f"{tried['rate']}"] == max(tried["rates_tried"].values())
+    assert tried["epsilon"] is None
+
+
+def test_what_is_measured_is_not_measured_again(cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("reproduce", tiny, "--cells", "fed-cdp/L1", "--workers", 1, "--out", "out").status == 0
+    before = content(Path("out/tiny.json"))["cells"]
+    assert list(before) == ["fed-cdp/L1/cohort", "fed-cdp/L1/example"]
+    begun: list[str] = []
+    measure = running.measure
+
+    def noted(table: str, cell: Any, place: Any) -> dict[str, Any]:
+        begun.append(cell.name)
+        return measure(table, cell, place)
+
+    monkeypatch.setattr(running, "measure", noted)
+    assert cli("reproduce", tiny, "--cells", "fed-cdp", "--workers", 1, "--out", "out").status == 0
+    assert sorted(begun) == ["fed-cdp/L2/cohort", "fed-cdp/L2/example"]
+    after = content(Path("out/tiny.json"))["cells"]
+    assert {name: after[name] for name in before} == before
+    listed = cli("reproduce", tiny, "--out", "out", "--list").stdout
+    assert listed.count("not run") == 2
+
+
+def test_a_cell_of_other_settings_does_not_count(cli, tiny: Path) -> None:
+    assert cli("reproduce", tiny, "--cells", "nonprivate/L1", "--workers", 1, "--out", "out").status == 0
+    tiny.write_text(TINY.replace("rates = [0.05, 0.1]", "rates = [0.2]"))
+    told = cli("reproduce", tiny, "--table-only", "--out", "out")
+    assert told.status == 0
+    assert "measured under other settings" in told.stderr
+    assert content(Path("out/tiny.json"))["cells"] == {}
+
+
+def test_epsilon_is_added_where_it_can_be_computed(cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(cli_reproduce, "accounting_is_installed", lambda: False)
+        assert cli("reproduce", tiny, "--cells", "fed-cdp/L1/example", "--workers", 1, "--out", "out").status == 0
+    without = content(Path("out/tiny.json"))["cells"]["fed-cdp/L1/example"]
+    assert "epsilon" not in without
+    assert cli("reproduce", tiny, "--table-only", "--out", "out").status == 0
+    completed = content(Path("out/tiny.json"))["cells"]["fed-cdp/L1/example"]
+    assert completed == without | {"epsilon": completed["epsilon"]}
+    assert completed["epsilon"]["server/record"] > 0
+
+
+def test_no_cell_is_begun_once_the_time_is_up(cli, tiny: Path) -> None:
+    ended = cli("reproduce", tiny, "--time-limit", 0, "--workers", 1, "--out", "out")
+    assert ended.status == 0
+    assert "6 cells are left" in " ".join(ended.stderr.split())
+    assert content(Path("out/tiny.json"))["cells"] == {}
+    assert "Not run yet" in Path("out/tiny.md").read_text()
+
+
+def test_a_cell_that_fails_does_not_hold_up_the_others(cli, tiny: Path) -> None:
+    tiny.write_text(TINY.replace("L1 = { plan.local_steps = 1 }", "L1 = { plan.per_round = 9 }"))
+    ended = cli("reproduce", tiny, "--cells", "fed-cdp", "--workers", 1, "--out", "out")
+    assert ended.status == 2
+    assert "2 of 4 cells failed; fed-cdp/L1/cohort: per_round: 9" in ended.stderr
+    assert list(content(Path("out/tiny.json"))["cells"]) == ["fed-cdp/L2/cohort", "fed-cdp/L2/example"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nosuch"], "'nosuch' is not one of the tables"),
+        ([], "which table?"),
+        (["clip", "--cells", "mnist/C3"], "no cell of clip is called 'mnist/C3'"),
+        (["clip", "--workers", "-1"], "--workers: -1 is not allowed"),
+        (["clip", "--time-limit", "nan"], "--time-limit: nan is not allowed"),
+        (["clip", "--set", "rounds=3"], "only settings of [run] can be changed"),
+        (["clip", "--device", "nosuch"], "device: nosuch cannot be used"),
+        (["none.toml"], "none.toml cannot be read"),
+    ],
+)
+def test_bad_input_gets_one_line(cli, arguments: list[str], reason: str) -> None:
+    ended = cli("reproduce", *arguments, "--out", "out")
+    assert ended.status == 2
+    assert reason in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_a_file_that_is_not_a_result_is_not_written_over(cli, tiny: Path) -> None:
+    Path("out").mkdir()
+    Path("out/tiny.json").write_text('{"mine": 1}')
+    ended = cli("reproduce", tiny, "--out", "out")
+    assert ended.status == 2
+    assert "is not a result file" in ended.stderr
+    assert Path("out/tiny.json").read_text() == '{"mine": 1}'
+
+
+def test_a_training_that_another_table_has_measured_is_taken_from_there(
+    cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny.with_name("other.toml")
+    other.write_text(TINY.replace('title = "Tiny"', 'title = "Other"').replace("[0.05, 0.1]", "[0.1, 0.2]"))
+    both = [catalogue.table(str(tiny)), catalogue.table(str(other))]
+    monkeypatch.setattr(catalogue, "tables", lambda: both)
+    assert cli("reproduce", tiny, "--workers", 1, "--out", "out").status == 0
+    assert cli("reproduce", other, "--workers", 1, "--time-limit", 0, "--out", "out").status == 0
+    taken, origin = content(Path("out/other.json"))["cells"], content(Path("out/tiny.json"))["cells"]
+    assert sorted(taken) == sorted(name for name in origin if name.startswith("fed-cdp"))  # other rates to choose from
+    for name, row in taken.items():
+        assert row["taken_from"] == f"tiny: {name}"
+        assert row["accuracy"] == origin[name]["accuracy"]
+    assert cli("reproduce", "--table-only", "--out", "out").status == 0
+    overview = Path("out/README.md").read_text()
+    assert "[tiny](tiny.md) | Tiny | 6 of 6 |" in overview
+    assert "[other](other.md) | Other | 4 of 6 |" in overview
+
+
+def test_an_attack_and_a_curve_are_tables_too(cli, workplace: Path) -> None:
+    (workplace / "leaks.toml").write_text(
+        'title = "Leaks"\nlayout = "leaks"\n[every]\nkind = "attack"\ndata = { dataset = "mnist5k", clients = 4 }\n'
+        "plan.per_round = 4\nattack = { victims = 1, recipe.iterations = 2 }\n"
+        '[axes.method]\nnonprivate = { plan.method = "nonprivate" }\n'
+    )
+    assert cli("reproduce", "leaks.toml", "--workers", 1, "--out", "out").status == 0
+    (row,) = content(Path("out/leaks.json"))["sections"][0]["rows"]
+    assert row["victims"] == 1
+    assert row["distance"] > 0
+    assert Path("out/arrays/leaks-nonprivate.npz").is_file()
+    (workplace / "curve.toml").write_text(
+        'title = "Curve"\nlayout = "curve"\n'
+        '[every]\ndata = { dataset = "cancer", clients = 4 }\ncurves = ["gradient_norm"]\n'
+        'plan = { method = "nonprivate", per_round = 2, rounds = 3, local_steps = 2 }\nrun.evaluate_every = 1\n'
+        "[axes.rate]\nlow = { rates = [0.05] }\n"
+    )
+    assert cli("reproduce", "curve.toml", "--workers", 1, "--out", "out").status == 0
+    rows = content(Path("out/curve.json"))["sections"][0]["rows"]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert all(row["gradient_norm"] > 0 for row in rows)
+
+
+LONG = TINY.replace("rounds = 2", "rounds = 100").replace("L2 = { plan.local_steps = 2 }", "L2 = { plan.rounds = 1 }")
+
+
+def _until(holds: Any, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _begun(start: Any, tiny: Path, workers: int) -> subprocess.Popen[str]:
+    """A short cell is done and a long one under way."""
+    tiny.write_text(LONG)
+    process = start("-m", "fedcdp", "reproduce", tiny, "--cells", "fed-cdp/*/cohort", "--workers", workers, "--out", "out")
+    result, running_ = Path("out/tiny.json"), Path("out/running/tiny")
+    _until(lambda: result.exists() and len(content(result)["cells"]) == 1, process)
+    _until(lambda: any(len(each.read_text().splitlines()) > 3 for each in running_.glob("*/*/metrics.jsonl")), process)
+    return process
+
+
+def test_after_kill_9_the_same_command_goes_on_and_no_worker_is_left(
+    cli, start, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = _begun(start, tiny, workers=2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = content(Path("out/tiny.json"))["cells"]
+    assert list(kept) == ["fed-cdp/L2/cohort"]
+    (metrics,) = Path("out/running/tiny").glob("*/*/metrics.jsonl")
+    time.sleep(1.0)  # the workers notice
+    rounds = len(metrics.read_text().splitlines())
+    time.sleep(0.3)
+    assert len(metrics.read_text().splitlines()) == rounds
+    before = metrics.read_text().splitlines()[:3]  # with the time that each round took
+    monkeypatch.setattr(Place, "forget", lambda *_: None)
+    assert cli("reproduce", tiny, "--cells", "fed-cdp/*/cohort", "--workers", 1, "--out", "out").status == 0
+    after = content(Path("out/tiny.json"))["cells"]
+    assert after["fed-cdp/L1/cohort"]["rounds"] == 100
+    assert after["fed-cdp/L2/cohort"] == kept["fed-cdp/L2/cohort"] | {"epsilon": after["fed-cdp/L2/cohort"]["epsilon"]}
+    assert metrics.read_text().splitlines()[:3] == before
+
+
+def test_sigterm_ends_it_with_what_is_done(start, tiny: Path) -> None:
+    process = _begun(start, tiny, workers=1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "stopped by SIGTERM; 1 cells are in out/tiny.json, and the same command goes on" in " ".join(errors.split())
+    assert "Not run yet" in Path("out/tiny.md").read_text()
