@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedcdp import output
+from fedcdp.devices import usable_device
 from fedcdp.errors import PlanError, RunError, StoppedError
 from fedcdp.experiment import read_assignment
 from fedcdp.files import write_atomically
-from fedcdp.simulation import usable_device
 from fedcdp.spending import accounting_is_installed
 
 if TYPE_CHECKING:
