@@ -236,6 +236,27 @@ def test_an_attack_and_a_curve_are_tables_too(cli, workplace: Path) -> None:
     assert all(row["gradient_norm"] > 0 for row in rows)
 
 
+def test_a_time_and_a_trade_off_are_tables_too(cli, workplace: Path) -> None:
+    (workplace / "speed.toml").write_text(
+        'title = "Speed"\nlayout = "time"\nalone = true\n[every]\nkind = "time"\nseconds = 0.01\nrepeat = 1\n'
+        '[axes.dataset]\ncancer = { preset = "cancer" }\n[axes.method]\nfed-cdp = { plan.method = "fed-cdp" }\n'
+    )
+    assert cli("reproduce", "speed.toml", "--out", "out").status == 0
+    (row,) = content(Path("out/speed.json"))["sections"][0]["rows"]
+    assert row["paper"] == 11.9
+    assert row["times"] == pytest.approx(11.9 / row["measured"])
+    (workplace / "trade.toml").write_text(
+        'title = "Trade"\nlayout = "tradeoff"\n[every]\nkind = "tradeoff"\nlooks = 2\nexamples = 20\n'
+        'data = { dataset = "cancer", clients = 4 }\n'
+        'plan = { method = "fed-cdp-decay", per_round = 2, rounds = 3, local_steps = 2 }\n'
+        '[axes.noise]\ncohort = { plan.noise = "cohort" }\n'
+    )
+    assert cli("reproduce", "trade.toml", "--workers", 1, "--out", "out").status == 0
+    rows = content(Path("out/trade.json"))["sections"][0]["rows"]
+    assert [(row["round"], row["clip"]) for row in rows] == [(1, 6.0), (3, 2.0)]
+    assert rows[0]["noise_norm"] > 2 * rows[1]["noise_norm"] > 0
+
+
 LONG = TINY.replace("rounds = 2", "rounds = 100").replace("L2 = { plan.local_steps = 2 }", "L2 = { plan.rounds = 1 }")
 
 
