@@ -90,9 +90,10 @@ def reproduce(
     if listing:
         _print_lines([_line(cell, results) for cell in chosen])
         return
+    if not table_only:
+        usable_device(place.device)
     try:
         if not table_only:
-            usable_device(place.device)
             _run(found, chosen, place, results, workers, time_limit, quiet)
     finally:
         _write(found, place, results)
