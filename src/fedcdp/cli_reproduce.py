@@ -84,13 +84,16 @@ def reproduce(
     place = Place(out, data_dir, _machine_settings(device, assignments or []))
     results = Results(found, out)
     if results.stale:
-        output.note(f"{len(results.stale)} cells were measured under other settings and do not count: {results.stale[0]}, …")
+        output.note(
+            f"{len(results.stale)} cells were measured under other settings and do not count: {next(iter(results.stale))}, …"
+        )
     if listing:
         _print_lines([_line(cell, results) for cell in chosen])
         return
+    if not table_only:
+        usable_device(place.device)
     try:
         if not table_only:
-            usable_device(place.device)
             _run(found, chosen, place, results, workers, time_limit, quiet)
     finally:
         _write(found, place, results)

@@ -133,7 +133,12 @@ def test_a_cell_of_other_settings_does_not_count(cli, tiny: Path) -> None:
     told = cli("reproduce", tiny, "--table-only", "--out", "out")
     assert told.status == 0
     assert "measured under other settings" in told.stderr
-    assert content(Path("out/tiny.json"))["cells"] == {}
+    apart = content(Path("out/tiny.json"))
+    assert apart["cells"] == {}
+    assert list(apart["other_settings"]) == ["nonprivate/L1/measured"]
+    tiny.write_text(TINY)
+    assert cli("reproduce", tiny, "--table-only", "--out", "out").status == 0
+    assert list(content(Path("out/tiny.json"))["cells"]) == ["nonprivate/L1/measured"]
 
 
 def test_epsilon_is_added_where_it_can_be_computed(cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

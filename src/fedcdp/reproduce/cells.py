@@ -36,7 +36,7 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:
     started = time.perf_counter()
     module = import_module(f"fedcdp.reproduce.{KINDS[cell.kind]}")
     found: dict[str, Any] = module.measure(table, cell, place)
-    about = {"machine": place.machine(), "fedcdp": fedcdp.__version__, "settings": cell.settings}
+    about = {"machine": place.machine(), "fedcdp": fedcdp.__version__, "run": place.run, "settings": cell.settings}
     return found | {"seconds": round(time.perf_counter() - started, 2)} | about
 
 

@@ -59,7 +59,9 @@ class Place:
         """The machine, in words."""
         device = torch.device(self.device)
         name = str(machine(device)["device"])
-        if device.type != "cuda":
+        if device.type == "cuda":
+            name += ", tf32" if self.run.get("tf32") else ""
+        else:
             name += f", {os.cpu_count()} cores, one thread a cell"
         return f"{name}, torch {torch.__version__}"
 

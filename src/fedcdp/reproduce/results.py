@@ -15,17 +15,18 @@ FORMAT = "fedcdp-reproduction-1"
 
 
 class Results:
-    """What is known of a table. A cell that was measured under other settings than its table has now is not counted."""
+    """What is known of a table.
+
+    A cell that was measured under other settings than its table has now is not counted; it stays in the file, apart, and
+    counts again should the table's settings come back.
+    """
 
     def __init__(self, table: Table, out: Path) -> None:
         self.table = table
         self.path = out / f"{table.name}.json"
-        self.cells: dict[str, dict[str, Any]] = {}
-        if self.path.exists():
-            self.cells = _read(self.path, table.name)
-        self.stale = [name for name, row in self.cells.items() if not self._fits(name, row)]
-        for name in self.stale:
-            del self.cells[name]
+        stored = _read(self.path, table.name) if self.path.exists() else {}
+        self.cells = {name: row for name, row in stored.items() if self._fits(name, row)}
+        self.stale = {name: row for name, row in stored.items() if name not in self.cells}
 
     def missing(self, cells: Iterable[Cell]) -> list[Cell]:
         """Those that are still to be measured."""
@@ -34,6 +35,7 @@ class Results:
     def keep(self, cell: Cell, row: dict[str, Any]) -> None:
         """Take a cell in; it is on the disk when this returns."""
         self.cells[cell.name] = row
+        self.stale.pop(cell.name, None)
         self.write()
 
     def write(self, sections: list[dict[str, Any]] | None = None) -> None:
@@ -42,7 +44,10 @@ class Results:
         content: dict[str, Any] = {"format": FORMAT, "table": self.table.name, "title": self.table.title}
         if sections is not None:
             content["sections"] = sections
-        text = json.dumps(content | {"cells": ordered}, indent=1, ensure_ascii=False, allow_nan=False)
+        content["cells"] = ordered
+        if self.stale:
+            content["other_settings"] = self.stale
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
         self.write_beside(".json", text.encode() + b"\n")
 
     def write_beside(self, suffix: str, content: bytes) -> Path:
@@ -68,4 +73,4 @@ def _read(path: Path, table: str) -> dict[str, dict[str, Any]]:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("table") != table:
         raise RunError(f"{path} is not a result file of fedcdp reproduce {table}")
-    return dict(content["cells"])
+    return {**content.get("other_settings", {}), **content["cells"]}
