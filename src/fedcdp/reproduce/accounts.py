@@ -28,7 +28,10 @@ def epsilons(cell: Cell) -> dict[str, Any] | None:
     population = population_of(experiment)
     printed = state(plan, population, mode="paper").rows[0].epsilon
     privacy = state(plan, population)
-    told = {f"{adversary}/{unit}": privacy.row(adversary, unit).epsilon for adversary, unit in ROWS[plan.method]}
+    told = {}
+    for adversary, unit in ROWS[plan.method]:
+        stored_once = unit == "unique" and population.copies == 1  # then a record is all that there is of its person
+        told[f"{adversary}/{unit}"] = privacy.row(adversary, "record" if stored_once else unit).epsilon
     return {"delta": plan.delta, "printed": printed} | {name: _in_json(value) for name, value in told.items()}
 
 
