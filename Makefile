@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration lint types check wheel clean
+.PHONY: demo test integration lint types check docs wheel clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,14 @@ types: .venv/.installed
 	$(BIN)/mypy
 
 check: lint types test
+
+# The site, in build/site; a warning is an error.
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 wheel: .venv/.installed
 	$(BIN)/python -m build --wheel
