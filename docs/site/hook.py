@@ -21,8 +21,10 @@ COMMANDS = "<!-- commands -->"
 PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 _LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(\))")
 _CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
-_LOADED = re.compile(r"<(?:script|img|iframe|source)[^>]+src=[\"']?https?:|<link[^>]+rel=[\"']?(?:stylesheet|preconnect|icon)"
-                     r"[^>]+href=[\"']?https?:")  # fmt: skip
+_LOADED = re.compile(
+    r"<(?:script|img|iframe|source)[^>]+src=[\"']?https?:"
+    r"|<link[^>]+rel=[\"']?(?:stylesheet|preconnect|icon)[^>]+href=[\"']?https?:"
+)
 
 
 def on_files(files: Files, config: Any) -> Files:

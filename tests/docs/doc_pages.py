@@ -2,10 +2,16 @@
 
     python tests/docs/doc_pages.py docs/tutorials/*.md     # run the pages, and write what was printed into them
 
-Python blocks share one namespace, and all blocks of a page one folder, which is new and empty. A `text`
-block right after a block is what that printed; `...` in it stands for anything, where a figure differs from machine to machine. A
-comment before a block says what is special: `<!-- file: NAME -->` writes it to a file instead of running it, `<!-- needs: MODULE -->` leaves
-it out where that cannot be imported, and `<!-- not run: REASON -->` is for people only.
+Python blocks share one namespace, and all blocks of a page one folder, which is new and empty. A `text` block right after a
+block is what that printed; `...` in it stands for anything, where a figure differs from machine to machine. A comment before
+a block says what is special:
+
+| comment | the block |
+| --- | --- |
+| `<!-- file: NAME -->` | is written to a file instead of run |
+| `<!-- needs: MODULE -->` | is left out where that cannot be imported |
+| `<!-- integration: WHY -->` | runs in the integration tests only |
+| `<!-- not run: WHY -->` | is for people only |
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ import fedcdp.accounting.calibrate
 import fedcdp.cli  # noqa: F401
 
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<mark>file|needs|not run): (?P<what>.*?) -->\n)?^```(?P<language>python|sh|toml)\n(?P<code>.*?)^```\n"
+    r"^(?:<!-- (?P<mark>file|needs|integration|not run): (?P<what>.*?) -->\n)?"
+    r"^```(?P<language>python|sh)\n(?P<code>.*?)^```\n"
     r"(?:\n*^```text\n(?P<printed>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
@@ -63,13 +70,13 @@ def blocks(page: Path) -> Iterator[Block]:
         )  # fmt: skip
 
 
-def run(page: Path, folder: Path) -> Iterator[tuple[Block, str]]:
+def run(page: Path, folder: Path, integration: bool = False) -> Iterator[tuple[Block, str]]:
     """Run a page in a folder; each block that ran, and what it printed. A block that fails raises, and says where."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     found = list(blocks(page))
     with contextlib.chdir(folder):
         for block in found:
-            if block.mark == "not run" or (block.mark == "needs" and importlib.util.find_spec(block.what or "") is None):
+            if _left_out(block, integration):
                 continue
             if block.mark == "file":
                 Path(block.what or "").write_text(block.code)
@@ -77,6 +84,12 @@ def run(page: Path, folder: Path) -> Iterator[tuple[Block, str]]:
                 yield block, _python(page, block, namespace)
             elif block.language == "sh":
                 yield block, _shell(page, block)
+
+
+def _left_out(block: Block, integration: bool) -> bool:
+    if block.mark == "needs":
+        return importlib.util.find_spec(block.what or "") is None
+    return block.mark == "not run" or (block.mark == "integration" and not integration)
 
 
 def same(written: str, printed: str) -> bool:
@@ -98,13 +111,18 @@ def _shell(page: Path, block: Block) -> str:
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            if words[:1] == ["fedcdp"]:
+            if words[:2] == ["fedcdp", "deploy"]:  # starts processes, which must not be copies
+                command = [sys.executable, "-m", *words]
+                status = subprocess.run(command, stdout=out, stderr=errors, check=False).returncode
+            elif words[:1] == ["fedcdp"]:
                 copy = multiprocessing.get_context("fork").Process(target=_fedcdp, args=(words, out, errors))
                 copy.start()
                 copy.join()
                 status = copy.exitcode
             else:
-                status = subprocess.run(["bash", "-euc", line], stdout=out, stderr=errors, check=False).returncode
+                status = subprocess.run(
+                    ["bash", "-euc", f"export LC_ALL=C; {line}"], stdout=out, stderr=errors, check=False
+                ).returncode
             out.seek(0)
             errors.seek(0)
             if status:

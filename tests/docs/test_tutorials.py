@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import doc_pages
@@ -15,6 +16,18 @@ def test_a_tutorial_does_what_it_shows(page: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "cache"))
     for block, printed in doc_pages.run(page, tmp_path):
+        assert block.printed is None or doc_pages.same(block.printed, printed), (
+            f"{page.name}, line {block.line} prints\n{printed}"
+        )
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="Flower is not installed")
+def test_the_tutorial_of_flower_runs_with_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "cache"))
+    [page] = [page for page in TUTORIALS if page.stem == "flower"]
+    for block, printed in doc_pages.run(page, tmp_path, integration=True):
         assert block.printed is None or doc_pages.same(block.printed, printed), (
             f"{page.name}, line {block.line} prints\n{printed}"
         )
