@@ -7,7 +7,7 @@ BIN := .venv/bin
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report,flower]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report,flower,docs]'
 	touch $@
 
 demo: .venv/.installed
@@ -30,13 +30,9 @@ types: .venv/.installed
 
 check: lint types test
 
-# The site, in build/site; a warning is an error.
-docs: .venv/.docs
+# The site, in build/site; a warning is an error. (The variable hides a note about the theme's future, which is none of this site.)
+docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-
-.venv/.docs: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	touch $@
 
 wheel: .venv/.installed
 	$(BIN)/python -m build --wheel
