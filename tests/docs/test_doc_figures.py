@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from figures import MARKED, ROOT, figures_of
+from doc_figures import MARKED, ROOT, figures_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Here every figure in a table must say where it comes from.
