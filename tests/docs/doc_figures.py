@@ -5,7 +5,7 @@ After `=` stands a source, which says what the figure before the comment must be
 | source | is |
 | --- | --- |
 | `FILE.json / step / step …` | a value in `results/FILE.json`; a step is a key, `[key=value; key=value]` for the one row of a list that has them, or `mean KEY` or `deviation KEY` over a list's rows |
-| `account OPTIONS / adversary / unit` | ε as `fedcdp account OPTIONS` gives it |
+| `account OPTIONS / adversary / unit` | ε as `fedcdp account OPTIONS` gives it, of `zero-out` unless a relation follows |
 | `text FILE` | any figure that is written in `results/FILE` in the same digits |
 """  # noqa: E501
 
@@ -66,9 +66,9 @@ def value_of(source: str) -> float:
     """What a source says."""
     first, *steps = source.split(" / ")
     if first.startswith("account "):
-        adversary, unit = steps
+        wanted = dict(zip(("adversary", "unit", "relation"), [*steps, "zero-out"][:3], strict=True))
         rows = _accounted(first.removeprefix("account "))
-        return next(float(row["epsilon"]) for row in rows if (row["adversary"], row["unit"]) == (adversary, unit))
+        return next(float(row["epsilon"]) for row in rows if wanted.items() <= row.items())
     found: Any = _read(first)
     for step in steps:
         found = _step(found, step)

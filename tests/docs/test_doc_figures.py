@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doc_figures import MARKED, ROOT, figures_of
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Here every figure in a table must say where it comes from.
 MEASURED_TABLES = [ROOT / "README.md", ROOT / "docs" / "compared.md"]
 
