@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration lint types check wheel clean
+.PHONY: demo test integration lint types check docs wheel clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report,flower]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report,flower,docs]'
 	touch $@
 
 demo: .venv/.installed
@@ -29,6 +29,10 @@ types: .venv/.installed
 	$(BIN)/mypy
 
 check: lint types test
+
+# The site, in build/site; a warning is an error. (The variable hides a note about the theme's future, which is none of this site.)
+docs: .venv/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: .venv/.installed
 	$(BIN)/python -m build --wheel

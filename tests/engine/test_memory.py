@@ -26,6 +26,18 @@ def test_a_network_that_does_not_take_the_example_is_left_to_the_engines_check()
     assert clients_within_budget(nn.Linear(3, 2), torch.zeros(5), 1, per_example=True) > 1
 
 
+def test_a_network_that_keeps_what_it_sees_sees_no_record():
+    class Remembers(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + inputs.mean(0)
+            return super().forward(inputs)
+
+    model = Remembers(3, 2)
+    model.register_buffer("seen", torch.zeros(3))
+    clients_within_budget(model, torch.ones(3), 1, per_example=True)
+    assert not model.seen.any()
+
+
 def test_the_network_keeps_no_hooks():
     model = build("cnn", (1, 28, 28), 10)
     clients_within_budget(model, torch.zeros(1, 28, 28), 5, per_example=True)

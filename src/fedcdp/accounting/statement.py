@@ -50,7 +50,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Privacy:
-    """What a plan guarantees against whom."""
+    """What a plan guarantees against whom: one row for each adversary, unit and relation, all at the same δ.
+
+    Prints as a table, with what each row rests on.
+    """
 
     delta: float
     mode: Mode
@@ -58,7 +61,7 @@ class Privacy:
     notes: tuple[str, ...] = ()
 
     def row(self, adversary: str, unit: str = "record", relation: str = "zero-out") -> Row:
-        """One of the rows."""
+        """The row of an adversary, a unit and a relation; a `PlanError` names those that there are."""
         for row in self.rows:
             if (row.adversary, row.unit, row.relation) == (adversary, unit, relation):
                 return row

@@ -34,7 +34,7 @@ def partition(
     indices: Sequence[npt.ArrayLike] | None = None,
     validation: Dataset | None = None,
 ) -> Federation:
-    """Deal `data` (its training split, where it has splits) to `clients`.
+    """Deal `data` (its training split, where it has splits) to `clients`. `validation` stays with the server, unprotected.
 
     | scheme      | a client holds                                                                                 |
     |-------------|------------------------------------------------------------------------------------------------|

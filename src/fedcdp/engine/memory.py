@@ -48,7 +48,7 @@ def _activations(model: nn.Module, example: Tensor) -> int:
     hooks = [layer.register_forward_hook(count) for layer in model.modules() if not list(layer.children())]
     try:
         with torch.no_grad(), suppress(Exception):  # what the network does not take, an engine's check refuses in a sentence
-            model(example[None])
+            model(torch.zeros_like(example)[None])  # no record: a network may keep what it sees, and is then released
     finally:
         for hook in hooks:
             hook.remove()

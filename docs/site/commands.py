@@ -1,0 +1,67 @@
+"""The page of commands, made from the command line itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer.main
+
+from fedcdp.cli import app
+
+# Settings that every command with a plan takes: written once.
+_SHARED = ("Where settings come from", "Plan", "Data", "Network", "Machine")
+_SETTINGS = "train"  # a command that takes all of them
+
+
+def page() -> str:
+    """Every command with its arguments and options, then the settings that they share, as Markdown."""
+    commands = list(_commands(typer.main.get_command(app), "fedcdp"))
+    lines = [line for name, command in commands for line in _described(name, command)]
+    [settings] = [command for name, command in commands if name == f"fedcdp {_SETTINGS}"]
+    lines += ["## Settings", "", "For the commands that take them; also the keys of a TOML file and of `--set`.", ""]
+    lines += [line for panel in _SHARED for line in _table(panel, _panels(settings)[panel])]
+    return "\n".join(lines)
+
+
+def _commands(command: Any, name: str) -> list[tuple[str, Any]]:
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        return [(name, command)]
+    return [found for key, each in inner.items() for found in _commands(each, f"{name} {key}")]
+
+
+def _described(name: str, command: Any) -> list[str]:
+    panels = _panels(command)
+    own = [line for panel, rows in panels.items() if panel not in _SHARED for line in _table(panel, rows)]
+    shared = ["Takes all [settings](#settings).", ""] if set(_SHARED) <= set(panels) else []
+    return [f"## {name}", "", command.help or "", "", *own, *shared]
+
+
+def _panels(command: Any) -> dict[str, list[Any]]:
+    panels: dict[str, list[Any]] = {}
+    for parameter in command.params:
+        if parameter.name != "help":
+            panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(parameter)
+    return panels
+
+
+def _table(panel: str, parameters: list[Any]) -> list[str]:
+    return [f"| {panel} | |", "| --- | --- |", *map(_row, parameters), ""]
+
+
+def _row(parameter: Any) -> str:
+    flags = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    is_argument = not flags.startswith("-")
+    kind = "" if getattr(parameter, "is_flag", False) or is_argument else f" {_kind(parameter)}"
+    shown = f"{parameter.metavar or parameter.name}" if is_argument else f"{flags}{kind}"
+    help_ = (getattr(parameter, "help", None) or "").replace("|", "\\|")
+    default = parameter.default
+    if getattr(parameter, "show_default", False) and default not in (None, False, "") and not callable(default):
+        help_ += f" Default: {default}."
+    if parameter.required and not is_argument:
+        help_ += " Required."
+    return f"| `{shown}` | {help_} |"
+
+
+def _kind(parameter: Any) -> str:
+    return str(parameter.metavar or parameter.type.name.upper())

@@ -1,0 +1,79 @@
+"""What the site adds to MkDocs: results and project files become pages, and links written for the repository work in both.
+
+A page links to `../results/attacks.md`, as is right in the repository, where `docs/` is a folder. On the site `docs/` is the
+root. Each relative link is therefore looked up as a file of the repository, and written anew as a link between pages of the
+site; one that leads to a file that is not on the site ends the build.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent.parent
+COMMANDS = "<!-- commands -->"
+PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
+_LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(\))")
+_CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+_LOADED = re.compile(
+    r"<(?:script|img|iframe|source)[^>]+src=[\"']?https?:"
+    r"|<link[^>]+rel=[\"']?(?:stylesheet|preconnect|icon)[^>]+href=[\"']?https?:"
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Put `results/` and the project's own pages on the site."""
+    outside = [ROOT / name for name in PROJECT_PAGES]
+    outside += sorted(path for path in (ROOT / "results").rglob("*") if path.is_file())
+    for path in outside:
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File(name, str(ROOT), config["site_dir"], use_directory_urls=False))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:  # noqa: ARG001
+    """Write the links of a page for the site, and the page of commands from the command line itself."""
+    if COMMANDS in markdown:
+        markdown = markdown.replace(COMMANDS, _commands())
+    here = _in_repository(page.file.src_uri)
+
+    def between_pages(link: re.Match[str]) -> str:
+        before, written, anchor, after = link.groups()
+        target = _on_site(posixpath.normpath(posixpath.join(posixpath.dirname(here), written)))
+        if files.get_file_from_path(target) is None:
+            raise PluginError(f"{here}: the link {written} leads to {target}, which is not on the site")
+        return f"{before}{posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or '.')}{anchor or ''}{after}"
+
+    parts = _CODE.split(markdown)
+    return "".join(part if at % 2 else _LINK.sub(between_pages, part) for at, part in enumerate(parts))
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001
+    """Nobody who reads a page is reported to a third party: it loads nothing from elsewhere."""
+    if loaded := _LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads something from the network: {loaded.group()[:200]}")
+    return output
+
+
+def _in_repository(site: str) -> str:
+    return site if site.startswith("results/") or site in PROJECT_PAGES else f"docs/{site}"
+
+
+def _on_site(repository: str) -> str:
+    return "index.md" if repository == "README.md" else repository.removeprefix("docs/")
+
+
+def _commands() -> str:
+    beside = importlib.util.spec_from_file_location("commands", Path(__file__).parent / "commands.py")
+    if beside is None or beside.loader is None:
+        raise PluginError("docs/site/commands.py is missing")
+    module = importlib.util.module_from_spec(beside)
+    beside.loader.exec_module(module)
+    made: str = module.page()
+    return made
