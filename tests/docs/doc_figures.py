@@ -1,4 +1,4 @@
-"""Figures in a page and where they come from: `0.985<!-- = accuracy.json / rows / [dataset=mnist; name=non-private] / runs / mean accuracy -->`.
+"""Figures in a page and where they come from: `.985<!-- = reproduction/accuracy.json / cells / mnist/non-private/plain / accuracy -->`.
 
 After `=` stands a source, which says what the figure before the comment must be, to as many digits as are shown:
 

@@ -38,14 +38,13 @@ def test_the_readme_quotes_figures() -> None:
 
 def test_a_figure_that_is_not_that_of_its_source_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    source = "accuracy.json / rows / [dataset=mnist; name=non-private] / runs / mean accuracy"
+    source = "reproduction/accuracy.json / cells / mnist/non-private/plain / accuracy"
     page.write_text(f"| a | .985<!-- = {source} --> | 98.5 %<!-- = {source} --> | .984<!-- = {source} --> |\n")
     assert [each.holds for each in figures_of(page)] == [True, True, False]
 
 
 def test_a_text_that_a_result_does_not_hold_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        "189<!-- = text ten_thousand_clients/README.md --> s, 18<!-- = text ten_thousand_clients/README.md --> s\n"
-    )
+    source = "text ten_thousand_clients/README.md"
+    page.write_text(f"101<!-- = {source} --> s, 10<!-- = {source} --> s\n")
     assert [each.holds for each in figures_of(page)] == [True, False]
