@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -91,9 +89,6 @@ def train(
             output.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {reached:.4g}")
     else:
         experiment = assemble(*given)
-    if experiment.plan.secure_noise and not resume and not any("seed" in layer.get("plan", {}) for layer in given):
-        # What is drawn must be secret, too: a seed that nobody can guess, kept in the run's config.toml alone.
-        experiment = replace(experiment, plan=experiment.plan.but(seed=secrets.randbits(62)))
     run = _train(experiment, out, resume, data_dir, quiet)
     privacy = spending.statement(run)
     if not quiet:

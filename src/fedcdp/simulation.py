@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -225,6 +226,9 @@ class Simulator:
         self.examples = Examples(federation.train.inputs.to(device), federation.train.targets.to(device))
         self.validation = federation.validation
         self.noise = noise_of(plan, engine.layout)
+        # What is drawn is as secret as the noise: nobody has the seed, not even a resumed run, which draws afresh. Twice the
+        # same records under fresh noise would be more than two releases of random ones.
+        self.draws = plan.but(seed=secrets.randbits(62)) if plan.secure_noise and plan.private else plan
         self.trainer: Trainer = Stepwise(METHODS[plan.method], engine, self.examples)
         self.chunk = chunk or min(_USUAL_CHUNK.get(device.type, 64), self.most_clients())
 
@@ -254,7 +258,7 @@ class Simulator:
         while state.round < self.plan.rounds and releases.may_go_on(state.round, most_releases):
             round_started = time.perf_counter()
             before = state
-            chosen = choose_clients(self.plan, self.federation.clients, state.round)
+            chosen = choose_clients(self.draws, self.federation.clients, state.round)
             releases.charge(state.round, chosen, self.plan.clip_at(state.round, state.clip) if self.plan.private else 0.0)
             state = self.round(state, torch.from_numpy(chosen))
             steps += len(chosen) * self.plan.local_steps
@@ -322,7 +326,7 @@ class Simulator:
 
     def draw(self, at: Moment, table: Tensor, sizes: Tensor) -> Draw:
         """The records of all local steps [steps, clients, slots], as places in the training data."""
-        drawn = choose_records_of_steps(self.plan, at.clients, sizes, at.round)
+        drawn = choose_records_of_steps(self.draws, at.clients, sizes, at.round)
         return Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present)
 
     def _measure(self, before: State, state: State, chosen: Tensor, every: int) -> Row:
@@ -353,7 +357,7 @@ class Simulator:
         for clients in chosen.split(at_once) if len(chosen) else ():
             table, sizes = self.records_of(clients)
             at = self.moment(state, clients.to(self.device), sizes)
-            drawn = choose_records(self.plan, at.clients, sizes, state.round, 0)
+            drawn = choose_records(self.draws, at.clients, sizes, state.round, 0)
             batch = self.examples.batch(table.gather(1, drawn.positions), drawn.present)
             total = self.engine.summed_gradients(repeat(state.weights, len(clients)), batch)
             squares = sum(value.double().flatten(1).square().sum(1) for value in total.values())
