@@ -37,9 +37,9 @@ def demo(
         output.console.print(f"{out} holds a finished demo: showing it again. Another --out runs it anew.")
     elif not quiet:
         output.console.print(
-            "4,000 real digits at 10 clients, trained together by four methods. Then three readers attack each: one who sees "
-            "every example's gradient (type-2), one who sees a client's update before it leaves (type-1), and the server "
-            "(type-0)."
+            "4,000 real digits at 10 clients, trained together by four methods. Then three readers attack each: one who "
+            "sees every example's gradient (type-2), one who sees a client's update before it leaves (type-1), and the "
+            "server (type-0)."
         )
 
     def training(experiment: Experiment, done: int) -> AbstractContextManager[Progress | None]:
@@ -61,7 +61,9 @@ def demo(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories, what attack --out wrote, or folders of them.", show_default=False),
+        typer.Argument(
+            metavar="RUN...", help="Run directories, what attack --out wrote, or folders of them.", show_default=False
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", help="The file. Default: report.html in the run directory; of several, here.")
@@ -76,7 +78,9 @@ def report(
         _show_table(subjects_of(told, leaks))
     for run in told:
         if not run.finished:
-            output.note(f"{run.name} is not finished: it is shown as far as it got, {run.rounds} of {run.plan.rounds} rounds")
+            output.note(
+                f"{run.name} is not finished: it is shown as far as it got, {run.rounds} of {run.plan.rounds} rounds"
+            )
     if api.private_records(told, leaks):
         output.note("the page contains private records: training examples and what was reconstructed of them; "
                     "keep it where the data are kept")  # fmt: skip
@@ -87,17 +91,18 @@ def _show_table(subjects: list[Subject]) -> None:
     """One line a subject: accuracy, what each reader got, and ε for a record; below, why an ε is infinite."""
     shown = Table(title=_TITLE, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("method", no_wrap=True)
-    for heading in ("accuracy", "type-2", "ε", "type-1", "ε", "type-0", "ε", "model ε"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("accuracy", justify="right", no_wrap=True)
+    for heading in ("type-2 leaks?", "type-1 leaks?", "type-0 leaks?", "model"):
+        shown.add_column(heading, no_wrap=True)
     for subject in subjects:
         accuracy = None if subject.run is None else subject.run.accuracy
         cells = [subject.name, "-" if accuracy is None else f"{accuracy:.3f}"]
         for cell in subject.cells:
             got = cell.verdict
             style = {"leaks": "bold red", "holds": "green", "unknown": "dim"}[got.kind]
-            words = "-" if got.kind == "unknown" else f"{'leaks' if got.got else 'no'} {got.got}/{got.of}"
-            cells += [f"[{style}]{words}[/]", epsilon(cell.epsilon)]
-        shown.add_row(*cells, epsilon(subject.model_epsilon))
+            words = "not attacked" if got.kind == "unknown" else f"{'yes' if got.got else 'no'}, {got.got} of {got.of}"
+            cells.append(f"[{style}]{words}[/]\nε {epsilon(cell.epsilon)}")
+        shown.add_row(*cells, f"\nε {epsilon(subject.model_epsilon)}")
     output.stdout.print(shown)
     output.stdout.print("type-2, type-1, type-0: how many of the attacked examples each reader got back recognisably.")
     for reason, names in _reasons(subjects).items():

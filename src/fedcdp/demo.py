@@ -6,6 +6,7 @@ goes on where it was. Runs are ordinary run directories, attacks lie in their `a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -89,10 +90,9 @@ class Demo:
     def run(self, show: Show) -> list[Subject]:
         """All stages that are not there yet, then the table of them all; also written to `demo.json`."""
         self._begin()
-        splits: Splits | None = None
+        splits = functools.cache(lambda: self.experiment("nonprivate").splits(quiet=True))  # only if there is work to do
         for method in _METHODS:
             experiment = self.experiment(method)
-            splits = splits or experiment.splits(quiet=True)
             self._train(experiment, splits, show)
             self._attack(experiment, splits, show)
         subjects = subjects_of(*gather([self.out / method for method in _METHODS]))
@@ -136,7 +136,7 @@ class Demo:
         told = {"command": "fedcdp demo", "version": fedcdp.__version__} | content
         write_atomically(self._marker, (json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
 
-    def _train(self, experiment: Experiment, splits: Splits, show: Show) -> None:
+    def _train(self, experiment: Experiment, splits: Callable[[], Splits], show: Show) -> None:
         directory = RunDirectory(self.out / experiment.plan.method)
         begun = directory.config.is_file()
         if begun:
@@ -147,18 +147,20 @@ class Demo:
                 return
         state = directory.load_state() if begun else None
         with show.training(experiment, state.round if state else 0) as progress:
-            experiment.train(directory.path, resume=begun, splits=splits, progress=progress)
+            experiment.train(directory.path, resume=begun, splits=splits(), progress=progress)
 
-    def _attack(self, experiment: Experiment, splits: Splits, show: Show) -> None:
+    def _attack(self, experiment: Experiment, splits: Callable[[], Splits], show: Show) -> None:
         """Every reader, at the beginning of the first round: of the examples and clients that this very run trains on."""
         method = experiment.plan.method
-        model, federation = experiment.network(splits), experiment.federation(splits)
         before: Leaks | None = None
         for each in self.attacks:
             place = self.out / method / "attacks" / f"{each.leak}-{each.name}"
             if (place / "summary.json").is_file():
                 continue
-            scene = simulated(experiment.plan, model, federation, each.leak, None, 0, 1, torch.device("cpu"), F.cross_entropy, None)
+            model, federation = experiment.network(splits()), experiment.federation(splits())
+            scene = simulated(
+                experiment.plan, model, federation, each.leak, None, 0, 1, torch.device("cpu"), F.cross_entropy, None
+            )
             seen = scene.captured(Look(each.leak), each.victims)
             if before is not None and _same(before.captured, seen):
                 found = replace(before, captured=seen)  # the same attack on the same numbers

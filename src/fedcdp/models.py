@@ -26,8 +26,8 @@ def build(network: str, shape: tuple[int, ...], classes: int, activation: str | 
     """A network for inputs of `shape`, initialised from `seed` alone.
 
     `network` is `cnn`, `mlp`, `cpl`, `small`, `auto` (cnn for images, mlp for vectors), or `package.module:factory`. Without
-    an `activation` each takes its own: ReLU, sigmoid for `cpl`, tanh for `small`. A factory is called with those of the keywords
-    `input_shape`, `classes` and `activation` that it takes.
+    an `activation` each takes its own: ReLU, sigmoid for `cpl`, tanh for `small`. A factory is called with those of
+    the keywords `input_shape`, `classes` and `activation` that it takes.
     """
     if activation is not None and activation not in get_args(ActivationName):
         raise ModelError(f"activation: {activation!r} is not one of {', '.join(get_args(ActivationName))}")

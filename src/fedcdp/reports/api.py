@@ -23,9 +23,9 @@ Item = Run | Found | Path | str
 def report(items: Item | Iterable[Item], path: Path | str, *, title: str | None = None) -> Path:
     """Write one self-contained HTML page about runs and attacks; returns its path.
 
-    `items` are runs that `simulate` returned, results of `attack`, and directories of either. The page holds the originals of
-    attacked examples where they are known: `private_records` says whether these are anyone's but a public benchmark's. A
-    file that is not such a page is not overwritten.
+    `items` are runs that `simulate` returned, results of `attack`, and directories of either. The page holds the originals
+    of attacked examples where they are known, and says so: unless they are a public benchmark's, it holds private records.
+    A file that is not such a page is not overwritten.
     """
     runs, leaks = gather([items] if isinstance(items, Run | Found | Path | str) else items)
     return write(runs, leaks, Path(path), title)

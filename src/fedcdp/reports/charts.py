@@ -24,7 +24,7 @@ class Series:
 
 
 def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str, *, log: bool = False) -> Markup:
-    """A chart whose text alternative tells where each line begins and ends. Points must be finite; on a log axis positive."""
+    """A chart whose text alternative tells where each line begins and ends. Points must be finite."""
     shown = [each for each in series if each.points]
     if not shown:
         return Markup("")
@@ -50,7 +50,9 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str,
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{_figure(tick)}</text>')
     for tick in x_ticks:
-        parts.append(f'<text x="{across(tick):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{_figure(tick)}</text>')
+        parts.append(
+            f'<text x="{across(tick):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{_figure(tick)}</text>'
+        )
     base = _HEIGHT - _BOTTOM
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2

@@ -119,8 +119,8 @@ class LeakFacts:
 
 def leak_facts(summary: dict[str, Any], arrays: dict[str, Array], run: str | None = None) -> LeakFacts:
     """An attack by its summary and the arrays that it found, as `Leaks` saves them; {} where it found none."""
-    told = [str(summary.get(name) or "") for name in ("method", "leak", "attack")]
-    return LeakFacts(*told, summary, _examples(arrays), run)
+    method, leak, attack = (str(summary.get(name) or "") for name in ("method", "leak", "attack"))
+    return LeakFacts(method, leak, attack, summary, _examples(arrays), run)
 
 
 def _examples(arrays: dict[str, Array]) -> list[Example]:
@@ -131,7 +131,7 @@ def _examples(arrays: dict[str, Array]) -> list[Example]:
     places = list(np.ndindex(*found.shape[:2]))
     if (mse := arrays.get("mse")) is not None:  # one for each original; that of an empty slot is not a number
         places = [place for place in np.ndindex(*mse.shape) if np.isfinite(mse[place])]
-    return [_example(arrays, *place, float(low), float(high)) for place in places[:_SHOWN_EXAMPLES]]
+    return [_example(arrays, victim, slot, float(low), float(high)) for victim, slot in places[:_SHOWN_EXAMPLES]]
 
 
 def _example(arrays: dict[str, Array], victim: int, example: int, low: float, high: float) -> Example:

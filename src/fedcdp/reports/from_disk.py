@@ -14,7 +14,7 @@ from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.plan import Plan
-from fedcdp.reports.facts import Array, LeakFacts, RunFacts, leak_facts
+from fedcdp.reports.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, leak_facts
 from fedcdp.reports.spending import over_releases
 from fedcdp.rundir import RunDirectory
 from fedcdp.spending import accounting_is_installed
@@ -23,7 +23,10 @@ NO_ACCOUNTING = "dp-accounting is not installed here; fedcdp report computes ε 
 
 
 def read(path: Path) -> tuple[list[RunFacts], list[LeakFacts]]:
-    """What a directory holds: a run and the attacks on it, an attack, or a folder of such; refuses what is neither."""
+    """What a directory holds: a run and the attacks on it, an attack, or a folder of such, its runs by method.
+
+    What is neither is refused.
+    """
     if not path.is_dir():
         raise RunError(f"{path} is not a directory" if path.exists() else f"{path} does not exist")
     found = _read(path)
@@ -32,6 +35,8 @@ def read(path: Path) -> tuple[list[RunFacts], list[LeakFacts]]:
     inside = [each for each in (_read(child) for child in sorted(path.iterdir()) if child.is_dir()) if each is not None]
     if not inside:
         raise RunError(f"{path} is neither a run directory (no config.toml) nor an attack's (no summary.json)")
+    known = list(METHOD_NAMES)
+    inside.sort(key=lambda each: known.index(each[0][0].plan.method) if each[0] else len(known))
     return [run for runs, _ in inside for run in runs], [leak for _, leaks in inside for leak in leaks]
 
 

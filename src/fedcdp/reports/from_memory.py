@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
@@ -21,7 +24,7 @@ from fedcdp.tree import Layout
 def facts_of_run(run: Run) -> RunFacts:
     """A run, as it is told to the page."""
     name = METHOD_NAMES[run.plan.method] if run.directory is None else run.directory.resolve().name
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "data": {"federation": run.federation.describe()},
         "plan": {key: value for key, value in run.plan.written().items() if value is not None},
     }
@@ -35,7 +38,7 @@ def facts_of_run(run: Run) -> RunFacts:
     return RunFacts(name, run.plan, settings, run.metrics, privacy, missing, spending, True)
 
 
-def _cohorts(run: Run) -> list[np.ndarray]:
+def _cohorts(run: Run) -> list[NDArray[np.int64]]:
     """The clients of every release: by the ledger or, of a run in memory, drawn again from the plan."""
     if run.directory is not None:
         return [charge.clients for charge in Ledger.open(RunDirectory(run.directory).ledger).charges]

@@ -18,7 +18,6 @@ from fedcdp.reports.subjects import READER_TYPES, Subject, spent, subjects_of
 from fedcdp.reports.thumbnails import data_uri
 
 
-
 def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = None, private_records: bool = False) -> str:
     """The whole page as one text: no other file, no address outside of it, nothing to load."""
     try:
@@ -95,6 +94,7 @@ def _pictures(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
         first = attacks[0][1].examples
         same = first[0].original is not None and all(_same_originals(first, attack.examples) for _, attack in attacks)
         shown.append({"leak": leak, "reader": wording.READERS[leak], "sentence": wording.READER_SENTENCES[leak],
+                      "only": wording.part_of_an_update(attacks[0][1], attacks[0][0].run),
                       "originals": first if same else None, "rows": rows})  # fmt: skip
     return shown
 
@@ -104,7 +104,6 @@ def _same_originals(one: Sequence[Example], other: Sequence[Example]) -> bool:
         return False
     pairs = [(a.original, b.original) for a, b in zip(one, other, strict=True)]
     return all(a is not None and b is not None and a.shape == b.shape and (a == b).all() for a, b in pairs)
-
 
 
 def _positions(leaks: Sequence[LeakFacts]) -> list[int]:

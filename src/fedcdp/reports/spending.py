@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 _POINTS = 10
 
 
-def over_releases(
-    plan: Plan, population: Population, cohorts: Sequence[NDArray[np.int64]]
-) -> list[tuple[int, Privacy]]:
+def over_releases(plan: Plan, population: Population, cohorts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Privacy]]:
     """The statement after about ten numbers of releases, the last of them all; `cohorts` are the clients of each.
 
     `epsilon_used` is then what the most-used client had spent by that time. Without a release there is nothing to state.

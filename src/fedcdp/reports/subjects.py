@@ -66,7 +66,9 @@ def subjects_of(runs: Sequence[RunFacts], leaks: Sequence[LeakFacts]) -> list[Su
     subjects, told = [], set()
     for run, name in zip(runs, names, strict=True):
         alone = names.count(name) == 1
-        mine = [leak for leak in leaks if leak.run == run.name or (alone and leak.run is None and leak.method == run.plan.method)]
+        mine = [
+            leak for leak in leaks if leak.run == run.name or (alone and leak.run is None and leak.method == run.plan.method)
+        ]
         told |= set(map(id, mine))
         subjects.append(Subject(name if alone else f"{name}, {run.name}", run.plan.method, run, mine))
     others = [leak for leak in leaks if id(leak) not in told]

@@ -18,9 +18,9 @@ READERS = {
     "type0": "at the server",
 }
 READER_SENTENCES = {
-    "type2": "reads the gradient of each example while a client trains (type-2)",
-    "type1": "reads a client's update before it leaves the client (type-1)",
-    "type0": "reads a client's update as the server receives it (type-0)",
+    "type2": "reads single gradients while a client trains (type-2)",
+    "type1": "reads a client's update before it leaves (type-1)",
+    "type0": "reads it as the server receives it (type-0)",
 }
 ADVERSARIES = {
     "example": "Whoever reads each example's gradient on the client (type-2)",
@@ -86,12 +86,12 @@ def what_leaks(leaks: Sequence[LeakFacts]) -> str:
     scored = [leak for leak in leaks if leak.leaked is not None]
     if not scored:
         return "No attack with a known truth is among these results, so this page cannot say what leaks."
-    sentences = []
+    told: dict[str, list[str]] = {}  # readers who got the same are told in one sentence
     for kind, doing in READER_SENTENCES.items():
-        got = _by_method([leak for leak in scored if leak.leak == kind and leak.leaked and leak.leaked[0]])
-        if got:
-            told = listed([f"{pair[0]} of {pair[1]} under {method_name(method)}" for method, pair in got.items()])
-            sentences.append(f"Someone who {doing} got training examples back: {told}.")
+        if got := _by_method([leak for leak in scored if leak.leak == kind and leak.leaked and leak.leaked[0]]):
+            what = listed([f"{pair[0]} of {pair[1]} under {method_name(method)}" for method, pair in got.items()])
+            told.setdefault(what, []).append(doing)
+    sentences = [f"Whoever {' or '.join(doing)} gets training examples back: {what}." for what, doing in told.items()]
     return " ".join(sentences) or "No attack on this page got a single training example back."
 
 
@@ -118,12 +118,21 @@ def what_it_costs(runs: Sequence[RunFacts]) -> str:
     for run in runs:
         if run.accuracy is None:
             continue
-        words = f"{run.accuracy:.1%} under {method_name(run.plan.method)}"
+        words = f"{100 * run.accuracy:.1f} % under {method_name(run.plan.method)}"
         row = None if run.privacy is None else run.privacy.row("server")
         if row is not None and row.epsilon_used is not None and math.isfinite(row.epsilon_used):
             words += f" (ε = {epsilon(row.epsilon_used)} against the server)"
         told.append(words)
     return f"Accuracy: {listed(told)}." if told else ""
+
+
+def part_of_an_update(leak: LeakFacts, run: RunFacts | None) -> str:
+    """What to say where the attacked update has fewer local steps than those of the run."""
+    steps = leak.summary.get("steps")
+    if leak.leak == "type2" or run is None or not isinstance(steps, int) or steps >= run.plan.local_steps:
+        return ""
+    of = "the first local step" if steps == 1 else f"the first {steps} local steps"
+    return f"Attacked is the update of {of}; the run has {run.plan.local_steps}, and more of them hide more."
 
 
 def unfinished(run: RunFacts) -> str:
