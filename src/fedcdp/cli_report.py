@@ -92,7 +92,7 @@ def _show_table(subjects: list[Subject]) -> None:
     shown = Table(title=_TITLE, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("method", no_wrap=True)
     shown.add_column("accuracy", justify="right", no_wrap=True)
-    for heading in ("type-2 leaks?", "type-1 leaks?", "type-0 leaks?", "model"):
+    for heading in ("type-2", "type-1", "type-0", "model"):
         shown.add_column(heading, no_wrap=True)
     for subject in subjects:
         accuracy = None if subject.run is None else subject.run.accuracy
@@ -100,11 +100,14 @@ def _show_table(subjects: list[Subject]) -> None:
         for cell in subject.cells:
             got = cell.verdict
             style = {"leaks": "bold red", "holds": "green", "unknown": "dim"}[got.kind]
-            words = "not attacked" if got.kind == "unknown" else f"{'yes' if got.got else 'no'}, {got.got} of {got.of}"
+            words = "not attacked" if got.kind == "unknown" else f"{'yes' if got.got else 'no'}, {got.got}/{got.of}"
             cells.append(f"[{style}]{words}[/]\nε {epsilon(cell.epsilon)}")
         shown.add_row(*cells, f"\nε {epsilon(subject.model_epsilon)}")
     output.stdout.print(shown)
-    output.stdout.print("type-2, type-1, type-0: how many of the attacked examples each reader got back recognisably.")
+    output.stdout.print(
+        "Leaks? How many of the attacked examples each reader (type-2, type-1, type-0) got back recognisably; ε is for a "
+        "record."
+    )
     for reason, names in _reasons(subjects).items():
         output.stdout.print(f"∞ for {', '.join(names)}: {reason}.")
     if any(VACUOUS <= value < math.inf for subject in subjects for value in _epsilons(subject)):

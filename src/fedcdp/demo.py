@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,18 @@ class Demo:
     def run(self, show: Show) -> list[Subject]:
         """All stages that are not there yet, then the table of them all; also written to `demo.json`."""
         self._begin()
+        with _one_thread():
+            self._stages(show)
+        subjects = subjects_of(*gather([self.out / method for method in _METHODS]))
+        self._write(finished=True, table=[row_of(subject) for subject in subjects])
+        return subjects
+
+    def _stages(self, show: Show) -> None:
         splits = functools.cache(lambda: self.experiment("nonprivate").splits(quiet=True))  # only if there is work to do
         for method in _METHODS:
             experiment = self.experiment(method)
             self._train(experiment, splits, show)
             self._attack(experiment, splits, show)
-        subjects = subjects_of(*gather([self.out / method for method in _METHODS]))
-        self._write(finished=True, table=[row_of(subject) for subject in subjects])
-        return subjects
 
     def experiment(self, method: str) -> Experiment:
         """What is trained under a method."""
@@ -175,6 +179,17 @@ class Demo:
                 found = replace(got, attack=each.name)
             found.save(place, dataset=experiment.data.dataset, network=experiment.model.network)
             before = found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The network is too small to be shared: two threads would gain nothing and, on a busy machine, wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _same(one: Captured, other: Captured) -> bool:

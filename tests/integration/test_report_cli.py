@@ -23,7 +23,7 @@ def test_a_run_gets_its_page_beside_its_other_files(cli: Cli, run: Path) -> None
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "Fed-CDP" in text
     assert "private records" not in said(outcome)
-    assert "type-2 leaks?" in outcome.stdout
+    assert "Leaks? How many" in outcome.stdout
     assert cli("report", run, "--quiet").stdout.splitlines() == [str(run / "report.html")]
 
 
@@ -41,7 +41,7 @@ def test_a_page_with_records_of_ones_own_is_announced(cli: Cli, own_npz: Path) -
     assert attacked.status == 0, attacked.stderr
     outcome = cli("report", "leak", "--out", "page.html")
     assert outcome.status == 0, outcome.stderr
-    assert "yes, 2 of 2" in said(outcome)  # a table has no picture, and so no original on the page
+    assert "yes, 2/2" in said(outcome)  # a table has no picture, and so no original on the page
     assert "private records" not in said(outcome)
 
 

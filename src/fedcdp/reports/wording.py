@@ -20,7 +20,7 @@ READERS = {
 READER_SENTENCES = {
     "type2": "reads single gradients while a client trains (type-2)",
     "type1": "reads a client's update before it leaves (type-1)",
-    "type0": "reads it as the server receives it (type-0)",
+    "type0": "reads a client's update as the server receives it (type-0)",
 }
 ADVERSARIES = {
     "example": "Whoever reads each example's gradient on the client (type-2)",
@@ -107,7 +107,8 @@ def what_stops_it(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
         return "Nothing on this page stopped every attack." if scored else ""
     told = listed([f"{method_name(method)} (0 of {of})" for method, of in stopped])
     sentence = f"The same attacks got nothing recognisable under {told}."
-    if any(method.startswith("fed-cdp") for method, _ in stopped) or any(run.plan.per_example for run in runs):
+    plans = [run.plan for run in runs if run.plan.method in dict(stopped)]
+    if plans and all(plan.per_example and plan.noise == "example" for plan in plans):
         sentence += " There every example's gradient is clipped and noised before anything else uses it."
     return sentence + " An attack that fails is not a proof; the proof is ε, below."
 
