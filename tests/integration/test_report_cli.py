@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 Cli = Callable[..., Any]
@@ -36,7 +37,19 @@ def test_several_runs_are_compared_on_one_page(cli: Cli, run: Path, workplace: P
     assert "Fed-CDP, other" in text
 
 
-def test_a_page_with_records_of_ones_own_is_announced(cli: Cli, own_npz: Path) -> None:
+def test_a_page_with_images_of_ones_own_says_that_they_are_private_records(cli: Cli) -> None:
+    random = np.random.default_rng(2)
+    np.savez("faces.npz", x=random.random((60, 1, 12, 12), dtype=np.float32), y=np.arange(60) % 3)
+    options = ["--method", "nonprivate", "--network", "mlp", "--attack", "cpl", "--iterations", 2, "--victims", 2]
+    attacked = cli("attack", "--data", "faces.npz", *options, "--out", "leak", "--quiet")
+    assert attacked.status == 0, attacked.stderr
+    outcome = cli("report", "leak", "--out", "page.html")
+    assert outcome.status == 0, outcome.stderr
+    assert "the page contains private records" in said(outcome)
+    assert "This page contains private records." in Path("page.html").read_text(encoding="utf-8")
+
+
+def test_a_page_about_a_table_holds_no_record_of_it(cli: Cli, own_npz: Path) -> None:
     attacked = cli("attack", "--data", own_npz, "--method", "nonprivate", "--victims", 2, "--out", "leak", "--quiet")
     assert attacked.status == 0, attacked.stderr
     outcome = cli("report", "leak", "--out", "page.html")
