@@ -11,7 +11,6 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/.installed
-	rm -rf runs/demo
 	$(BIN)/fedcdp demo --out runs/demo
 
 test: .venv/.installed

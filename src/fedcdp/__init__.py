@@ -12,6 +12,7 @@ from fedcdp.data import Dataset, Splits, load, load_file
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
 from fedcdp.plan import Plan
+from fedcdp.reports import report
 from fedcdp.schedules import Schedule, constant, cosine, exponential, linear, proportional, quantile
 from fedcdp.simulation import Run, simulate
 
@@ -38,5 +39,6 @@ __all__ = [
     "partition",
     "proportional",
     "quantile",
+    "report",
     "simulate",
 ]

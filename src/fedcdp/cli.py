@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import fedcdp
-from fedcdp import cli_attack, cli_bench, cli_deploy, cli_privacy, cli_reproduce, output, spending
+from fedcdp import cli_attack, cli_bench, cli_deploy, cli_privacy, cli_report, cli_reproduce, output, spending
 from fedcdp.errors import DefectError, FedcdpError, PlanError, StoppedError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.options import takes_settings
 from fedcdp.plan import Plan
-from fedcdp.presets import Settings, preset
+from fedcdp.presets import Settings
 from fedcdp.rundir import RunDirectory
 from fedcdp.simulation import Run
 from fedcdp.trained import Trained
@@ -36,6 +36,8 @@ app.command()(cli_privacy.audit)
 app.command()(cli_attack.attack)
 app.command()(cli_bench.bench)
 app.command()(cli_reproduce.reproduce)
+app.command()(cli_report.demo)
+app.command()(cli_report.report)
 app.add_typer(cli_deploy.app, name="deploy")
 
 DataDir = Annotated[
@@ -131,26 +133,6 @@ def export(
 ) -> None:
     """A run's model, or the metrics of its training, in another format."""
     typer.echo(Trained.load(run, data_dir).export(form, to))
-
-
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where the run goes.")] = Path("runs/demo"),
-    quiet: Quiet = False,
-) -> None:
-    """A short Fed-CDP training on embedded real data, and what it guarantees against whom."""
-    experiment = assemble(preset("demo"))
-    if not quiet:
-        plan, data = experiment.plan, experiment.data
-        output.console.print(
-            f"4,000 real digits at {data.clients} clients, all of which take part in every round. "
-            f"Every example's gradient is clipped layer by layer at {plan.clip} and noised (σ = {plan.noise_multiplier:g}) "
-            "before anything uses it."
-        )
-    run = _train(experiment, out, resume=False, data_dir=None, quiet=quiet)
-    _say_whether_noise_is_secret(run.plan)
-    _show_run(run, spending.statement(run))
-    output.console.print(f"Look at it again with: fedcdp evaluate {out} --per-client")
 
 
 def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | None, quiet: bool) -> Run:

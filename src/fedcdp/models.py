@@ -16,7 +16,7 @@ from torch import nn
 from fedcdp.errors import ModelError
 from fedcdp.plan import Plan
 
-NetworkName = Literal["auto", "cnn", "mlp", "cpl"]
+NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small"]
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
@@ -25,9 +25,9 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "s
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
     """A network for inputs of `shape`, initialised from `seed` alone.
 
-    `network` is `cnn`, `mlp`, `cpl`, `auto` (cnn for images, mlp for vectors), or `package.module:factory`. Without an
-    `activation` each takes its own: ReLU, and sigmoid for `cpl`. A factory is called with those of the keywords
-    `input_shape`, `classes` and `activation` that it takes.
+    `network` is `cnn`, `mlp`, `cpl`, `small`, `auto` (cnn for images, mlp for vectors), or `package.module:factory`. Without
+    an `activation` each takes its own: ReLU, sigmoid for `cpl`, tanh for `small`. A factory is called with those of
+    the keywords `input_shape`, `classes` and `activation` that it takes.
     """
     if activation is not None and activation not in get_args(ActivationName):
         raise ModelError(f"activation: {activation!r} is not one of {', '.join(get_args(ActivationName))}")
@@ -84,10 +84,22 @@ def cpl_network(shape: tuple[int, ...], classes: int, activation: str | None = N
     return network
 
 
+def small_cnn(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
+    """A tenth of the paper's CNN, for demonstrations: two 5×5 convolutions of 12 channels, stride 2, and one dense layer."""
+    channels, height, width = _image_shape("small", shape)
+    act = _ACTIVATIONS[activation or "tanh"]
+    return nn.Sequential(
+        nn.Conv2d(channels, 12, 5, stride=2, padding=2), act(),
+        nn.Conv2d(12, 12, 5, stride=2, padding=2), act(),
+        nn.Flatten(), nn.Linear(12 * -(-height // 4) * -(-width // 4), classes),
+    )  # fmt: skip
+
+
 _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = {
     "cnn": paper_cnn,
     "mlp": paper_mlp,
     "cpl": cpl_network,
+    "small": small_cnn,
 }
 
 

@@ -225,8 +225,11 @@ def test_saved_arrays_load_without_pickle_and_are_what_was_found(pairs: Leaks, t
     stored = arrays(tmp_path / "new" / "place")
     assert set(stored) == {
         "original", "original_label", "seed", "reconstruction", "reconstruction_at_end", "label", "iterations", "mse",
-        "order",
+        "order", "exact", "recognisable", "value_range", "snapshot_at", "snapshot",
     }  # fmt: skip
+    assert stored["snapshot_at"].tolist() == sorted(pairs.snapshots)
+    assert np.array_equal(stored["snapshot"][0], pairs.snapshots[min(pairs.snapshots)].numpy())
+    assert stored["value_range"].tolist() == [0, 1]
     assert stored["original"].shape == stored["reconstruction"].shape == stored["seed"].shape == (10, 2, 1, 6, 6)
     assert stored["label"].shape == stored["order"].shape == stored["mse"].shape == (10, 2)
     assert np.array_equal(stored["reconstruction"], pairs.found.examples.numpy())
@@ -274,7 +277,9 @@ def test_without_the_truth_none_is_saved_or_shown(searched: Leaks, tmp_path: Pat
     assert isinstance(found, Leaks)
     found.save(tmp_path)
     stored = arrays(tmp_path)
-    assert set(stored) == {"seed", "reconstruction", "reconstruction_at_end", "label", "iterations"}
+    assert set(stored) == {
+        "seed", "reconstruction", "reconstruction_at_end", "label", "iterations", "value_range", "snapshot_at", "snapshot"
+    }  # fmt: skip
     assert json.loads((tmp_path / "summary.json").read_text())["success_rate"] is None
     known, unknown = searched.picture(), found.picture()
     assert unknown.size[0] < known.size[0] - 96

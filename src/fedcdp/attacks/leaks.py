@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcdp.attacks.captured import Captured
@@ -134,33 +135,44 @@ class Leaks:
         figures = [] if self.scores is None else [f"MSE {float(mse):.2g}" for mse in self.scores.mse[:shown, 0]]
         return grid(rows, [title for title, _ in columns], figures)
 
-    def save(self, directory: Path) -> None:
-        """`summary.json`, `reconstructions.npz` and, of images, `grid.png`.
+    def save(self, directory: Path, **about: Any) -> None:
+        """`reconstructions.npz`, of images `grid.png`, and last, as the sign that all is there, `summary.json`.
 
-        The arrays are [victims, examples, ...]; `order` says which reconstruction goes with each original. What is only
+        The summary also says what is given `about` it: the dataset, the network.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        written = io.BytesIO()
+        plain: dict[str, Any] = self.arrays()
+        np.savez_compressed(written, **plain)
+        write_atomically(directory / "reconstructions.npz", written.getvalue())
+        if (picture := self.picture()) is not None:
+            image = io.BytesIO()
+            picture.save(image, format="PNG", optimize=True)
+            write_atomically(directory / "grid.png", image.getvalue())
+        write_atomically(directory / "summary.json", (json.dumps(self.summary() | about, indent=1) + "\n").encode())
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What was found, as `reconstructions.npz` holds it.
+
+        The arrays are [victims, examples, ...]; `order` says which reconstruction goes with each original. `snapshot` has
+        one axis more in front: what the first victims' examples were after the iterations `snapshot_at`. What is only
         known with the truth is left out without it.
         """
-
-        directory.mkdir(parents=True, exist_ok=True)
         arrays = {
             "seed": self.found.seeds,
             "reconstruction": self.found.examples,
             "reconstruction_at_end": self.found.last,
             "label": self.found.labels,
             "iterations": self.found.iterations,
+            "value_range": torch.tensor(self.value_range, dtype=torch.float64),
+            "snapshot_at": torch.tensor(sorted(self.snapshots), dtype=torch.int64),
         }
+        if self.snapshots:
+            arrays["snapshot"] = torch.stack([self.snapshots[at] for at in sorted(self.snapshots)])
         if self.scores is not None:
             arrays |= {"original": self.captured.inputs, "original_label": self.captured.targets}
-            arrays |= {"mse": self.scores.mse, "order": self.scores.order}
-        written = io.BytesIO()
-        plain: dict[str, Any] = {name: value.cpu().numpy() for name, value in arrays.items()}
-        np.savez_compressed(written, **plain)
-        write_atomically(directory / "reconstructions.npz", written.getvalue())
-        write_atomically(directory / "summary.json", (json.dumps(self.summary(), indent=1) + "\n").encode())
-        if (picture := self.picture()) is not None:
-            image = io.BytesIO()
-            picture.save(image, format="PNG", optimize=True)
-            write_atomically(directory / "grid.png", image.getvalue())
+            arrays |= {name: getattr(self.scores, name) for name in ("mse", "order", "exact", "recognisable")}
+        return {name: value.cpu().numpy() for name, value in arrays.items()}
 
     def _order(self) -> Tensor:
         return torch.zeros(len(self.captured), 1, dtype=torch.int64) if self.scores is None else self.scores.order

@@ -1,0 +1,108 @@
+"""Runs and attacks as they lie on a disk: run directories, what `fedcdp attack --out` wrote, folders of either."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedcdp.accounting.ledger import Ledger
+from fedcdp.accounting.population import Population
+from fedcdp.errors import FedcdpError, RunError
+from fedcdp.plan import Plan
+from fedcdp.reports.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, leak_facts
+from fedcdp.reports.spending import over_releases
+from fedcdp.rundir import RunDirectory
+from fedcdp.spending import accounting_is_installed
+
+NO_ACCOUNTING = "dp-accounting is not installed here; fedcdp report computes ε from the ledger where it is"
+
+
+def read(path: Path) -> tuple[list[RunFacts], list[LeakFacts]]:
+    """What a directory holds: a run and the attacks on it, an attack, or a folder of such, its runs by method.
+
+    What is neither is refused.
+    """
+    if not path.is_dir():
+        raise RunError(f"{path} is not a directory" if path.exists() else f"{path} does not exist")
+    found = _read(path)
+    if found is not None:
+        return found
+    inside = [each for each in (_read(child) for child in sorted(path.iterdir()) if child.is_dir()) if each is not None]
+    if not inside:
+        raise RunError(f"{path} is neither a run directory (no config.toml) nor an attack's (no summary.json)")
+    known = list(METHOD_NAMES)
+    inside.sort(key=lambda each: known.index(each[0][0].plan.method) if each[0] else len(known))
+    return [run for runs, _ in inside for run in runs], [leak for _, leaks in inside for leak in leaks]
+
+
+def _read(path: Path) -> tuple[list[RunFacts], list[LeakFacts]] | None:
+    if (path / "config.toml").is_file():
+        run = read_run(path)
+        folder = path / "attacks"
+        attacks = sorted(each for each in folder.iterdir() if (each / "summary.json").is_file()) if folder.is_dir() else []
+        return [run], [read_leak(each, run.name) for each in attacks]
+    if (path / "summary.json").is_file():
+        return [], [read_leak(path)]
+    return None
+
+
+def read_run(path: Path) -> RunFacts:
+    """A run directory, also of a run that is not finished."""
+    directory = RunDirectory(path)
+    settings = _settings(directory)
+    ledger = Ledger.open(directory.ledger) if directory.ledger.exists() else None
+    try:
+        plan = Plan(**(ledger.plan if ledger else settings.get("plan", {})))
+        population = Population(**ledger.population) if ledger else None
+    except (TypeError, FedcdpError) as error:
+        raise RunError(f"{path} holds a plan or population that this program does not know: {error}") from error
+    spending, missing = [], ""
+    if ledger is None or population is None or not ledger.charges:
+        missing = "nothing has been released yet, so that nothing has been spent"
+    elif not accounting_is_installed():
+        missing = NO_ACCOUNTING
+    else:
+        spending = over_releases(plan, population, [charge.clients for charge in ledger.charges])
+    privacy = spending[-1][1] if spending else None
+    return RunFacts(
+        path.resolve().name, plan, settings, directory.read_metrics(), privacy, missing, spending,
+        directory.model.exists(),
+    )  # fmt: skip
+
+
+def _settings(directory: RunDirectory) -> dict[str, dict[str, Any]]:
+    try:
+        written = tomllib.loads(directory.config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"{directory.config} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"{directory.config} is not a TOML file: {error}") from error
+    if "python" in written:  # network and data of a run from Python are told in one sentence
+        written["data"] = {"federation": written.pop("python")}
+    return {section: values for section, values in written.items() if isinstance(values, dict)}
+
+
+def read_leak(path: Path, run: str | None = None) -> LeakFacts:
+    """What `fedcdp attack` wrote."""
+    summary_file, arrays_file = path / "summary.json", path / "reconstructions.npz"
+    try:
+        summary = json.loads(summary_file.read_text(encoding="utf-8"))
+        arrays: dict[str, Array] = {}
+        if arrays_file.exists():
+            with np.load(arrays_file, allow_pickle=False) as stored:
+                arrays = dict(stored)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise RunError(f"{path} holds a damaged summary.json or reconstructions.npz: {error}") from None
+    if not isinstance(summary, dict) or not {"method", "leak", "attack"} <= summary.keys():
+        raise RunError(f"{summary_file} is not what fedcdp attack writes")
+    try:
+        return leak_facts(summary, arrays, run)
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise RunError(f"{arrays_file} is not what fedcdp attack writes: {error}") from None

@@ -1,0 +1,25 @@
+"""A small demo, made once: four real runs, each attacked by three readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_demo import FEWER, SILENT, SMALLER
+
+from fedcdp.demo import Demo
+from fedcdp.reports import report
+
+
+@pytest.fixture(scope="session")
+def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished small demo; not to be changed."""
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    Demo(out, SMALLER, FEWER).run(SILENT)
+    return out
+
+
+@pytest.fixture(scope="session")
+def page(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about it."""
+    return report(demo_directory, tmp_path_factory.mktemp("page") / "report.html")
