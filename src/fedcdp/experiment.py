@@ -57,7 +57,7 @@ class DataSettings(_Checked):
 class ModelSettings(_Checked):
     """`[model]`: which network."""
 
-    network: str = option("auto", "cnn, mlp, cpl, auto, or your own as package.module:factory.")
+    network: str = option("auto", "cnn, mlp, cpl, linear, oriented-gradients, auto, or your own as package.module:factory.")
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
 
