@@ -19,26 +19,28 @@ from torch import Tensor, nn
 
 _TINY = 1e-12
 _PRECISION = 2**12
+_COLOUR_CELL = 4
 
 
 class OrientedGradients(nn.Module):
     """How strongly an image rises in each of several directions, cell by cell: Dalal and Triggs' histograms, softened.
 
-    1. Slopes of every channel, by a smoothed difference of neighbours.
+    1. Slopes of every channel (with `colour`: of brightness, red less green, and yellow less blue), by a smoothed difference
+       of neighbours.
     2. Their share in each of `orientations` directions, all around: a cosine to the power of `sharpness`, none if behind.
-       In a colour image a pixel takes the channel that is steepest there.
     3. Weighted means in overlapping windows (a pyramid of half-width `reach`), one every `stride` pixels.
-    4. Each cell divided by its own norm (and by `floor`, for what is flat), less its mean over the directions.
-    5. For colour: each cell's mean colour less grey, divided by the norm over the picture, `colour` times as long as the rest.
+    4. Each cell of a channel divided by its own norm (and by `floor`, for what is flat), less its mean over the directions.
+    5. With `colour`: the mean of every 4×4 pixels in each channel, less mid-grey, in all `colour` times as long as the rest.
     6. Everything divided by its norm.
 
-    Guarantees: inputs [examples, channels, height, width]; outputs [examples, features] of norm at most 1, each a function
-    of its own example alone.
+    Guarantees: inputs [examples, channels, height, width] (with `colour`: red, green, blue); outputs [examples, features]
+    of norm at most 1, each a function of its own example alone.
     """
 
     slopes: Tensor
     directions: Tensor
     window: Tensor
+    opponents: Tensor
 
     def __init__(
         self,
@@ -60,6 +62,9 @@ class OrientedGradients(nn.Module):
         self.register_buffer("directions", directions[:, :, None, None])
         side = torch.tensor([_rounded((reach - abs(place)) / reach**2) for place in range(1 - reach, reach)])
         self.register_buffer("window", (side[:, None] * side)[None, None])
+        if colour:
+            opponents = torch.tensor([[0.25, 0.5, 0.25], [1.0, -1.0, 0.0], [0.5, 0.5, -1.0]])
+            self.register_buffer("opponents", opponents[:, :, None, None])
 
     def extra_repr(self) -> str:
         """All that the constants were made of."""
@@ -68,36 +73,45 @@ class OrientedGradients(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """The features of each image."""
-        parts = [_unit(self._edges(images).flatten(1))]
-        if self.colour:
-            parts.append(self.colour * _unit(F.avg_pool2d(images - 0.5, self.stride).flatten(1)))
-        return _unit(torch.cat(parts, dim=1))
+        if not self.colour:
+            return _unit(self._edges(images))
+        edges = self._edges(F.conv2d(images, self.opponents))
+        colours = F.avg_pool2d(images - 0.5, _COLOUR_CELL).flatten(1)
+        return _unit(torch.cat([_unit(edges), self.colour * _unit(colours)], dim=1))
 
     def _edges(self, images: Tensor) -> Tensor:
-        examples, channels, height, width = images.shape
+        examples, _, height, width = images.shape
         bordered = F.pad(images.reshape(-1, 1, height, width), (1, 1, 1, 1), mode="replicate")
         slopes = F.conv2d(bordered, self.slopes)
         steepness = (slopes.square().sum(1, keepdim=True) + _TINY).sqrt()
-        if channels > 1:
-            places = steepness.view(examples, channels, 1, height, width).argmax(1, keepdim=True)
-            slopes, steepness = (
-                value.unflatten(0, (examples, channels)).gather(1, places.expand(-1, -1, value.shape[1], -1, -1))[:, 0]
-                for value in (slopes, steepness)
-            )
         share = F.conv2d(slopes / steepness, self.directions).relu()
         rises = steepness * share**self.sharpness
         cells = F.conv2d(rises.reshape(-1, 1, height, width), self.window, stride=self.stride, padding=self.reach - 1)
-        cells = cells.view(examples, self.orientations, *cells.shape[2:])
+        cells = cells.view(-1, self.orientations, *cells.shape[2:])
         cells = cells / (cells.square().sum(1, keepdim=True) + self.floor).sqrt()
-        return cells - cells.mean(1, keepdim=True)
+        return (cells - cells.mean(1, keepdim=True)).reshape(examples, -1)
 
 
 class UnitNorm(nn.Module):
-    """Each example divided by its own norm; one of zeros stays."""
+    """Each example divided by its own norm, with one more value that is always the same, `constant` times as long.
+
+    A linear layer needs no bias behind it, and the norm is at most 1 all the same.
+    """
+
+    def __init__(self, constant: float = 0.0) -> None:
+        super().__init__()
+        self.constant = constant
+
+    def extra_repr(self) -> str:
+        """All that there is to choose."""
+        return f"constant={self.constant}"
 
     def forward(self, values: Tensor) -> Tensor:
-        """The values of each example [examples, features], at norm 1."""
-        return _unit(values)
+        """[examples, features] to [examples, features + 1]; without a constant, as many as there were."""
+        if not self.constant:
+            return _unit(values)
+        one = torch.full_like(values[:, :1], self.constant)
+        return torch.cat([_unit(values), one], dim=1) / math.sqrt(1 + self.constant**2)
 
 
 FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm)

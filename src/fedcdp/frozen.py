@@ -46,5 +46,5 @@ def split(network: nn.Module, inputs: Tensor, device: torch.device) -> tuple[nn.
 
 @torch.no_grad()
 def through(front: nn.Module | None, inputs: Tensor, device: torch.device) -> Tensor:
-    """What the layers make of the inputs, a few at a time; the inputs themselves where there are no layers. On the device."""
+    """What the layers make of the inputs, a few at a time, on the device; without layers, the inputs themselves."""
     return inputs.to(device) if front is None else torch.cat([front(some.to(device)) for some in inputs.split(_BATCH)])

@@ -26,8 +26,9 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "s
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
     """A network for inputs of `shape`, initialised from `seed` alone.
 
-    `network` is `cnn`, `mlp`, `cpl`, `linear`, `oriented-gradients`, `auto` (cnn for images, mlp for vectors), or `package.module:factory`. Without an
-    `activation` each takes its own: ReLU, and sigmoid for `cpl`. A factory is called with those of the keywords
+    `network` is `cnn`, `mlp`, `cpl`, `linear`, `oriented-gradients`, `auto` (cnn for images, mlp for vectors), or
+    `package.module:factory`. Without an `activation` each takes its own: ReLU, and sigmoid for `cpl`; the linear ones have
+    none. A factory is called with those of the keywords
     `input_shape`, `classes` and `activation` that it takes.
     """
     if activation is not None and activation not in get_args(ActivationName):
@@ -86,16 +87,18 @@ def cpl_network(shape: tuple[int, ...], classes: int, activation: str | None = N
 
 
 def linear(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
-    """One linear layer, zero at first, on inputs that are each divided by their norm."""
+    """One linear layer, zero at first, on inputs that are each divided by their norm; a constant input stands for a bias."""
     _no_activation("linear", activation)
-    return nn.Sequential(nn.Flatten(), UnitNorm(), _zero(nn.Linear(torch.Size(shape).numel(), classes)))
+    layer = nn.Linear(torch.Size(shape).numel() + 1, classes, bias=False)
+    return nn.Sequential(nn.Flatten(), UnitNorm(constant=0.3), _zero(layer))
 
 
 def oriented_gradients(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
     """One linear layer, zero at first, on fixed features of images: all that is trained is their weight in each class."""
     _no_activation("oriented-gradients", activation)
     channels, height, width = _image_shape("oriented-gradients", shape)
-    features = OrientedGradients(colour=0.7 if channels == 3 else 0.0)
+    # Digits need finer cells than pictures of things, which need their colours (docs/recommended.md).
+    features = OrientedGradients(stride=8, reach=8, colour=0.7) if channels == 3 else OrientedGradients()
     with torch.no_grad():
         found = features(torch.zeros(1, channels, height, width)).shape[1]
     return nn.Sequential(features, _zero(nn.Linear(found, classes, bias=False)))

@@ -29,7 +29,13 @@ class Federated:
 
     def settings(self, found: Found) -> dict[str, dict[str, Any]]:
         """The layers of an experiment, for `experiment.assemble`."""
-        data = {"dataset": self.dataset, "partition": self.partition, "clients": self.clients, "records": self.records}
+        data = {
+            "dataset": self.dataset,
+            "scaling": "public",
+            "partition": self.partition,
+            "clients": self.clients,
+            "records": self.records,
+        }
         plan = {
             "method": "fed-cdp",
             "rounds": found.rounds,
