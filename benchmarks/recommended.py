@@ -43,6 +43,7 @@ OUT = Path("results/recommended.json")
 DELTA = 1e-5
 SEEDS = (0, 1, 2)
 FIFTHS = {"cancer": 20, "lfw": 3}
+SPLITS = {"cancer": 10}  # of 143 validation records each: one split says little
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ class Row:
 
     def experiment(self, **plan: Any) -> Experiment:
         return assemble(preset(self.preset), self.changes, {"plan": plan})
+
+    def experiments(self, **plan: Any) -> list[Experiment]:
+        """One for each seed, and each split where several are taken."""
+        splits = SPLITS.get(self.preset.partition("-")[0])
+        every = [self.experiment(seed=seed, **plan) for seed in (range(splits) if splits else SEEDS)]
+        return [replace(each, data=replace(each.data, split_seed=each.plan.seed)) for each in every] if splits else every
 
 
 def rows() -> list[Row]:
@@ -179,18 +186,18 @@ def _normal(value: float) -> float:
 
 
 @cache
-def splits_of(dataset: str) -> Splits:
+def splits_of(dataset: str, split_seed: int) -> Splits:
     """The benchmark's own split (its files are found through FEDCDP_DATA)."""
-    return assemble({"data": {"dataset": dataset, "scaling": "public"}}).splits(quiet=True)
+    return assemble({"data": {"dataset": dataset, "scaling": "public", "split_seed": split_seed}}).splits(quiet=True)
 
 
 @cache
-def featured(dataset: str, network: str, device: str) -> tuple[Splits, nn.Module | None]:
+def featured(dataset: str, split_seed: int, network: str, device: str) -> tuple[Splits, nn.Module | None]:
     """The splits behind the network's fixed layers, which are computed once for all runs, and the rest of the network.
 
     None for the rest where there are no fixed layers: what is trained then begins with the run's own seed.
     """
-    splits = splits_of(dataset)
+    splits = splits_of(dataset, split_seed)
     whole = prepare(build(network, splits.train.shape, splits.train.classes), Plan(), device)
     front, rest = split(whole, splits.train.inputs, torch.device(device))
 
@@ -211,7 +218,7 @@ def for_tuning(splits: Splits, seed: int) -> Splits:
 def accuracy(experiment: Experiment, device: str, tuning: bool) -> float:
     """Train: for a result, on the whole training split; to tune, on four fifths, with four fifths of the clients."""
     data, plan = experiment.data, experiment.plan
-    splits, network = featured(str(data.dataset), experiment.model.network, device)
+    splits, network = featured(str(data.dataset), data.split_seed, experiment.model.network, device)
     if network is None:
         network = experiment.network(splits)
     if tuning:
@@ -273,7 +280,7 @@ def finish(row: Row, device: str) -> dict[str, Any]:
     started = time.perf_counter()
     tuned = {rate: accuracy(row.experiment(learning_rate=rate), device, tuning=True) for rate in row.rates}
     chosen = {"learning_rate": max(tuned, key=lambda rate: tuned[rate])} if tuned else {}
-    accuracies = [accuracy(row.experiment(seed=seed, **chosen), device, tuning=False) for seed in SEEDS]
+    accuracies = [accuracy(each, device, tuning=False) for each in row.experiments(**chosen)]
     return {
         "section": row.section,
         "preset": row.preset,
