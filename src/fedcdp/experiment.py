@@ -20,6 +20,7 @@ from fedcdp.accounting.population import Population
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation, partition
+from fedcdp.data.scaling import Scaling
 from fedcdp.engine import EngineName
 from fedcdp.errors import PlanError, RunError
 from fedcdp.models import build, prepare
@@ -49,6 +50,9 @@ class DataSettings(_Checked):
     classes_per_client: int = option(2, "Classes at a client, for shards.")
     alpha: float = option(0.5, "Concentration, for dirichlet.")
     split_seed: int = option(0, "Fixes which examples are held out for validation.")
+    scaling: Scaling = option(
+        "training", "Adult and cancer: scaled by training statistics (which no ε covers), or by public constants."
+    )
     validation_fraction: float = option(0.2, "Share of your own examples held out for validation.")
     standardise: bool = option(False, "Standardise your own examples by training statistics (which no ε covers).")
 
@@ -57,7 +61,9 @@ class DataSettings(_Checked):
 class ModelSettings(_Checked):
     """`[model]`: which network."""
 
-    network: str = option("auto", "cnn, mlp, cpl, small, auto, or your own as package.module:factory.")
+    network: str = option(
+        "auto", "cnn, mlp, cpl, small, linear, oriented-gradients, auto, or your own as package.module:factory."
+    )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
 
@@ -97,7 +103,8 @@ class Experiment:
                 validation_fraction=settings.validation_fraction,
                 standardise=settings.standardise,
             )
-        return load(settings.dataset or DEFAULT_DATASET, data_dir, split_seed=settings.split_seed, quiet=quiet)
+        name = settings.dataset or DEFAULT_DATASET
+        return load(name, data_dir, split_seed=settings.split_seed, scaling=settings.scaling, quiet=quiet)
 
     def federation(self, splits: Splits) -> Federation:
         """Deal the data out to clients."""

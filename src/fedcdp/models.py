@@ -1,4 +1,4 @@
-"""The paper's networks, and what any `nn.Module` must satisfy to be trained."""
+"""The paper's networks, those that train a linear layer alone, and what any `nn.Module` must satisfy to be trained."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from fedcdp.errors import ModelError
+from fedcdp.features import OrientedGradients, UnitNorm
 from fedcdp.plan import Plan
 
-NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small"]
+NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients"]
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
@@ -25,9 +26,10 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "s
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
     """A network for inputs of `shape`, initialised from `seed` alone.
 
-    `network` is `cnn`, `mlp`, `cpl`, `small`, `auto` (cnn for images, mlp for vectors), or `package.module:factory`. Without
-    an `activation` each takes its own: ReLU, sigmoid for `cpl`, tanh for `small`. A factory is called with those of
-    the keywords `input_shape`, `classes` and `activation` that it takes.
+    `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `oriented-gradients`, `auto` (cnn for images, mlp for vectors), or
+    `package.module:factory`. Without an `activation` each takes its own: ReLU, sigmoid for `cpl`, tanh for `small`; the
+    linear ones have none. A factory is called with those of the keywords `input_shape`, `classes` and `activation` that it
+    takes.
     """
     if activation is not None and activation not in get_args(ActivationName):
         raise ModelError(f"activation: {activation!r} is not one of {', '.join(get_args(ActivationName))}")
@@ -95,11 +97,31 @@ def small_cnn(shape: tuple[int, ...], classes: int, activation: str | None = Non
     )  # fmt: skip
 
 
+def linear(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
+    """One linear layer, zero at first, on inputs that are each divided by their norm; a constant input stands for a bias."""
+    _no_activation("linear", activation)
+    layer = nn.Linear(torch.Size(shape).numel() + 1, classes, bias=False)
+    return nn.Sequential(nn.Flatten(), UnitNorm(constant=0.3), _zero(layer))
+
+
+def oriented_gradients(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
+    """One linear layer, zero at first, on fixed features of images: all that is trained is their weight in each class."""
+    _no_activation("oriented-gradients", activation)
+    channels, height, width = _image_shape("oriented-gradients", shape)
+    # Digits need finer cells than pictures of things, which need their colours (docs/recommended.md).
+    features = OrientedGradients(stride=8, reach=8, colour=0.7) if channels == 3 else OrientedGradients()
+    with torch.no_grad():
+        found = features(torch.zeros(1, channels, height, width)).shape[1]
+    return nn.Sequential(features, _zero(nn.Linear(found, classes, bias=False)))
+
+
 _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = {
     "cnn": paper_cnn,
     "mlp": paper_mlp,
     "cpl": cpl_network,
     "small": small_cnn,
+    "linear": linear,
+    "oriented-gradients": oriented_gradients,
 }
 
 
@@ -135,6 +157,17 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
 def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers in which an example's output depends on the other examples of its batch."""
     return [each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm)]
+
+
+def _no_activation(network: str, activation: str | None) -> None:
+    if activation is not None:
+        raise ModelError(f"activation: {network} takes no activation; leave it out")
+
+
+def _zero(layer: nn.Linear) -> nn.Linear:
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
 
 
 def _image_shape(network: str, shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -59,7 +59,8 @@ def _other_parameters() -> list[inspect.Parameter]:
             "preset",
             str,
             "--preset",
-            help="mnist, cifar10, lfw, adult, cancer: the paper's setting; demo. Single options override it.",
+            help="mnist, cifar10, lfw, adult, cancer: the paper's setting; mnist-eps1, …-eps2, …-eps8 and the like: what is "
+            "recommended at that ε; demo. Single options override it.",
             **sources,
         ),
         _parameter("config", str, "--config", help="A TOML file with sections data, model, plan and run.", **sources),

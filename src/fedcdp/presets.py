@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedcdp.errors import PlanError
+from fedcdp.recommended import RECOMMENDED, recommended
 
 Settings = dict[str, dict[str, Any]]
 
@@ -91,12 +92,14 @@ _DEMO: Settings = {
 def preset(name: str) -> Settings:
     """The paper's setting for a dataset: its population, the authors' record order, σ = 6, C = 4 (decay: linear 6 → 2).
 
-    `demo` is what `fedcdp demo` trains under Fed-CDP.
+    `demo` is what `fedcdp demo` trains under Fed-CDP; those of `recommended` carry their ε, as in `mnist-eps1`.
     """
+    if name in RECOMMENDED:
+        return recommended(name)
     if name == "demo":
         return {section: dict(settings) for section, settings in _DEMO.items()}
     if name not in BENCHMARKS or name == "mnist5k":
-        known = [*(each for each in BENCHMARKS if each != "mnist5k"), "demo"]
+        known = [*(each for each in BENCHMARKS if each != "mnist5k"), "demo", *RECOMMENDED]
         raise PlanError(f"preset: {name!r} is not one of {', '.join(known)}")
     settings = population(name)
     return {"data": {"dataset": name} | settings["data"], "plan": settings["plan"] | _PAPER_MECHANISM}

@@ -33,6 +33,7 @@ from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files import check_tensors, save_tensors
+from fedcdp.frozen import split, through
 from fedcdp.interrupts import deferred_interrupts
 from fedcdp.methods import METHODS, Moment
 from fedcdp.models import mixing_layers, prepare
@@ -147,8 +148,9 @@ def simulate(
             f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
         )
     with deferred_interrupts(), products(tf32):
-        engines = engines_for(network, loss, engine)
-        simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
+        front, trained = split(network, federation.train.inputs, device)
+        engines = engines_for(trained, loss, engine)
+        simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk, front)
         weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
         fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
@@ -219,12 +221,23 @@ def _config_of_python(plan: Plan, federation: Federation) -> str:
 class Simulator:
     """Rounds of virtual clients: the data stay on the device, and only indices move."""
 
-    def __init__(self, engine: Engine, federation: Federation, plan: Plan, device: torch.device, chunk: int | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        federation: Federation,
+        plan: Plan,
+        device: torch.device,
+        chunk: int | None,
+        front: nn.Module | None = None,
+    ) -> None:
+        """With `front`, the engine's network takes what those layers make of the data."""
         self.federation = federation
         self.plan = plan
         self.device = device
-        self.examples = Examples(federation.train.inputs.to(device), federation.train.targets.to(device))
+        self.examples = Examples(through(front, federation.train.inputs, device), federation.train.targets.to(device))
         self.validation = federation.validation
+        if front is not None and self.validation is not None:
+            self.validation = replace(self.validation, inputs=through(front, self.validation.inputs, device))
         self.noise = noise_of(plan, engine.layout)
         # What is drawn is as secret as the noise: nobody has the seed, not even a resumed run, which draws afresh. Twice the
         # same records under fresh noise would be more than two releases of random ones.

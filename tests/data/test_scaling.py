@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from fedcdp.data.scaling import standardise, unit_pixels
+from fedcdp.data import load
+from fedcdp.data.scaling import logarithmic, standardise, unit_pixels
+from fedcdp.errors import DataError
 
 
 def test_pixels_become_float32_between_0_and_1() -> None:
@@ -37,3 +40,22 @@ def test_validation_has_no_influence_on_training_inputs() -> None:
     first, _ = standardise(raw, np.zeros((5, 3)))
     second, _ = standardise(raw, np.full((5, 3), 1e9))
     np.testing.assert_array_equal(first, second)
+
+
+def test_a_logarithmic_scale_puts_its_range_from_minus_one_to_one() -> None:
+    ranges = np.array([[0.0, 3.0], [10.0, 1000.0]])
+    scaled = logarithmic(np.array([[0.0, 1000.0], [3.0, 10.0], [1.0, 100.0]]), ranges)
+    assert scaled[:2] == pytest.approx(np.array([[-1, 1], [1, -1]]), abs=1e-6)
+    assert np.all((scaled[2] > -1) & (scaled[2] < 1))
+
+
+def test_public_scaling_uses_no_statistic_of_the_training_records() -> None:
+    public, other_split = (load("cancer", scaling="public", split_seed=seed) for seed in (0, 1))
+    rows = {tuple(row) for part in (public.train, public.validation) for row in part.inputs.tolist()}
+    assert {tuple(row) for row in other_split.train.inputs.tolist()} <= rows
+    assert "statistics" not in public.normalisation
+
+
+def test_a_scaling_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(DataError, match="scaling is 'secret': choose one of training, public"):
+        load("cancer", scaling="secret")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from local_grid import LocalGrid, experiment, make_nodes, settings
 
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.experiment import ModelSettings
 from fedcdp.files import load_tensors
 from fedcdp.flower.ledger import ClientLedger
 from fedcdp.flower.server import serve
@@ -61,6 +63,17 @@ def test_three_rounds_end_in_the_simulators_model(plan: dict[str, Any], grid: Lo
     assert [row["clients"] for row in rows] == [row["clients"] for row in run.metrics]
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in run.metrics]
     assert [row.get("clip") for row in rows] == pytest.approx([row.get("clip") for row in run.metrics])
+
+
+def test_a_network_of_fixed_features_ends_in_the_simulators_model_too(grid: LocalGrid, tmp_path: Path) -> None:
+    wanted = replace(experiment(), model=ModelSettings(network="linear"))
+    run = wanted.train(tmp_path / "simulated", quiet=True)
+    assert serve(grid, wanted, tmp_path / "deployed", settings(reproducible=True)).ended == "done"
+    model, _ = load_tensors(tmp_path / "deployed" / "model.safetensors", "model-1")
+    assert model.keys() == run.model.state_dict().keys()
+    assert float(model["2.weight"].abs().max()) > 1e-3
+    for name, value in run.model.state_dict().items():
+        torch.testing.assert_close(model[name], value, rtol=0, atol=1e-5)
 
 
 def test_the_ledgers_of_server_and_clients_agree_with_the_simulators(grid: LocalGrid, tmp_path: Path) -> None:

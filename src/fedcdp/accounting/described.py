@@ -7,7 +7,7 @@ from fedcdp.errors import PlanError
 from fedcdp.experiment import Experiment
 from fedcdp.presets import BENCHMARKS
 
-_LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3}
+_LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3, "linear": 1, "oriented-gradients": 1}
 
 
 def population_of(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.download import Remote
-from fedcdp.data.scaling import standardise
+from fedcdp.data.scaling import Scaling, standardise
 from fedcdp.data.splitting import Indices, random_split
 from fedcdp.data.storage import Storage, read_unpacked
 from fedcdp.errors import DataError
@@ -54,7 +54,7 @@ COLUMNS = (
 INCOMES = ("<=50K", ">50K")
 
 
-def load_adult(storage: Storage, split_seed: int) -> Splits:
+def load_adult(storage: Storage, split_seed: int, scaling: Scaling = "training") -> Splits:
     """36,631 training and 12,211 validation records of both files together; 1 is an income over 50K; no test set."""
     parts = []
     for name, rows in ROWS.items():
@@ -67,7 +67,8 @@ def load_adult(storage: Storage, split_seed: int) -> Splits:
     features = np.concatenate([part[0] for part in parts])
     labels = np.concatenate([part[1] for part in parts])
     train, validation = random_split(len(labels), VALIDATION_RECORDS, split_seed)
-    return _standardised(features, labels, train, validation)
+    scaled = _by_constants if scaling == "public" else _standardised
+    return scaled(features, labels, train, validation)
 
 
 def parse_adult(content: bytes, source: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -104,11 +105,43 @@ def _standardised(features: NDArray[np.float32], labels: NDArray[np.int64], trai
     train_inputs[:, :numeric], validation_inputs[:, :numeric] = standardise(
         train_inputs[:, :numeric], validation_inputs[:, :numeric]
     )
+    normalisation = (
+        "the 6 numeric columns standardised by the mean and deviation of the pooled training split, "
+        "statistics that are not covered by any ε; the 99 one-hot columns left at 0 or 1"
+    )
+    return _splits(train_inputs, labels[train], validation_inputs, labels[validation], normalisation)
+
+
+def _by_constants(features: NDArray[np.float32], labels: NDArray[np.int64], train: Indices, validation: Indices) -> Splits:
+    """Scaled by round numbers that the meaning of the columns suggests: a life, a working week, orders of magnitude."""
+    age, weight, education, gain, loss, hours = features[:, : len(NUMERIC)].T
+    scaled = features.copy()
+    scaled[:, : len(NUMERIC)] = np.stack(
+        [
+            (age - 40) / 20,
+            (weight - 200_000) / 200_000,
+            (education - 10) / 4,
+            np.log1p(gain) / np.log(100_000) * 2,
+            np.log1p(loss) / np.log(5_000) * 2,
+            (hours - 40) / 20,
+        ],
+        axis=1,
+    )
+    normalisation = "the 6 numeric columns scaled by fixed round numbers; the 99 one-hot columns left at 0 or 1"
+    return _splits(scaled[train], labels[train], scaled[validation], labels[validation], normalisation)
+
+
+def _splits(
+    train: NDArray[np.float32],
+    train_labels: NDArray[np.int64],
+    validation: NDArray[np.float32],
+    validation_labels: NDArray[np.int64],
+    normalisation: str,
+) -> Splits:
     return Splits(
         name="adult",
-        train=Dataset(torch.from_numpy(train_inputs), torch.from_numpy(labels[train]), CLASSES),
-        validation=Dataset(torch.from_numpy(validation_inputs), torch.from_numpy(labels[validation]), CLASSES),
+        train=Dataset(torch.from_numpy(train), torch.from_numpy(train_labels), CLASSES),
+        validation=Dataset(torch.from_numpy(validation), torch.from_numpy(validation_labels), CLASSES),
         test=None,
-        normalisation="the 6 numeric columns standardised by the mean and deviation of the pooled training split, "
-        "statistics that are not covered by any ε; the 99 one-hot columns left at 0 or 1",
+        normalisation=normalisation,
     )

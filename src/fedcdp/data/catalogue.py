@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import get_args
 
 from fedcdp.data.adult import load_adult
 from fedcdp.data.cancer import load_cancer
@@ -13,10 +14,13 @@ from fedcdp.data.dataset import Splits
 from fedcdp.data.lfw import load_lfw
 from fedcdp.data.mnist import load_mnist
 from fedcdp.data.mnist5k import load_mnist5k
+from fedcdp.data.scaling import Scaling
 from fedcdp.data.storage import Storage
 from fedcdp.errors import DataError
 
 Loader = Callable[[Storage, int], Splits]
+
+_TABLES = {"adult": load_adult, "cancer": load_cancer}  # scaled by what one asks for; images have no statistics
 
 DATASETS: Mapping[str, Loader] = MappingProxyType(
     {
@@ -35,6 +39,7 @@ def load(
     data_dir: Path | str | None = None,
     *,
     split_seed: int = 0,
+    scaling: Scaling = "training",
     download: bool = True,
     quiet: bool = False,
 ) -> Splits:
@@ -42,8 +47,14 @@ def load(
 
     Files are looked for in `data_dir` (else in the directory that FEDCDP_DATA names), then in the cache; what is
     missing is downloaded there, checked against its published checksum, unless `download` is false. `quiet` hides the
-    progress bar. Raises `DataError` when the dataset cannot be had or is not what its format promises.
+    progress bar. With `scaling="public"` tables are scaled by fixed constants and not by statistics of the training split.
+    Raises `DataError` when the dataset cannot be had or is not what its format promises.
     """
     if name not in DATASETS:
         raise DataError(f"dataset {name!r} is unknown: choose one of {', '.join(DATASETS)}")
-    return DATASETS[name](Storage.choose(data_dir, download=download, quiet=quiet), split_seed)
+    if scaling not in get_args(Scaling):
+        raise DataError(f"scaling is {scaling!r}: choose one of {', '.join(get_args(Scaling))}")
+    storage = Storage.choose(data_dir, download=download, quiet=quiet)
+    if name in _TABLES:
+        return _TABLES[name](storage, split_seed, scaling)
+    return DATASETS[name](storage, split_seed)

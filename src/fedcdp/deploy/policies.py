@@ -39,6 +39,7 @@ def node_text(experiment: Experiment, number: int) -> str:
         "classes-per-client": data.classes_per_client,
         "alpha": data.alpha,
         "split-seed": data.split_seed,
+        "scaling": None if data.scaling == "training" else data.scaling,
         "partition-seed": plan.seed,
     }
     lines += ["# or, for tests and demonstrations, one part of a benchmark:"]

@@ -14,6 +14,7 @@ from fedcdp.engine.convolution import Convolution
 from fedcdp.engine.gradients import Gradients
 from fedcdp.engine.rules import Embedding, Linear, Pair, Rule, Scaled, pair_of, without_weights
 from fedcdp.errors import ModelError
+from fedcdp.features import FIXED
 from fedcdp.tree import Layout, Tree
 
 # Layers whose output for an example depends on that example alone, and that draw no random numbers.
@@ -22,7 +23,7 @@ _ONE_BY_ONE: tuple[type[nn.Module], ...] = (
     nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Tanh, nn.Tanhshrink, nn.Softshrink,
     nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
-    nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding,
+    nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding, *FIXED,
 )  # fmt: skip
 
 
@@ -73,6 +74,11 @@ def chain_of(model: nn.Module) -> Chain:
     )
     constants = {name: p.detach()[None] for name, p in model.named_parameters() if name not in layout.shapes}
     return Chain(rules, constants, trained.index(True))
+
+
+def one_by_one(layer: nn.Module) -> bool:
+    """Whether a layer is known to make of each example what depends on that example alone."""
+    return all(_why_not(each) is None for _, each in _layers(layer, ""))
 
 
 def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

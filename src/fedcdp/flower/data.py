@@ -5,8 +5,8 @@ In its node configuration a client names one of
 - `data-function = "package.module:function"`, called with Flower's context, which returns inputs and labels;
 - `data = "records.npz"` (or .csv), whose labels are whole numbers that mean the same at every client;
 - `dataset = "mnist5k"`, `partition-id`, `num-partitions`, and how it is dealt: `partition`, `records`,
-  `classes-per-client`, `alpha`, `split-seed`, `partition-seed`. Client k then holds exactly the records, in the same order,
-  that the simulator gives to its client k.
+  `classes-per-client`, `alpha`, `split-seed`, `scaling`, `partition-seed`. Client k then holds exactly the records, in
+  the same order, that the simulator gives to its client k.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _part(config: NodeConfig) -> Dataset:
     for name in ("partition-id", "num-partitions"):
         if type(config.get(name)) is not int:
             raise DataError(f"node configuration: {name} must be a whole number beside dataset")
-    splits = load(str(config["dataset"]), split_seed=int(config.get("split-seed", 0)), quiet=True)
+    chosen = {"split_seed": int(config.get("split-seed", 0)), "scaling": config.get("scaling", "training")}
+    splits = load(str(config["dataset"]), quiet=True, **chosen)
     federation = partition(
         splits,
         clients=config["num-partitions"],

@@ -1,0 +1,377 @@
+"""The recommended presets: how they were tuned, and what they reach.
+
+    python benchmarks/recommended.py tune --datasets mnist        # settings tried on a fifth of the training split
+    python benchmarks/recommended.py run                          # every preset, three seeds, on the validation split
+    python benchmarks/recommended.py table > results/recommended.md
+
+All of it runs on a CPU; `--device cuda` is faster. Results are kept in results/recommended.json, and what is there is not
+run again. The noise of a setting that is tried comes from the closed form of a Gaussian mechanism (a record is used once a
+round, at a known step), so that no accountant is needed; the presets' own noise is checked by the accountant in
+tests/test_recommended.py.
+
+Only the final runs see the validation split, once. The search itself looked at training data and is covered by no ε.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.experiment import Experiment, assemble
+from fedcdp.frozen import split, through
+from fedcdp.models import build, prepare
+from fedcdp.plan import Plan
+from fedcdp.presets import Settings, preset
+from fedcdp.randomness import numpy_generator
+from fedcdp.recommended import FEDERATIONS, FOUND, RECOMMENDED
+from fedcdp.simulation import simulate
+
+OUT = Path("results/recommended.json")
+DELTA = 1e-5
+SEEDS = (0, 1, 2)
+FIFTHS = {"cancer": 20, "lfw": 3}
+SPLITS = {"cancer": 10}  # of 143 validation records each: one split says little
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Settings to try: all combinations."""
+
+    rounds: tuple[int, ...]
+    clips: tuple[float, ...]
+    steps: tuple[float, ...]
+    """Learning rate times clip bound: how far a round moves the weights at most."""
+    ema: float = 0.8
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        for rounds, clip, step in product(self.rounds, self.clips, self.steps):
+            yield {"rounds": rounds, "clip": clip, "learning_rate": step / clip, "ema": self.ema}
+
+
+# Less noise allows more rounds, and further ones.
+GRIDS = {
+    ("mnist", 1): Grid((20, 40), (0.1, 0.25), (40.0, 80.0)),
+    ("mnist", 2): Grid((40, 80), (0.1, 0.25), (40.0, 80.0)),
+    ("mnist", 8): Grid((80, 160), (0.1, 0.25), (40.0, 80.0, 160.0)),
+    ("cifar10", 1): Grid((20, 40), (0.25, 0.5), (10.0, 20.0, 40.0)),
+    ("cifar10", 2): Grid((40, 80), (0.25, 0.5), (20.0, 40.0, 80.0)),
+    ("cifar10", 8): Grid((40, 80, 160), (0.25, 0.5), (80.0, 160.0, 320.0)),
+    ("lfw", 1): Grid((10, 20, 40), (0.25, 0.5), (5.0, 10.0, 20.0)),
+    ("lfw", 2): Grid((20, 40), (0.25, 0.5), (10.0, 20.0, 40.0)),
+    ("lfw", 8): Grid((40, 80), (0.25, 0.5), (40.0, 80.0, 160.0)),
+    ("adult", 1): Grid((20, 40, 80), (0.25, 0.5), (10.0, 20.0, 40.0)),
+    ("adult", 2): Grid((40, 80), (0.25, 0.5), (10.0, 20.0, 40.0, 80.0)),
+    ("adult", 8): Grid((40, 80, 160), (0.25, 0.5), (20.0, 40.0, 80.0, 160.0)),
+    ("cancer", 1): Grid((5, 10, 20), (0.25, 0.5, 1.0), (1.0, 2.0, 4.0), ema=0.5),
+    ("cancer", 2): Grid((5, 10, 20), (0.25, 0.5, 1.0), (1.0, 2.0, 4.0, 8.0), ema=0.5),
+    ("cancer", 8): Grid((10, 20, 40), (0.25, 0.5, 1.0), (2.0, 4.0, 8.0, 16.0), ema=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the tables: a preset with changes, and the learning rates to choose from where those ask for another."""
+
+    section: str
+    name: str
+    preset: str
+    changes: Settings = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
+    needs_gpu: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.preset}: {self.name}"
+
+    def experiment(self, **plan: Any) -> Experiment:
+        return assemble(preset(self.preset), self.changes, {"plan": plan})
+
+    def experiments(self, **plan: Any) -> list[Experiment]:
+        """One for each seed, and each split where several are taken."""
+        splits = SPLITS.get(self.preset.partition("-")[0])
+        seeds = SEEDS[:1] if self.section == "non-private" else SEEDS  # without noise all are alike
+        every = [self.experiment(seed=seed, **plan) for seed in (range(splits) if splits else seeds)]
+        return [replace(each, data=replace(each.data, split_seed=each.plan.seed)) for each in every] if splits else every
+
+
+def rows() -> list[Row]:
+    """All rows. The noise of those that another mechanism needs is from `fedcdp calibrate`."""
+    found = [Row("recommended", "recommended", name) for name in RECOMMENDED]
+    found += [Row("recommended", "dealt out at random", f"mnist-eps{e}", {"data": {"partition": "iid"}}) for e in (1, 2, 8)]
+    clean = {"method": "nonprivate", "noise_multiplier": 0.0, "rounds": 100}
+    rates = {
+        "mnist": (100.0, 300.0),
+        "cifar10": (100.0, 300.0),
+        "lfw": (100.0, 300.0),
+        "adult": (30.0, 100.0),
+        "cancer": (10.0, 30.0),
+    }
+    found += [Row("non-private", "non-private", f"{dataset}-eps8", {"plan": clean}, rates[dataset]) for dataset in rates]
+    ablation = partial(Row, "ablation", preset="mnist-eps1")
+    rate, clip, rounds = (RECOMMENDED["mnist-eps1"][1].__dict__[name] for name in ("learning_rate", "clip", "rounds"))
+    step = rate * clip
+    found += [
+        ablation(
+            "pixels in the place of features", changes={"model": {"network": "linear"}}, rates=(rate, 4 * rate, 16 * rate)
+        ),
+        ablation("clip bound 1", changes={"plan": {"clip": 1.0}}, rates=(step / 4, step / 2, step)),
+        ablation("no moving average", changes={"plan": {"ema": 0.0}}, rates=(rate / 4, rate / 2, rate)),
+        ablation(
+            "ten local steps in a tenth of the rounds",
+            changes={"plan": {"local_steps": 10, "rounds": rounds // 10, "ema": 0.0}},
+            rates=(rate / 64, rate / 16, rate / 4),
+        ),
+        ablation(
+            "the paper's batch: 5 records, 100 local steps, half of the clients, 100 rounds",
+            changes={"plan": PAPERS_BATCH | {"noise_multiplier": 0.7251}},
+            rates=(0.1, 0.3, 1.0),
+            needs_gpu=True,
+        ),
+        ablation(
+            "the paper's network (tanh, clipped at once at 1), 100 rounds",
+            changes={
+                "model": {"network": "cnn", "activation": "tanh"},
+                "plan": {"clip_mode": "flat", "clip": 1.0, "rounds": 100, "noise_multiplier": 1.6695, "ema": 0.9},
+            },
+            rates=(0.5, 1.0, 2.0),
+            needs_gpu=True,
+        ),
+    ]
+    plain = {"network": "cnn", "activation": "tanh"}
+    for epsilon, sigma in ((1, 1.2554), (2, 0.7251), (8, 0.3531)):
+        changes = {
+            "model": plain,
+            "plan": PAPERS_BATCH | {"noise_multiplier": sigma, "clip": 1.0, "server_learning_rate": 10.0, "ema": 0.9},
+        }
+        found.append(Row("baseline", "the paper's network and batch", f"mnist-eps{epsilon}", changes, (1e-3, 2e-3), True))
+    return found
+
+
+PAPERS_BATCH = {
+    "record_sampling": "poisson",
+    "batch_size": 5,
+    "local_steps": 100,
+    "per_round": 50,
+    "rounds": 100,
+    "ema": 0.9,
+}
+
+
+def multiplier(epsilon: float, rounds: int, batch: int) -> float:
+    """σ for which `rounds` sums of `batch` noised gradients give (ε, δ) in all: the Gaussian mechanism in closed form."""
+
+    def delta(shift: float) -> float:
+        return _normal(shift / 2 - epsilon / shift) - math.exp(epsilon) * _normal(-shift / 2 - epsilon / shift)
+
+    low, high = 1e-3, 50.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta(middle) < DELTA else (low, middle)
+    return math.sqrt(rounds / batch) / low
+
+
+def _normal(value: float) -> float:
+    return math.erfc(-value / math.sqrt(2)) / 2
+
+
+@cache
+def splits_of(dataset: str, split_seed: int) -> Splits:
+    """The benchmark's own split (its files are found through FEDCDP_DATA)."""
+    return assemble({"data": {"dataset": dataset, "scaling": "public", "split_seed": split_seed}}).splits(quiet=True)
+
+
+@cache
+def featured(dataset: str, split_seed: int, network: str, device: str) -> tuple[Splits, nn.Module | None]:
+    """The splits behind the network's fixed layers, which are computed once for all runs, and the rest of the network.
+
+    None for the rest where there are no fixed layers: what is trained then begins with the run's own seed.
+    """
+    splits = splits_of(dataset, split_seed)
+    whole = prepare(build(network, splits.train.shape, splits.train.classes), Plan(), device)
+    front, rest = split(whole, splits.train.inputs, torch.device(device))
+
+    def seen(data: Dataset) -> Dataset:
+        return replace(data, inputs=through(front, data.inputs, torch.device(device)), targets=data.targets.to(device))
+
+    seen_splits = replace(splits, train=seen(splits.train), validation=seen(splits.validation), test=None)
+    return seen_splits, rest if front is not None else None
+
+
+def for_tuning(splits: Splits, seed: int) -> Splits:
+    """The training split alone, a fifth of it in the place of the validation split."""
+    order = torch.from_numpy(numpy_generator(seed, "tuning-split").permutation(len(splits.train)))
+    held_out = len(order) // 5
+    return replace(splits, train=splits.train.take(order[held_out:]), validation=splits.train.take(order[:held_out]))
+
+
+def accuracy(experiment: Experiment, device: str, tuning: bool) -> float:
+    """Train: for a result, on the whole training split; to tune, on four fifths, with four fifths of the clients."""
+    data, plan = experiment.data, experiment.plan
+    splits, network = featured(str(data.dataset), data.split_seed, experiment.model.network, device)
+    if network is None:
+        network = experiment.network(splits)
+    if tuning:
+        splits = for_tuning(splits, plan.seed)
+        data = replace(data, clients=data.clients * 4 // 5)
+        plan = plan.but(per_round=plan.per_round * 4 // 5)
+    federation = replace(experiment, data=data, plan=plan).federation(splits)
+    run = simulate(network, federation, plan, device=device, evaluate_every=plan.rounds)
+    assert run.accuracy is not None
+    return run.accuracy
+
+
+def tried(dataset: str, epsilon: float, setting: dict[str, Any], device: str) -> float:
+    """Accuracy of one setting on the held-out fifth.
+
+    A small dataset's is the mean over several fifths, for one is too small to tell settings apart.
+    """
+    federated = FEDERATIONS[dataset]
+    sigma = multiplier(epsilon, setting["rounds"], federated.records)
+    scores = []
+    for seed in range(FIFTHS.get(dataset, 1)):
+        changes = {"plan": setting | {"noise_multiplier": sigma, "seed": seed}}
+        scores.append(accuracy(assemble(federated.settings(FOUND["mnist"][0]), changes), device, tuning=True))
+    return statistics.mean(scores)
+
+
+class Kept:
+    """Results in a file, by key; what is known is not computed again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def get(self, section: str, key: str, compute: Any) -> Any:
+        part = self.known.setdefault(section, {})
+        if key not in part:
+            started = time.perf_counter()
+            part[key] = compute()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.known, indent=1) + "\n")
+            print(f"{section}: {key}: {part[key]} ({time.perf_counter() - started:.1f} s)", flush=True)
+        return part[key]
+
+
+def tune(datasets: list[str], epsilons: list[float], device: str, kept: Kept) -> None:
+    """Try every setting of the grids, and print the best of each."""
+    for dataset, epsilon in product(datasets, epsilons):
+        scores = {}
+        for setting in GRIDS[dataset, round(epsilon)]:
+            words = " ".join(f"{name}={value:g}" for name, value in setting.items())
+            key = f"{dataset} eps={epsilon:g} {words}"
+            scores[words] = kept.get("tuning", key, partial(tried, dataset, epsilon, setting, device))
+        for words, score in sorted(scores.items(), key=lambda pair: -pair[1])[:5]:
+            print(f"best of {dataset} at eps {epsilon:g}: {score:.4f} {words}")
+
+
+def finish(row: Row, device: str) -> dict[str, Any]:
+    """A row's accuracy on the validation split, with several seeds, and its ε where accounting is installed."""
+    started = time.perf_counter()
+    tuned = {rate: accuracy(row.experiment(learning_rate=rate), device, tuning=True) for rate in row.rates}
+    chosen = {"learning_rate": max(tuned, key=lambda rate: tuned[rate])} if tuned else {}
+    accuracies = [accuracy(each, device, tuning=False) for each in row.experiments(**chosen)]
+    return {
+        "section": row.section,
+        "preset": row.preset,
+        "name": row.name,
+        "tuning": tuned,
+        "plan": row.experiment(**chosen).plan.written(),
+        "accuracies": accuracies,
+        "seconds": round(time.perf_counter() - started, 1),
+        "hardware": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU, one thread",
+    }
+
+
+def run_all(datasets: list[str], sections: list[str], device: str, deadline: float, kept: Kept) -> None:
+    """Every row that is not known yet; those that need a GPU only there. None is begun after the deadline."""
+    for row in sorted(rows(), key=lambda row: "10k" in row.preset):  # ten thousand clients take the longest
+        if time.time() > deadline:
+            return
+        wanted = row.preset.partition("-")[0] in datasets and row.section in sections
+        if wanted and (device.startswith("cuda") or not row.needs_gpu):
+            kept.get("rows", row.key, partial(finish, row, device))
+
+
+def epsilons_of(row: Row) -> dict[str, float]:
+    """ε of a row: the server's for a record and a person, and that of who reads single gradients."""
+    from fedcdp.accounting.described import population_of  # not on a machine that only trains
+    from fedcdp.accounting.statement import state
+
+    experiment = row.experiment()
+    found = state(experiment.plan, population_of(experiment)).rows
+    return {f"{each.adversary} {each.unit}": each.epsilon for each in found if each.relation == "zero-out"}
+
+
+def markdown(known: dict[str, Any]) -> str:
+    """The tables for people."""
+    lines: list[str] = []
+    titles = {
+        "recommended": "Recommended presets",
+        "non-private": "The same networks without privacy",
+        "ablation": "mnist-eps1, one ingredient at a time taken away (the noise always for the same ε)",
+        "baseline": "The paper's network and batch, tuned, at the same ε",
+    }
+    for section, title in titles.items():
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| preset | | ε server, record | ε server, person | ε example | σ | T | C | learning rate | accuracy |",
+        ]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+        for row in rows():
+            result = known.get("rows", {}).get(row.key)
+            if row.section != section or result is None:
+                continue
+            plan, epsilon = result["plan"], epsilons_of(row)
+            server = epsilon.get("server record", math.inf)
+            figures = (server, epsilon.get("server unique", server), epsilon.get("example record", math.inf))
+            shown = " | ".join("∞" if math.isinf(each) else f"{each:.3g}" for each in figures)
+            noise = f"{plan['noise_multiplier']:g} | {plan['rounds']} | {plan['clip']} | {plan['learning_rate']}"
+            lines.append(f"| {row.preset} | {row.name} | {shown} | {noise} | {_spread(result['accuracies'])} |")
+    return "\n".join(lines[1:])
+
+
+def _spread(accuracies: list[float]) -> str:
+    mean = f"{statistics.mean(accuracies):.4f}"
+    return mean if len(accuracies) == 1 else f"{mean} ± {statistics.stdev(accuracies):.4f}"
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("tune", "run", "table"))
+    parser.add_argument("--datasets", default="mnist,cifar10,lfw,adult,cancer", help="comma separated")
+    parser.add_argument("--epsilons", default="1,2,8", help="comma separated, for tune")
+    parser.add_argument("--sections", default="recommended,non-private,ablation,baseline", help="comma separated, for run")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="begin no further row after this long; the next call does"
+    )
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    datasets, kept = given.datasets.split(","), Kept(given.out)
+    if given.command == "tune":
+        tune(datasets, [float(each) for each in given.epsilons.split(",")], given.device, kept)
+    elif given.command == "run":
+        run_all(datasets, given.sections.split(","), given.device, time.time() + 60 * given.minutes, kept)
+    else:
+        print(markdown(kept.known))
+
+
+if __name__ == "__main__":
+    main()
