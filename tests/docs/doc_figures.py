@@ -4,7 +4,7 @@ After `=` stands a source, which says what the figure before the comment must be
 
 | source | is |
 | --- | --- |
-| `FILE.json / step / step …` | a value in `results/FILE.json`; a step is a key, `[key=value; key=value]` for the one row of a list that has them, or `mean KEY` or `deviation KEY` over a list's rows |
+| `FILE.json / step / step …` | a value in `results/FILE.json`; a step is a key, `[key=value; key=value]` for the one row of a list that has them, or `mean KEY` or `deviation KEY` over a list's rows (without KEY: over a list of numbers) |
 | `account OPTIONS / adversary / unit` | ε as `fedcdp account OPTIONS` gives it, of `zero-out` unless a relation follows |
 | `text FILE` | any figure that is written in `results/FILE` in the same digits |
 """  # noqa: E501
@@ -82,7 +82,7 @@ def _step(found: Any, step: str) -> Any:
         return row
     name, _, key = step.partition(" ")
     if isinstance(found, list) and name in ("mean", "deviation"):
-        return {"mean": statistics.mean, "deviation": statistics.stdev}[name]([row[key] for row in found])
+        return {"mean": statistics.mean, "deviation": statistics.stdev}[name]([row[key] if key else row for row in found])
     return found[step]
 
 
