@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from fedcdp.models import build
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if not torch.cuda.is_available():  # read when Triton is first imported, and one test or another may do that
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 CLASSES = 3
 EXAMPLES = 24

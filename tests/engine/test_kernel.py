@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -35,9 +34,6 @@ from fedcdp.tree import Tree, repeat
 ROUND = 7
 CLASSES = 3
 EXAMPLES = 12
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which nothing here has done yet
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
