@@ -9,7 +9,7 @@ run again. The noise of a setting that is tried comes from the closed form of a 
 round, at a known step), so that no accountant is needed; the presets' own noise is checked by the accountant in
 tests/test_recommended.py.
 
-Tuning sees the training split alone. The search is covered by no ε; docs/recommended.md says what else there is to know of it.
+Tuning sees the training split alone. The search is covered by no ε; docs/recommended.md says what else to know of it.
 """
 
 from __future__ import annotations
