@@ -7,7 +7,7 @@ found, what each row of accuracy is, and what the search itself leaks. They shar
   carries noise (`example`). A record is used once a round at a known step: no assumption about secret sampling is needed,
   and ε is that of a plain Gaussian;
 - only a linear layer on fixed features is trained, so that there are few weights to noise;
-- a small clip bound, for the noise is proportional to it, and a moving average of the model.
+- a small clip bound, for the noise is proportional to it, and a large learning rate that makes up for it; a moving average.
 """
 
 from __future__ import annotations
