@@ -359,7 +359,7 @@ class Simulator:
             drawn = choose_records(self.draws, at.clients, sizes, state.round, 0)
             batch = self.examples.batch(table.gather(1, drawn.positions), drawn.present)
             total = self.engine.summed_gradients(repeat(state.weights, len(clients)), batch)
-            squares = sum(value.double().flatten(1).square().sum(1) for value in total.values())
+            squares = sum(value.double().reshape(len(value), -1).square().sum(1) for value in total.values())
             norms.append(torch.as_tensor(squares).sqrt() / at.expected_batch)
         mean = float(torch.cat(norms).mean()) if norms else math.inf
         return mean if math.isfinite(mean) else None
