@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "flower")]  # the latter for `local_grid`
 
 from watched import Seen, hold_the_release, stop_the_clocks, watched
-
-Watch = Callable[..., list[Seen]]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ so that the figures of time are compared as well, and with them how much was mea
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import random
@@ -123,14 +122,19 @@ def watched(place: Path, capture: Callable[[], Any]) -> Iterator[Seen]:
 
 
 def stop_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks that count how often they are asked, and entropy that is the same in every run."""
-    ticks, chance = itertools.count(1), random.Random(3)
+    """Clocks that count how often they are asked, sleep that takes no time, and entropy that is the same in every run."""
+    now, chance = [0.0], random.Random(3)
+
+    def passes(seconds: float) -> float:
+        now[0] += seconds
+        return now[0]
+
     for name in ("perf_counter", "monotonic", "time"):
-        monkeypatch.setattr(time, name, lambda: next(ticks) * 1e-3)
+        monkeypatch.setattr(time, name, lambda: passes(1e-3))
+    monkeypatch.setattr(time, "sleep", passes)
     monkeypatch.setattr(os, "urandom", chance.randbytes)
-    for module in ("secrets",):
-        monkeypatch.setattr(f"{module}.randbits", chance.getrandbits)
-        monkeypatch.setattr(f"{module}.token_hex", lambda size=32: chance.randbytes(size).hex())
+    monkeypatch.setattr("secrets.randbits", chance.getrandbits)
+    monkeypatch.setattr("secrets.token_hex", lambda size=32: chance.randbytes(size).hex())
 
 
 def hold_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
