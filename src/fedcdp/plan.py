@@ -105,6 +105,11 @@ class Plan:
         return self.method in ("fed-cdp", "fed-cdp-decay")
 
     @property
+    def hides_cohort(self) -> bool:
+        """Whether an ε rests on nobody knowing how many took part in a round: Poisson clients, noise at the server."""
+        return self.method == "fed-sdp" and self.noise_at == "server" and self.client_sampling == "poisson"
+
+    @property
     def noise_on_sum(self) -> float:
         """The noise on the sum of a Fed-CDP step, in units of one draw, by the plan's convention."""
         return {"example": math.sqrt(self.slots), "batch": 1.0, "cohort": 1 / self.per_round}[self.noise]

@@ -344,11 +344,10 @@ class Simulator:
 
     def _measure(self, before: State, state: State, chosen: Tensor, every: int) -> Row:
         """What is written of a round. In a private run nothing here comes from before the noise."""
-        row: Row = {
-            "round": state.round,
-            "clients": len(chosen),
-            "learning_rate": self.plan.learning_rate_at(before.round),
-        }
+        row: Row = {"round": state.round}
+        if not self.plan.hides_cohort:
+            row["clients"] = len(chosen)
+        row["learning_rate"] = self.plan.learning_rate_at(before.round)
         if self.plan.private:
             row["clip"] = self.plan.clip_at(before.round, before.clip)
         if state.round % every and state.round != self.plan.rounds:

@@ -110,20 +110,23 @@ class Trained:
             raise RunError(f"{to} cannot be written: {error.strerror}") from error
         return to
 
+    def _no_records(self, count: int) -> Tensor:
+        """Inputs of the right shape, for a format that records what a model does: it may keep the inputs, too."""
+        return torch.zeros_like(self.splits.validation.inputs[:1]).repeat(count, *(1 for _ in self.splits.validation.shape))
+
     def _export_safetensors(self, to: Path) -> None:
         save_tensors(to, self.model.state_dict(), {"format": "model-1"})
 
     def _export_torchscript(self, to: Path) -> None:
-        buffer = torch.jit.trace(self.model, self.splits.validation.inputs[:1]).save_to_buffer()
+        buffer = torch.jit.trace(self.model, self._no_records(1)).save_to_buffer()
         write_atomically(to, buffer)
 
     def _export_onnx(self, to: Path) -> None:
         import onnx  # noqa: F401  (named in the error where it is missing)
         import onnxscript  # noqa: F401
 
-        example = self.splits.validation.inputs[:2]
         batch = {0: torch.export.Dim("batch")}
-        program = torch.onnx.export(self.model, (example,), dynamo=True, dynamic_shapes=(batch,), verbose=False)
+        program = torch.onnx.export(self.model, (self._no_records(2),), dynamo=True, dynamic_shapes=(batch,), verbose=False)
         program.save(str(to))  # type: ignore[union-attr]
 
     def _export_csv(self, to: Path) -> None:

@@ -160,11 +160,11 @@ def test_otherwise_the_last_csv_column_is_the_label(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b,label\n1,2,0\n1,x,1\n", "line 3, column 'b': 'x' is not a finite number"),
-        ("a,b,label\n1,,0\n1,2,1\n", "line 2, column 'b': '' is not a finite number"),
-        ("label,b\n0,nan\n1,2\n", "line 2, column 'b': 'nan' is not a finite number"),
-        ("a,label\n1e300,0\n1,1\n", "line 2, column 'a': '1e300' is not a finite number"),
-        ("a,label\n1_000,0\n1,1\n", "line 2, column 'a': '1_000' is not a finite number"),
+        ("a,b,label\n1,2,0\n1,x,1\n", "line 3, column 'b': there is no finite number"),
+        ("a,b,label\n1,,0\n1,2,1\n", "line 2, column 'b': there is no finite number"),
+        ("label,b\n0,nan\n1,2\n", "line 2, column 'b': there is no finite number"),
+        ("a,label\n1e300,0\n1,1\n", "line 2, column 'a': there is no finite number"),
+        ("a,label\n1_000,0\n1,1\n", "line 2, column 'a': there is no finite number"),
         ("a,label\n1,0\n2, \n", "line 3, column 'label': the label is empty"),
         ("a,b,label\n1,2,0\n1,2\n", "line 3: 2 values instead of 3"),
         ("a,label\n", "has a header row but no records"),

@@ -241,66 +241,71 @@ def _model_of_fed_cdp(plan: Plan, population: Population, server: View, rate: fl
 
 
 def _fed_sdp(plan: Plan, population: Population) -> list[View]:
-    clients = _Clients(plan, population)
-    mechanism = _Mechanism(plan, population.layers, 1.0)
-    raw = "local training is not private: every gradient in it is raw"
+    """A client that is zeroed out moves the sum by C·√M; a record, by twice that: it may turn its client's update around."""
+    rows = _fed_sdp_of("client", plan, population, _Mechanism(plan, population.layers, 1.0))
+    halved = _Mechanism(plan, population.layers, 0.5)
+    rows += _fed_sdp_of("record", plan, population, halved)
+    if population.copies > 1:
+        rows.append(_copies_of_fed_sdp(plan, population, halved))
+    return [*rows, _without("example", "local training is not private: every gradient in it is raw")]
+
+
+_TURNED = "a record may turn its client's update around, over twice the distance; "
+
+
+def _fed_sdp_of(unit: Unit, plan: Plan, population: Population, mechanism: _Mechanism) -> list[View]:
+    clients, turned = _Clients(plan, population), _TURNED if unit == "record" else ""
 
     def update(sigma: float) -> Gaussian:
         return Gaussian(mechanism.first_z(sigma))
 
     if plan.noise_at == "client":
-        whole = "the whole update of a client is clipped and noised before it leaves"
-        server = clients.view("server", "client", "zero-out", whole, update)
-        rows = [server, replace(server, adversary="update"), _model_of_noisy_clients(plan, clients, mechanism, server)]
-        if population.copies > 1:
-            rows.append(clients.view("server", "unique", "zero-out", whole, update))
-    else:
-        reads_raw = "the server adds the noise after it has read the raw updates"
-        rows = [_without("server", reads_raw, "client"), _without("update", reads_raw, "client")]
-        rows.append(_model_of_noisy_server(plan, clients, update))
-        if population.copies > 1:
-            rows.append(_copies_under_noisy_server(clients, update))
-    follow = [replace(row, unit="record", assumption=f"follows from the client's row: {row.assumption}")
-              for row in rows if row.unit == "client"]  # fmt: skip
-    return [*rows, *follow, _without("example", raw)]
+        whole = f"{turned}the whole update of a client is clipped and noised before it leaves"
+        server = clients.view("server", unit, "zero-out", whole, update)
+        return [server, replace(server, adversary="update"), _model_of_noisy_clients(plan, clients, server)]
+    reads_raw = "the server adds the noise after it has read the raw updates"
+    trusted = f"{turned}the server is trusted with raw updates and adds the noise; nobody else knows who took part"
+    model = View("model", unit, "zero-out", trusted, lambda sigma: _amplified(unit, clients, update(sigma)), update, True)
+    return [_without("server", reads_raw, unit), _without("update", reads_raw, unit), model]
 
 
-def _model_of_noisy_clients(plan: Plan, clients: _Clients, mechanism: _Mechanism, server: View) -> View:
+def _amplified(unit: Unit, clients: _Clients, update: Gaussian) -> Release:
+    """The server's noised sum, for whoever does not know who took part."""
+    if clients.rate == 1:
+        return update
+    if unit == "record":  # its update is another one, in either way of choosing clients: `update.z` is over that distance
+        return WithoutReplacement(clients.rate, update.z)
+    if clients.plan.client_sampling == "poisson":
+        return PoissonGaussian(clients.rate, update.z)
+    return WithoutReplacement(clients.rate, update.z / 2)
+
+
+def _model_of_noisy_clients(plan: Plan, clients: _Clients, server: View) -> View:
     if not plan.secure_aggregation:
         reason = "without secure aggregation other clients' noise does not count"
         return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
-    share = math.sqrt(plan.per_round) / 2
+    # Of a client as of a record: whoever else is drawn in its place moves the sum by twice its sensitivity.
+    together = _Mechanism(plan, clients.population.layers, math.sqrt(plan.per_round) / 2)
     return View(
         "model",
-        "client",
+        server.unit,
         "zero-out",
         "secure aggregation holds and nobody knows who took part",
-        lambda sigma: WithoutReplacement(clients.rate, mechanism.first_z(sigma) * share),
+        lambda sigma: WithoutReplacement(clients.rate, together.first_z(sigma)),
         server.taken,
         hidden=True,
         fallback=server,
     )
 
 
-def _model_of_noisy_server(plan: Plan, clients: _Clients, update: Callable[[float], Gaussian]) -> View:
-    def amplified(sigma: float) -> Release:
-        whole = update(sigma)
-        if clients.rate == 1:
-            return whole
-        if plan.client_sampling == "poisson":
-            return PoissonGaussian(clients.rate, whole.z)
-        return WithoutReplacement(clients.rate, whole.z / 2)
+def _copies_of_fed_sdp(plan: Plan, population: Population, mechanism: _Mechanism) -> View:
+    clients = _Clients(plan, population)
+    if plan.noise_at == "client":
+        whole = f"{_TURNED}the whole update of a client is clipped and noised before it leaves"
+        return clients.view("server", "unique", "zero-out", whole, lambda sigma: Gaussian(mechanism.first_z(sigma)))
 
-    assumption = "the server is trusted with raw updates and adds the noise; nobody else knows who took part"
-    return View("model", "client", "zero-out", assumption, amplified, update, hidden=True)
+    def together(sigma: float) -> Release:  # several clients move one sum: the distance grows with their number
+        return Gaussian(mechanism.first_z(sigma) / clients.most_copies)
 
-
-def _copies_under_noisy_server(clients: _Clients, update: Callable[[float], Gaussian]) -> View:
-    """Several clients with the same person move one sum together: the distance grows with their number."""
-
-    def together(sigma: float) -> Release:
-        whole = update(sigma)
-        return Gaussian(whole.z / clients.most_copies)
-
-    assumption = f"one person, stored at {clients.population.copies} clients, of which any may take part together"
+    assumption = f"{_TURNED}one person, stored at {population.copies} clients, of which any may take part together"
     return View("model", "unique", "zero-out", assumption, together, together, hidden=True)

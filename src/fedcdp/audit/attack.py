@@ -31,6 +31,7 @@ from fedcdp.randomness import stream_key
 
 ADVERSARIES = ("example", "update", "server", "model")
 UNITS = ("record", "client")
+RELATIONS = ("zero-out", "replace-one")
 
 _LEARNING = 0.1  # share of the trials that fit the discriminant, and as many again that choose the attack
 
@@ -66,6 +67,9 @@ def audit(
     layers: int = 3,
     records: int | None = None,
     participations: int = 1,
+    relation: str = "zero-out",
+    clients: int | None = None,
+    copies: int = 1,
     trials: int | None = None,
     delta: float | None = None,
     seed: int | None = 0,
@@ -77,7 +81,9 @@ def audit(
     `example` reads each example's gradient as released, with its index; `update` and `server` read a client's update, and
     `model` the global model, in each of `participations` rounds. What is zeroed out is a record, or (`unit`, and by
     default for Fed-SDP) all records of a client. A client has `records` of them, by default as many as its local steps
-    use; the network has `layers` layers; `delta` is the plan's unless given.
+    use; the network has `layers` layers; `delta` is the plan's unless given. Under the relation `replace-one` the canary's
+    gradient turns around instead. With `clients`, a round draws the canary's client out of so many, as the plan does:
+    compare with the ε that holds before it is known who takes part. Several `copies` lie at as many clients of the cohort.
 
     Time grows with trials · participations · local steps; by default `trials` is what takes some 20 seconds, between 5,000
     and 4,000,000. `progress` is told how many of how many are done. Without a seed no two audits are alike.
@@ -85,8 +91,13 @@ def audit(
     unit = unit or ("client" if plan.method == "fed-sdp" else "record")
     records = plan.local_steps * plan.batch_size if records is None else records
     delta = plan.delta if delta is None else delta
-    _check(plan, adversary, unit, delta, {"layers": layers, "records": records, "participations": participations})
-    laboratory = Laboratory(plan, method or METHODS[plan.method], adversary, unit, layers, records, participations)
+    counts = {"layers": layers, "records": records, "participations": participations, "copies": copies}
+    _check(plan, adversary, unit, relation, delta, counts)
+    if clients is not None:
+        plan.check_clients(clients)
+    laboratory = Laboratory(
+        plan, method or METHODS[plan.method], adversary, unit, layers, records, participations, relation, clients, copies
+    )
     trials = laboratory.affordable_trials() if trials is None else trials
     if trials < 100:
         raise PlanError(f"trials: {trials} is not allowed; it must be at least 100")
@@ -115,11 +126,12 @@ def audit(
     bound = epsilon_of_errors((absent[0] > threshold).sum(), (present[0] <= threshold).sum(), held_out, delta)
     gaussian = None if laboratory.is_mixture else gaussian_epsilon(mean_shift(absent[1], present[1]), delta)
     seconds, exposures = time.perf_counter() - started, laboratory.exposures
-    return Audit(adversary, unit, "zero-out", trials, delta, float(bound), gaussian, exposures, names[chosen], seconds)
+    return Audit(adversary, unit, relation, trials, delta, float(bound), gaussian, exposures, names[chosen], seconds)
 
 
-def _check(plan: Plan, adversary: str, unit: str, delta: float, counts: dict[str, int]) -> None:
-    for name, value, known in (("adversary", adversary, ADVERSARIES), ("unit", unit, UNITS)):
+def _check(plan: Plan, adversary: str, unit: str, relation: str, delta: float, counts: dict[str, int]) -> None:
+    given = (("adversary", adversary, ADVERSARIES), ("unit", unit, UNITS), ("relation", relation, RELATIONS))
+    for name, value, known in given:
         if value not in known:
             raise PlanError(f"{name}: {value} is not allowed; it must be one of {', '.join(known)}")
     for name, count in counts.items():
@@ -127,6 +139,10 @@ def _check(plan: Plan, adversary: str, unit: str, delta: float, counts: dict[str
             raise PlanError(f"{name}: {count} is not allowed; it must be at least 1")
     if counts["participations"] > plan.rounds:
         raise PlanError(f"participations: {counts['participations']} is not allowed; the plan has {plan.rounds} rounds")
+    if relation == "replace-one" and plan.method == "fed-sdp":
+        raise PlanError("relation: replace-one is audited of Fed-CDP; a record of Fed-SDP is told apart by zero-out as well")
+    if counts["copies"] > 1 and (adversary == "example" or counts["copies"] > plan.per_round):
+        raise PlanError(f"copies: {counts['copies']} is not allowed; copies lie at clients of one cohort, {plan.per_round}")
     if not 0 < delta < 1:
         raise PlanError(f"delta: {delta} is not allowed; it must be above 0 and below 1")
     if plan.quantile is not None:

@@ -15,7 +15,7 @@ from fedcdp.methods import Method, Moment, train_locally
 from fedcdp.noise import SeededNoise, noise_of
 from fedcdp.plan import Plan
 from fedcdp.randomness import stream_key
-from fedcdp.sampling import choose_records
+from fedcdp.sampling import choose_clients, choose_records
 from fedcdp.server import Aggregate, server_update
 from fedcdp.tree import Tree
 
@@ -48,6 +48,11 @@ class Laboratory:
     layers: int
     records: int
     participations: int
+    relation: str = "zero-out"
+    clients: int | None = None
+    """How many there are of which a round's are drawn; None: the canary's client takes part in every round."""
+    copies: int = 1
+    """At how many clients of the cohort the canary is."""
     exposures: int = 0
 
     def __post_init__(self) -> None:
@@ -55,10 +60,10 @@ class Laboratory:
         self.engine = FunctionalEngine(network, loss=lambda outputs, _: outputs.mean())
         self.layout = self.engine.layout
         self.weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-        self.cohort = plan.per_round if self.adversary == "model" else 1
+        self.cohort = plan.per_round if self.adversary == "model" else self.copies
         by_chance = plan.record_sampling != "partition" and plan.batch_size < self.records
         counts_vary = plan.record_sampling == "poisson" and plan.method != "fed-sdp"
-        self.is_mixture = by_chance and (self.unit == "record" or counts_vary)
+        self.is_mixture = self.clients is not None or (by_chance and (self.unit == "record" or counts_vary))
         # A direction of norm 1 in every group, with no two coordinates alike, so that noise that some of them share can be
         # told from it; and a length far beyond the clip bound, also for the update that is made of it.
         uneven = self.layout.unflatten(torch.tensor([(-1.0) ** k * (k + 1) for k in range(self.layout.size)]))
@@ -93,26 +98,60 @@ class Laboratory:
         clients = (numbers[:, None] * self.cohort + torch.arange(self.cohort)).flatten()
         sizes = torch.full_like(clients, self.records)
         at = Moment(plan, self.engine, noise_of(plan, self.layout), round_, clients, sizes.clamp(max=plan.batch_size))
-        canary = self.direction * (self.length if world else 0.0)
+        takes_part = self._takes_part(plan, numbers, round_)
+        at_canary = (clients % self.cohort < self.copies) & takes_part.repeat_interleave(self.cohort)
+        canary, others = self._gradients(world)
         carriers: list[Tensor] = []
 
         def batches() -> Iterator[Batch]:
             for step in range(plan.local_steps):
                 draw = choose_records(plan, clients, sizes, round_, step)
-                carrying = draw.present & (clients % self.cohort == 0)[:, None]
-                carriers.append(carrying & (draw.positions == 0) if self.unit == "record" else carrying)
-                yield Batch(carriers[-1][..., None] * canary, torch.zeros(carrying.shape), draw.present)
+                there = draw.present & at_canary[:, None]
+                carriers.append(there & (draw.positions == 0) if self.unit == "record" else there)
+                inputs = torch.where(carriers[-1][..., None], canary, others * there[..., None])
+                yield Batch(inputs, torch.zeros(there.shape), draw.present)
 
         if self.adversary == "example":
             return self._examples(batches(), carriers, at)
         read = {"update": self._tapped_update, "server": self._update, "model": self._models}[self.adversary]
         scale = -plan.batch_size / (plan.learning_rate_at(round_) or 1.0)
-        return scale * read(batches(), at), torch.ones(len(numbers))
+        seen = (scale * read(batches(), at)).unflatten(0, (len(numbers), -1)).sum(1)
+        if self.clients is not None and self.adversary != "model":  # who took part is known, and speaks for neither world
+            middle = self.direction * (at.clip_bound * self._usual_uses() * (0.5 if self.relation == "zero-out" else 0.0))
+            seen = torch.where(takes_part[:, None], seen - middle, 0.0)
+        return seen, takes_part.double()
+
+    def _takes_part(self, plan: Plan, numbers: Tensor, round_: int) -> Tensor:
+        """In which trials the round draws the canary's client, by the plan's own way of drawing."""
+        if self.clients is None:
+            return torch.ones(len(numbers), dtype=torch.bool)
+        rounds = (number * self.participations + round_ for number in numbers.tolist())  # each trial has its own
+        drawn = (choose_clients(plan, self.clients, each) for each in rounds)
+        return torch.tensor([bool(len(chosen)) and int(chosen[0]) == 0 for chosen in drawn])
+
+    def _gradients(self, world: bool) -> tuple[Tensor, Tensor]:
+        """The canary's gradient, and that of the other records of its client.
+
+        Zeroed out, the canary has none; replaced, it has the opposite one. Where a client's whole update is clipped, one
+        record can turn it around: there, the others pull the other way, and the canary is the stronger.
+        """
+        towards = self.direction * self.length
+        if self.plan.method == "fed-sdp" and self.unit == "record":
+            stronger = 4.0 * self.plan.local_steps * self.plan.slots
+            return towards * (stronger if world else 0.0), -towards
+        return towards * (1.0 if world else {"zero-out": 0.0, "replace-one": -1.0}[self.relation]), 0 * towards
+
+    def _usual_uses(self) -> float:
+        """How many gradients of the canary there are in a round, on average: for an attack's sense of the middle alone."""
+        if self.plan.method == "fed-sdp":
+            return 1.0
+        steps = self.plan.local_steps * (1.0 if self.unit == "record" else self.plan.batch_size)
+        return steps * min(1.0, self.plan.batch_size / self.records)
 
     def _examples(self, batches: Iterator[Batch], carriers: list[Tensor], at: Moment) -> tuple[Tensor, Tensor]:
         """The canary's gradients, less half of what they are at the clip bound (so that not having been drawn speaks for
         neither world); and those in the other slots of the same steps, lest they share the noise."""
-        half = self.direction * (at.clip_bound / 2)
+        half = self.direction * (at.clip_bound / 2 if self.relation == "zero-out" else 0.0)
         seen = torch.zeros(len(at.clients), 2 * self.layout.size)
 
         def tap(reader: str, at: Moment, shown: Tree) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from fedcdp.errors import DataError
 class Dataset:
     """Examples as one tensor each of inputs [N, ...] (float32) and class labels [N] (int64, 0 ≤ label < classes)."""
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tensor = field(repr=False)
+    targets: Tensor = field(repr=False)
     classes: int
 
     def __post_init__(self) -> None:

@@ -47,8 +47,8 @@ def _parse(file: TextIO, path: Path) -> tuple[NDArray[np.float32], NDArray[np.st
         labels.append(label)
         record = _numbers(cells)
         if record is None:
-            column, cell = next((name, cell) for name, cell in zip(names, cells, strict=True) if _numbers([cell]) is None)
-            raise DataError(f"{where}, column {column!r}: {cell!r} is not a finite number")
+            column = next(name for name, cell in zip(names, cells, strict=True) if _numbers([cell]) is None)
+            raise DataError(f"{where}, column {column!r}: there is no finite number")  # not the cell: logs are read by many
         inputs.append(record)
     if not inputs:
         raise DataError(f"{path} has a header row but no records")

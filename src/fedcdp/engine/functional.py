@@ -61,11 +61,20 @@ class FunctionalEngine:
     def check(self, weights: Tree, batch: Batch, per_example: bool) -> None:
         """See `Engine`."""
         single = {name: value[None] for name, value in weights.items()}
+        gradients = self.per_example_gradients if per_example else self.summed_gradients
+        nobody = Batch(torch.zeros_like(batch.inputs), torch.zeros_like(batch.targets), batch.present)
         try:
-            (self.per_example_gradients if per_example else self.summed_gradients)(single, batch)
+            gradients(single, nobody)
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ModelError(f"the network cannot be differentiated by torch.func: {first_line}") from error
+        try:
+            gradients(single, batch)
+        except Exception as error:  # whose text may quote a record
+            raise ModelError(
+                f"the network cannot be differentiated by torch.func on the first client's records ({type(error).__name__}); "
+                "it can on zeros: is a label beyond its outputs, or an input out of its range?"
+            ) from None
 
     def _call(self, weights: Tree, inputs: Tensor) -> Tensor:
         outputs: Tensor = functional_call(self.model, (weights, self._constants), (inputs,))

@@ -234,8 +234,10 @@ class _Server:
     def _measure(self, strategy: PlanStrategy, before: State) -> Row:
         """What is written of a round: nothing that comes from a client but through the mechanism."""
         plan, state, every = self._job.plan, strategy.state, self._experiment.run.evaluate_every
-        rate = plan.learning_rate_at(before.round)
-        row: Row = {"round": state.round, "clients": len(strategy.admitted), "learning_rate": rate}
+        row: Row = {"round": state.round}
+        if not plan.hides_cohort:
+            row["clients"] = len(strategy.admitted)
+        row["learning_rate"] = plan.learning_rate_at(before.round)
         if plan.private:
             row["clip"] = plan.clip_at(before.round, before.clip)
         if self._validation is not None and (state.round % every == 0 or state.round == plan.rounds):

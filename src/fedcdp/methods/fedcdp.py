@@ -12,8 +12,9 @@ from fedcdp.clipping import clip
 from fedcdp.engine.base import Batch
 from fedcdp.methods.base import Method, Moment
 from fedcdp.methods.quantile import count_examples
+from fedcdp.noise import noised
 from fedcdp.plan import Plan
-from fedcdp.tree import Tree, combine
+from fedcdp.tree import Tree
 
 
 class FedCDP(Method):
@@ -58,18 +59,17 @@ def _noised_sum(clipped: Tree, at: Moment) -> Tree:
 
 def _noised(total: Tree, at: Moment) -> Tree:
     """Line 14, in one draw of the summed variance."""
-    return combine(total, at.noise.for_step(at.round, at.clients, at.step, at.step_deviation))
+    return noised(total, at.noise.for_step(at.round, at.clients, at.step, at.step_deviation))
 
 
 def _noise_each(clipped: Tree, at: Moment) -> Tree:
     """Noise on every slot of the step, also on the trailing empty ones that the batch left out."""
     noise = at.noise.for_examples(at.round, at.clients, at.step, at.plan.slots, at.noise_scale)
-    released = {}
+    slots = {}
     for name, value in clipped.items():
         clients, filled, *shape = value.shape
-        empty = value.new_zeros(clients, at.plan.slots - filled, *shape)
-        released[name] = torch.cat([value, empty], dim=1) + noise[name]
-    return released
+        slots[name] = torch.cat([value, value.new_zeros(clients, at.plan.slots - filled, *shape)], dim=1)
+    return noised(slots, noise)
 
 
 def _sum(examples: Tree) -> Tree:

@@ -13,6 +13,7 @@ from fedcdp.clipping import clip
 from fedcdp.methods.base import Local, Moment, Sent
 from fedcdp.methods.nonprivate import NonPrivate
 from fedcdp.methods.quantile import count_clients
+from fedcdp.noise import noised
 from fedcdp.tree import Tree, combine
 
 
@@ -31,7 +32,7 @@ class FedSDP(NonPrivate):
         if at.plan.noise_at == "server":
             return update
         noise = at.noise.for_update(at.round, at.clients, at.noise_scale)
-        return combine(_clip_clients(update, at), noise)  # lines 8-15
+        return noised(_clip_clients(update, at), noise)  # lines 8-15
 
     def admit(self, update: Tree, at: Moment) -> Tree:
         """Noise at the server: it clips each raw update that it received."""
@@ -42,7 +43,7 @@ class FedSDP(NonPrivate):
         if at.plan.noise_at == "client":
             return total
         noise = at.noise.for_server(at.round, at.clients.device, at.noise_scale)
-        return combine(total, noise)  # line 15
+        return noised(total, noise)  # line 15
 
     def release_count(self, before: Tree, local: Local, at: Moment) -> Tensor | None:
         """Noise at the client: each sends its own indicator, noised."""

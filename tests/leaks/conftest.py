@@ -1,0 +1,41 @@
+"""What the tests of leaks share: neighbouring data, and two runs on them under watch."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "flower")]  # the latter for `local_grid`
+
+from watched import Seen, hold_the_release, stop_the_clocks, watched
+
+
+@pytest.fixture
+def run_twice(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., list[Seen]]]:
+    """Runs an action on each of several inputs, each in a fresh directory of the same looks; gives what each let out."""
+
+    def twice(action: Callable[[Any], object], inputs: list[Any], hold: bool = True) -> list[Seen]:
+        seen = []
+        for number, given in enumerate(inputs):
+            place = tmp_path / f"{number}"
+            (place / "tmp").mkdir(parents=True)
+            with monkeypatch.context() as patch:
+                patch.chdir(place)
+                patch.setenv("FEDCDP_CACHE", "cache")
+                patch.setattr(tempfile, "tempdir", str(place / "tmp"))
+                stop_the_clocks(patch)
+                if hold:
+                    hold_the_release(patch)
+                with watched(place, capfd.readouterr) as found:
+                    action(given)
+            seen.append(found)
+        return seen
+
+    yield twice
