@@ -24,7 +24,7 @@ def run_twice(
     def twice(action: Callable[[Any], object], inputs: list[Any], hold: bool = True) -> list[Seen]:
         seen = []
         for number, given in enumerate(inputs):
-            place = tmp_path / f"{number}"
+            place = tmp_path / "place"  # the same for all: a configuration names the file of its data
             (place / "tmp").mkdir(parents=True)
             with monkeypatch.context() as patch:
                 patch.chdir(place)
@@ -35,6 +35,7 @@ def run_twice(
                     hold_the_release(patch)
                 with watched(place, capfd.readouterr) as found:
                     action(given)
+            found.place = place.rename(tmp_path / f"{number}")
             seen.append(found)
         return seen
 

@@ -53,7 +53,7 @@ def sabotaged(method: Method, fault: Fault) -> Method:
 
 def with_noise(change: Change) -> Fault:
     """Noise that is changed."""
-    return lambda at: replace(at, noise=Tampered(at.noise, change))
+    return lambda at: replace(at, noise=Tampered(at.noise, change))  # type: ignore[arg-type]
 
 
 def scaled(factor: float) -> Fault:
