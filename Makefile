@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration lint types check docs wheel clean
+.PHONY: demo test integration audits lint types check docs wheel clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -19,6 +19,10 @@ test: .venv/.installed
 # Every scenario of a deployment, with real Flower processes on the loopback; its log is kept.
 integration: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_log.py results/integration.log.txt
+
+# What attacks prove of ε, over all methods, conventions and samplings, and on sabotaged mechanisms: some ten minutes.
+audits: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/audit_table.py --grid
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -138,8 +138,8 @@ class SecureNoise(Noise):
     A value is half the sum of four independent normal ones in float64; what it is added to is rounded with it, once
     (`noised`). The values that one transform of finitely many random bits can take have gaps, in a pattern that depends on
     what is added to them (Mironov, CCS 2012; Jin et al., IEEE S&P 2022); the sum of several fills the gaps and has too many
-    origins to be searched (Holohan and Braghin, ESORICS 2021, which Opacus' secure mode follows, too). What that does not guard against:
-    how long anything takes. Only a discrete Gaussian on integers is exact; this is close to one, to the 53 bits of float64.
+    origins to be searched (Holohan and Braghin, ESORICS 2021, which Opacus' secure mode follows, too). What that does not
+    guard against: how long anything takes. Only a discrete Gaussian on integers is exact; this has the 53 bits of float64.
     """
 
     layout: Layout

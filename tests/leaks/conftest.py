@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,19 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "flower")]  # the latter for `local_grid`
 
-from watched import Seen, hold_the_release, stop_the_clocks, watched
+from watched import Seen, hold_the_release, stop_the_clocks, watched  # noqa: E402
 
 
 @pytest.fixture
 def run_twice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., list[Seen]]]:
+) -> Callable[..., list[Seen]]:
     """Runs an action on each of several inputs, each in a fresh directory of the same looks; gives what each let out."""
 
     def twice(action: Callable[[Any], object], inputs: list[Any], hold: bool = True) -> list[Seen]:
         seen = []
         for number, given in enumerate(inputs):
-            place = tmp_path / f"{number}"
+            place = tmp_path / "place"  # the same for all: a configuration names the file of its data
             (place / "tmp").mkdir(parents=True)
             with monkeypatch.context() as patch:
                 patch.chdir(place)
@@ -35,7 +35,8 @@ def run_twice(
                     hold_the_release(patch)
                 with watched(place, capfd.readouterr) as found:
                     action(given)
+            found.place = place.rename(tmp_path / f"{number}")
             seen.append(found)
         return seen
 
-    yield twice
+    return twice

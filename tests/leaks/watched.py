@@ -66,7 +66,7 @@ def _listen(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[0], str | os.PathLike):
         path, mode, flags = os.fspath(arguments[0]), arguments[1] or "", arguments[2] or 0
         if set(str(mode)) & set("wax+") or flags & (os.O_WRONLY | os.O_RDWR):
-            full = os.path.abspath(path if isinstance(path, str) else path.decode())
+            full = str(Path(os.fsdecode(path)).absolute())
             if not full.startswith(str(seen.place)) and not _HARMLESS.search(full):
                 seen.written.add(full)
     elif event in ("socket.connect", "socket.sendto", "subprocess.Popen", "os.system"):

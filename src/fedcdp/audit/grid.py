@@ -101,7 +101,8 @@ def run(cases: Iterable[Case], trials: int, seed: int = 0) -> Iterator[Verdict]:
 
 
 def _plan(**changes: Any) -> Plan:
-    usual = {"local_steps": 1, "batch_size": 3, "per_round": 4, "record_sampling": "partition", "noise_multiplier": 3.0}
+    usual: dict[str, Any] = {"local_steps": 1, "batch_size": 3, "per_round": 4, "record_sampling": "partition"}
+    usual |= {"noise_multiplier": 3.0}
     return Plan(**usual | changes)
 
 
@@ -126,7 +127,9 @@ def sound_cases() -> list[Case]:
         Case("example noise, fixed-size batches", _plan(**fixed, noise_multiplier=2.0), "server", records=12),
         Case("example noise, fixed-size batches, four steps", _plan(**fixed, **several, noise_multiplier=3.0), "update"),
         Case("batch noise, fixed order", _plan(noise="batch"), "server"),
-        Case("batch noise, fixed order, five rounds", _plan(noise="batch", noise_multiplier=6.0), "update", participations=5),
+        Case(
+            "batch noise, fixed order, five rounds", _plan(noise="batch", noise_multiplier=6.0), "update", participations=5
+        ),
         Case("batch noise, Poisson", _plan(**poisson, noise="batch", noise_multiplier=1.5), "server"),
         Case("batch noise, Poisson, few slots", _plan(**poisson, noise="batch", noise_multiplier=1.5, slots=3), "server"),
         Case("batch noise, fixed-size batches", _plan(**fixed, noise="batch", noise_multiplier=4.0), "server"),
@@ -137,7 +140,9 @@ def sound_cases() -> list[Case]:
         Case("pruned", _plan(compression=0.3, noise_multiplier=1.5), "server"),
         Case("whole models, server's rate 0.5", _plan(aggregation="fedaveraging", server_learning_rate=0.5), "model"),
         Case("a client, example noise", _plan(noise_multiplier=6.0), "server", unit="client"),
-        Case("a client, batch noise, Poisson", _plan(**poisson, noise="batch", noise_multiplier=12.0), "server", unit="client"),
+        Case(
+            "a client, batch noise, Poisson", _plan(**poisson, noise="batch", noise_multiplier=12.0), "server", unit="client"
+        ),
         Case("who takes part is drawn, and known", _plan(noise_multiplier=1.5), "server", clients=8, participations=3),
         Case("two copies", _plan(), "server", unit="unique", copies=2),
         Case("one step, secure aggregation", _plan(secure_aggregation=True, noise_multiplier=0.8), "model", clients=8),
@@ -178,7 +183,12 @@ def sabotaged_cases() -> list[Case]:
     targets: list[tuple[str, Plan, str, str]] = [
         ("Fed-CDP, example noise", _plan(noise_multiplier=2.0), "example", "record"),
         ("Fed-CDP, batch noise", _plan(noise="batch", noise_multiplier=2.0), "server", "record"),
-        ("Fed-SDP, noise at the client", _plan(method="fed-sdp", noise_at="client", noise_multiplier=2.0), "server", "client"),
+        (
+            "Fed-SDP, noise at the client",
+            _plan(method="fed-sdp", noise_at="client", noise_multiplier=2.0),
+            "server",
+            "client",
+        ),
     ]
     for name, fault in FAULTS.items():
         caught += [Case(f"{name}: {which}", plan, who, unit, fault=fault) for which, plan, who, unit in targets]

@@ -37,23 +37,27 @@ def sabotaged(method: Method, fault: Fault) -> Method:
 
     class Sabotaged(type(method)):  # type: ignore[misc]
         def local_step(self, local: Local, batch: Batch, at: Moment) -> Local:
-            return super().local_step(local, batch, fault(at))
+            after: Local = super().local_step(local, batch, fault(at))
+            return after
 
         def sanitise_update(self, update: Tree, at: Moment) -> Tree:
-            return super().sanitise_update(update, fault(at))
+            sent: Tree = super().sanitise_update(update, fault(at))
+            return sent
 
         def admit(self, update: Tree, at: Moment) -> Tree:
-            return super().admit(update, fault(at))
+            admitted: Tree = super().admit(update, fault(at))
+            return admitted
 
         def sanitise_sum(self, total: Tree, at: Moment) -> Tree:
-            return super().sanitise_sum(total, fault(at))
+            noised: Tree = super().sanitise_sum(total, fault(at))
+            return noised
 
     return Sabotaged()
 
 
 def with_noise(change: Change) -> Fault:
     """Noise that is changed."""
-    return lambda at: replace(at, noise=Tampered(at.noise, change))
+    return lambda at: replace(at, noise=Tampered(at.noise, change))  # type: ignore[arg-type]
 
 
 def scaled(factor: float) -> Fault:
