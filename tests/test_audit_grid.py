@@ -1,7 +1,7 @@
 """No attack on the grid of plans proves more than the ε that is printed, and sabotage is caught: `make audits`, in short.
 
 The full grid takes minutes (results/audit.md). Here, few trials: beside the bound that needs no assumption stands the
-sharper one of a Gaussian release, which every unmixed release is, and which shows an ε that is too small by a fifth.
+sharper one of a Gaussian release, which every unmixed release is, and which shows an ε that is too small by a third.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class FunctionalEngine:
             gradients(single, batch)
         except Exception as error:  # whose text may quote a record
             raise ModelError(
-                f"the network cannot be differentiated by torch.func on the first client's records "
-                f"({type(error).__name__}), while it can on zeros: is a label beyond its outputs, or an input out of its range?"
+                f"the network cannot be differentiated by torch.func on the first client's records ({type(error).__name__}) "
+                "though it can on zeros: is a label beyond its outputs, or an input out of its range?"
             ) from None
 
     def _call(self, weights: Tree, inputs: Tensor) -> Tensor:
