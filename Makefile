@@ -14,7 +14,7 @@ demo: .venv/.installed
 	$(BIN)/fedcdp demo --out runs/demo
 
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every scenario of a deployment, with real Flower processes on the loopback; its log is kept.
 integration: .venv/.installed
