@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration lint types check docs wheel clean
+.PHONY: demo test integration crashes soak load lint types check docs wheel clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -20,6 +20,22 @@ test: .venv/.installed
 # Every scenario of a deployment, with real Flower processes on the loopback; its log is kept.
 integration: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_log.py results/integration.log.txt
+
+# Trainings killed at every call that changes a file and at random moments, full disks: about half an hour on two free cores.
+DEVICE ?= cpu
+crashes: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/crashes.py --device $(DEVICE) --out results/reliability/crashes.json
+
+# A training watched for hours: flat memory, equally long rounds.
+HOURS ?= 1
+soak: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/reliability/soak.py --hours $(HOURS) --device $(DEVICE) --out results/reliability/soak.json
+
+# A deployment of many nodes on this machine, one of which is killed every other round.
+NODES ?= 20
+ROUNDS ?= 20
+load: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_load.py --nodes $(NODES) --rounds $(ROUNDS) --out results/reliability/load.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

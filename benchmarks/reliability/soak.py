@@ -2,21 +2,22 @@
 
     python benchmarks/reliability/soak.py --hours 1 --out results/reliability/soak.json
 
-The training is the command that a user runs, in a process of its own; its memory and its processor time are read from /proc once a
-second, its rounds from the metrics that it writes. It is stopped with Ctrl-C, and must then go on with --resume.
+The training is the command that a user runs, in a process of its own; its memory and its processor time are read from /proc
+once a second, its rounds from the metrics that it writes. It is stopped with Ctrl-C, and must then go on with --resume.
 
 What counts as a failure (exit 1), the first tenth of the time being left out as a start-up:
 
-- memory: a line is fitted to the resident memory over the rounds. A round may leave `KB_A_ROUND` behind: its row of the metrics and its
-  line of the ledger, which a run keeps. One kept copy of the model would be 35 times that.
-- time: the median processor time of a round in the last quarter may exceed that of the first quarter by `SLOWER`. Processor time, because
-  a clock on the wall also measures who else is at work on the machine (it is reported all the same).
+- memory: a line is fitted to the resident memory over the rounds. A round may leave `KB_A_ROUND` behind: its row of the
+  metrics and its line of the ledger, which a run keeps. One kept copy of the model would be 35 times that.
+- time: the median processor time of a round in the last quarter may exceed that of the first quarter by `SLOWER`. Processor
+  time, because a clock on the wall also measures who else is at work on the machine (it is reported all the same).
 - the end: Ctrl-C is answered by one line and exit 1, every round is in the ledger and the metrics, and the run resumes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -82,10 +83,16 @@ def soak(run: Path, hours: float, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "fedcdp", "train", *options, "--out", str(run)]
     log = run.parent / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            preexec_fn=_hears_ctrl_c,
+        )
         samples = watch(process, run / "metrics.jsonl", hours * 3600)
         process.send_signal(signal.SIGINT)
-        status = process.wait(timeout=120)
+        status = _end(process)
     last_line = log.read_text(errors="replace").strip().splitlines()[-1]
     rows, charged = RunDirectory(run).read_metrics(), Ledger.open(run / "ledger.jsonl").rounds_charged
     state = RunDirectory(run).load_state()
@@ -117,6 +124,21 @@ def soak(run: Path, hours: float, device: str) -> dict[str, Any]:
     }
 
 
+def _hears_ctrl_c() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would the training."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int | None:
+    """The status with which it ends; None where it has to be killed."""
+    try:
+        return process.wait(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
+
+
 def watch(process: subprocess.Popen[bytes], metrics: Path, seconds: float) -> list[Sample]:
     """Look on once a second, until the time is over or the training ends (which it should not)."""
     started, samples = time.monotonic(), []
@@ -136,9 +158,13 @@ def watch(process: subprocess.Popen[bytes], metrics: Path, seconds: float) -> li
     return samples
 
 
+def _after_start_up(samples: list[Sample]) -> list[Sample]:
+    return samples[len(samples) // 10 :]
+
+
 def growth(samples: list[Sample]) -> dict[str, float]:
     """The line through resident memory over rounds, after the start-up."""
-    kept = samples[len(samples) // 10 :]
+    kept = _after_start_up(samples)
     rounds = np.array([each.rounds for each in kept], dtype=float)
     resident = np.array([each.resident for each in kept], dtype=float)
     slope, _ = np.polyfit(rounds, resident, 1)
@@ -152,7 +178,7 @@ def growth(samples: list[Sample]) -> dict[str, float]:
 
 def drift(samples: list[Sample]) -> dict[str, float]:
     """Processor time of a round in the first and the last quarter, after the start-up."""
-    kept = samples[len(samples) // 10 :]
+    kept = _after_start_up(samples)
     quarter = len(kept) // 4
     first, last = _seconds_a_round(kept[:quarter]), _seconds_a_round(kept[-quarter:])
     begin, end = float(np.median(first)), float(np.median(last))
@@ -162,7 +188,7 @@ def drift(samples: list[Sample]) -> dict[str, float]:
 def _seconds_a_round(samples: list[Sample]) -> NDArray[np.float64]:
     """Over windows of ten seconds, long enough to hold many rounds."""
     ends = samples[::10]
-    pairs = zip(ends, ends[1:], strict=False)
+    pairs = itertools.pairwise(ends)
     return np.array([(b.processor - a.processor) / (b.rounds - a.rounds) for a, b in pairs if b.rounds > a.rounds])
 
 

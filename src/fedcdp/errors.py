@@ -30,4 +30,4 @@ class RunError(FedcdpError):
 
 
 class StorageError(RunError):
-    """What had to be written was not: the disk is full or broken, or the directory is gone. What was there before is kept."""
+    """What had to be written was not: the disk is full or broken, or the directory is gone. What was there is kept."""

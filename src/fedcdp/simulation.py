@@ -128,9 +128,9 @@ def simulate(
     The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
     every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
     at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
-    bounded amount of memory, and a resumed one keeps to what it had. `tf32` lets a GPU round the factors of products to 10 bits, which is faster; norms, clipping
-    and noise stay as they are. With `most_releases`, training ends before one more round would be released (see
-    `accounting.calibrate.rounds_within`), with the model so far.
+    bounded amount of memory, and a resumed one keeps to what it had. `tf32` lets a GPU round the factors of products to 10
+    bits, which is faster; norms, clipping and noise stay as they are. With `most_releases`, training ends before one more
+    round would be released (see `accounting.calibrate.rounds_within`), with the model so far.
     """
     changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
     plan = plan.but(**changes) if changes else plan
@@ -153,7 +153,12 @@ def simulate(
         engines = engines_for(network, loss, engine)
         simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk)
         weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        for name, value in weights.items():
+            if not torch.isfinite(value).all():
+                raise ModelError(f"{name} holds a weight that is not finite; nothing can be trained from there")
         simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
+        if loss is F.cross_entropy:
+            _check_outputs(simulator, weights)
         fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
         simulator.trainer, simulator.chunk = tuned(simulator, engines, fresh, chunk, engine)
         if directory is None:
@@ -174,6 +179,14 @@ def simulate(
             if directory.load_engine(device.type) != computing:
                 directory.save_engine(device.type, *computing)
             return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
+
+
+def _check_outputs(simulator: Simulator, weights: Tree) -> None:
+    """Refuse a network that has no output for some class: the first client, which is tried, need not hold it."""
+    outputs, classes = simulator.engine.outputs(weights, simulator.examples.inputs[:1]), simulator.federation.train.classes
+    if outputs.dim() != 2 or outputs.shape[-1] < classes:
+        found = "x".join(map(str, outputs.shape[1:])) or "no"
+        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; it needs one for each")
 
 
 def _kept_engine(

@@ -11,10 +11,11 @@
 | full | no space left on the device, from each call on |
 | others | `attack`, `bench`, `reproduce` and `export`, killed and out of space at each call |
 
-After every kill, as the files lie there: the ledger verifies and counts at least every round whose training had begun (which a
-witness of its own wrote down), the checkpoint is whole and holds no round that was not charged, and so does the file of metrics. Then the run
-is resumed to its end: under seeded noise model, metrics and ledger must be those of a run that nobody disturbed, to the bit; under
-secure noise every release must be counted, the repeated ones twice. A full disk must be told in one line, with exit status 1.
+After every kill, as the files lie there: the ledger verifies and counts at least every round whose training had begun
+(which a witness of its own wrote down), the checkpoint is whole and holds no round that was not charged, nor do the
+metrics. Then the run is resumed to its end: under seeded noise model, metrics and ledger must be those of a run that nobody disturbed,
+to the bit; under secure noise every release must be counted, the repeated ones twice. A full disk must be told in one line,
+with exit status 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -43,15 +45,15 @@ import torch
 from faults import Faults, Strike
 from safetensors.torch import load_file
 
-import fedcdp
-from fedcdp import simulation
+from fedcdp import simulation, spending
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.bench.machine import describe, load_average
 from fedcdp.cli import main as fedcdp_main
+from fedcdp.experiment import assemble
 from fedcdp.files import load_tensors, write_atomically
 from fedcdp.rundir import RunDirectory, State
 
-SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "3"]
+SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "2"]
 SCENARIOS: dict[str, list[str]] = {
     "nonprivate": ["--method", "nonprivate", "--momentum", "0.5"],
     "dssgd": ["--method", "dssgd", "--record-sampling", "fixed"],
@@ -76,7 +78,7 @@ def require(holds: bool, what: str) -> None:
         raise CrashError(what)
 
 
-# Running a command in a fork, so that a start costs nothing and faults stay in it ---------------------------------------------
+# Running a command in a fork, so that a start costs nothing and faults stay in it ------------------------------------
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside
             os.dup2(output, 1)
             os.dup2(output, 2)
             _bear_witness(os.open(witness, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+            spending.statement = lambda _: None  # ε takes longer than all else, and nothing is written any more by then
             Faults(place, strike, seen).install()
             sys.argv = ["fedcdp", *arguments]
             fedcdp_main()
@@ -125,7 +128,7 @@ def _bear_witness(file: int) -> None:
     simulation.Simulator.round = witnessed  # type: ignore[method-assign]
 
 
-# What must hold ---------------------------------------------------------------------------------------------------------------
+# What must hold ------------------------------------------------------------------------------------------------------
 
 
 def examine(run: Path, witness: Path, secure: bool) -> None:
@@ -174,7 +177,7 @@ def _without_times(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in RunDirectory(run).read_metrics()]
 
 
-# Trainings --------------------------------------------------------------------------------------------------------------------
+# Trainings -----------------------------------------------------------------------------------------------------------
 
 
 class Trainings:
@@ -247,29 +250,36 @@ def told_in_one_line(ended: Ended) -> None:
     require("No space left" in ended.stderr, f"the reason is missing: {ended.stderr}")
 
 
-# Random moments of the real command -------------------------------------------------------------------------------------------
+# Random moments of the real command ----------------------------------------------------------------------------------
 
 
 def moments(name: str, place: Path, device: str, kills: int, chance: random.Random) -> int:
-    """Kill the command itself at random times over its whole life; returns how often it was still alive to be killed."""
+    """Kill a training at random times over its whole life; returns how often it was still alive to be killed.
+
+    The first is the command itself, from the start of its interpreter; the others are forks, which start at once.
+    """
     secure = "--secure-noise" in SCENARIOS[name]
     place.mkdir(parents=True)
-    longer = [*SMALL[:-1], "40", *SCENARIOS[name], "--device", device, "--quiet"]
+    longer = ["train", *SMALL[:-1], "40", *SCENARIOS[name], "--device", device, "--quiet"]
     whole, run, landed = place / "whole", place / "run", 0
-    started = time.monotonic()
-    require(_command("train", *longer, "--out", str(whole)).wait(PATIENCE) == 0, "the undisturbed run fails")
-    life = time.monotonic() - started
-    for _ in range(kills):
+    lives = {}
+    for start in (_command, _forked):
+        shutil.rmtree(whole, ignore_errors=True)
+        started = time.monotonic()
+        require(start(*longer, "--out", str(whole)).wait(PATIENCE) == 0, "the undisturbed run fails")
+        lives[start] = time.monotonic() - started
+    for kill in range(kills):
         shutil.rmtree(run, ignore_errors=True)
-        process = _command("train", *longer, "--out", str(run))
+        start = _forked if kill else _command
+        process = start(*longer, "--out", str(run))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(chance.uniform(0, life))
+            process.wait(chance.uniform(0, lives[start]))
         process.kill()
-        landed += process.wait() == -signal.SIGKILL
+        landed += process.wait(PATIENCE) == -signal.SIGKILL
         if run.exists():
             examine(run, place / "nobody", secure)
-        options = ["--resume", "--quiet"] if (run / "config.toml").exists() else longer
-        require(_command("train", *options, "--out", str(run)).wait(PATIENCE) == 0, "it does not go on")
+        options = ["train", "--resume", "--quiet"] if (run / "config.toml").exists() else longer
+        require(_forked(*options, "--out", str(run)).wait(PATIENCE) == 0, "it does not go on")
         same(run, whole, secure, 40)
     return landed
 
@@ -278,7 +288,34 @@ def _command(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "fedcdp", *arguments], stdout=subprocess.DEVNULL)
 
 
-# Other commands ---------------------------------------------------------------------------------------------------------------
+def _forked(*arguments: str) -> _Fork:
+    """The same in a fork, which has imported everything already; as much of a process as is needed here."""
+    process = multiprocessing.get_context("fork").Process(target=_main, args=(arguments,))
+    process.start()
+    return _Fork(process)
+
+
+@dataclass(frozen=True)
+class _Fork:
+    process: multiprocessing.process.BaseProcess
+
+    def wait(self, seconds: float) -> int:
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", seconds)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def _main(arguments: tuple[str, ...]) -> None:
+    spending.statement = lambda _: None
+    sys.argv = ["fedcdp", *arguments]
+    fedcdp_main()
+
+
+# Other commands ------------------------------------------------------------------------------------------------------
 
 
 def whole_files(place: Path) -> None:
@@ -307,11 +344,32 @@ def whole_files(place: Path) -> None:
 def others(place: Path, trained: Path) -> dict[str, list[str]]:
     """Commands that write files, by name; what they write goes below `place / "out"`."""
     out = place / "out"
-    quick = ["--victims", "1", "--steps", "2", "--device", "cpu"]
+    leak = ["--dataset", "mnist5k", "--method", "nonprivate", "--leak", "type2", "--attack", "dlg"]
     return {
-        "attack": ["attack", "--dataset", "mnist5k", "--method", "nonprivate", "--leak", "type2", *quick, "--out", str(out)],
-        "bench": ["bench", "--quick", "--sections", "engines", "--out", str(out / "bench.json")],
-        "reproduce": ["reproduce", "epsilon", "--out", str(out)],
+        "attack": ["attack", *leak, "--victims", "1", "--iterations", "2", "--quiet", "--out", str(out)],
+        "bench": [
+            "bench",
+            "--quick",
+            "--no-peers",
+            "--repeat",
+            "1",
+            "--per-round",
+            "2",
+            "--quiet",
+            "--out",
+            str(out / "b.json"),
+        ],
+        "reproduce": [
+            "reproduce",
+            "epsilon",
+            "--cells",
+            "fed-cdp/cifar10/L100",
+            "--workers",
+            "1",
+            "--quiet",
+            "--out",
+            str(out),
+        ],
         "export": ["export", str(trained), "--to", str(out / "model.safetensors")],
     }
 
@@ -349,14 +407,14 @@ def _spread(count: int, most: int) -> list[int]:
     return sorted({round(each) for each in np.linspace(0, count - 1, min(most, count))})
 
 
-# All of it --------------------------------------------------------------------------------------------------------------------
+# All of it -----------------------------------------------------------------------------------------------------------
 
 
 def experiments(given: argparse.Namespace, place: Path) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Part, name, and what does it."""
     chance = random.Random(given.seed)
     names = list(SCENARIOS) if given.scenarios is None else given.scenarios
-    most = 6 if given.short else 10**6
+    most = 3 if given.short else given.points or 10**6
 
     def of_calls(name: str) -> dict[str, Any]:
         trainings = Trainings(name, place / "calls" / name.replace(" ", "-"), given.device)
@@ -380,11 +438,13 @@ def experiments(given: argparse.Namespace, place: Path) -> Iterator[tuple[str, s
                 "kills": kills, "landed": moments(name, where, given.device, kills, chance)
             }  # fmt: skip
         trained = place / "trained"
-        yield "others", "training for export", lambda: {
-            "status": run_fork(["train", *SMALL, "--quiet", "--out", str(trained)], trained, None, place).status
-        }
+        yield (
+            "others",
+            "training for export",
+            lambda: {"status": run_fork(["train", *SMALL, "--quiet", "--out", str(trained)], trained, None, place).status},
+        )
         for name, arguments in others(place / "others", trained).items():
-            yield "others", name, lambda arguments=arguments: disturb_command(arguments, place / "others", 40)
+            yield "others", name, lambda arguments=arguments: disturb_command(arguments, place / "others", 8)
 
 
 def main() -> int:
@@ -392,6 +452,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="A few of each, of the scenarios that are named.")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=None)
+    parser.add_argument("--points", type=int, default=None, help="Calls of a training that are struck. Default: each.")
     parser.add_argument("--moments", type=int, default=50, help="Kills of the command itself, at random times.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -399,7 +460,10 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    fedcdp.load("cancer", quiet=True)  # what is loaded here need not be loaded in every fork
+    # What is loaded and compiled here need not be in every fork.
+    assemble({"data": {"dataset": "cancer"}, "plan": {"rounds": 1, "local_steps": 1, "per_round": 2}}).train(
+        None, quiet=True
+    )
     found: dict[str, dict[str, Any]] = {}
     failures = []
     started = time.monotonic()
@@ -413,7 +477,10 @@ def main() -> int:
                 found.setdefault(part, {})[name] = {"failed": failures[-1]}
             print(f"{part}, {name}: {found[part][name]}", flush=True)
     result = {
-        "command": "python tests/reliability/crashes.py" + f" --device {given.device} --seed {given.seed}",
+        "command": " ".join(
+            ["python tests/reliability/crashes.py", *(["--points", str(given.points)] if given.points else [])]
+        ),
+        "seed": given.seed,
         "totals": _totals(found),
         "failures": failures,
         "seconds": round(time.monotonic() - started),

@@ -1,8 +1,8 @@
 """Faults: a process that dies, or whose disk fills up, at a chosen call by which it changes files.
 
-Everything that Python code does to files below a directory goes through a few functions: opening for writing, `write` of a raw file or
-descriptor, fsync, ftruncate, replace, unlink, mkdir. They are replaced by ones that count, and strike at the n-th call. Only the process
-that installs them is changed, so this is done in a fork.
+Everything that Python code does to files below a directory goes through a few functions: opening for writing, `write` of a
+raw file or descriptor, fsync, ftruncate, replace, unlink, mkdir. They are replaced by ones that count, and strike at the
+n-th call. Only the process that installs them is changed, so this is done in a fork.
 """
 
 from __future__ import annotations
@@ -71,8 +71,15 @@ class Faults:
                 faults._happens("write", str(self.name), lambda: super(Raw, self).write(half))
                 return super().write(content)
 
-        def open_(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None, newline: Any = None,
-                  **others: Any) -> Any:  # fmt: skip
+        def open_(
+            file: Any,
+            mode: str = "r",
+            buffering: int = -1,
+            encoding: Any = None,
+            errors: Any = None,
+            newline: Any = None,
+            **others: Any,
+        ) -> Any:
             if not set(mode) & set("wax+") or isinstance(file, int) or (name := faults._ours(file)) is None:
                 return real(file, mode, buffering, encoding, errors, newline, **others)
             faults._happens("open", name)
@@ -86,10 +93,8 @@ class Faults:
 
     def _ours(self, target: Any) -> str | None:
         """The path of a file or descriptor below the place; None of any other."""
-        if isinstance(target, int):
-            path = os.readlink(f"/proc/self/fd/{target}")
-        else:
-            path = os.path.abspath(os.fspath(target))
+        # Not Path.resolve: what a rename is about is the name itself, wherever that may point to.
+        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.path.abspath(target)  # noqa: PTH100, PTH115
         return path if path == str(self._place) or path.startswith(f"{self._place}{os.sep}") else None
 
     def _happens(self, call: str, file: str, half: Callable[[], Any] | None = None, frees: bool = False) -> None:
