@@ -183,7 +183,8 @@ def simulate(
 
 def _check_outputs(simulator: Simulator, weights: Tree) -> None:
     """Refuse a network that has no output for some class: the first client, which is tried, need not hold it."""
-    outputs, classes = simulator.engine.outputs(weights, simulator.examples.inputs[:1]), simulator.federation.train.classes
+    tried = simulator.batch_of_first_client().inputs[0]  # not a single example, which BatchNorm does not take
+    outputs, classes = simulator.engine.outputs(weights, tried), simulator.federation.train.classes
     if outputs.dim() != 2 or outputs.shape[-1] < classes:
         found = "x".join(map(str, outputs.shape[1:])) or "no"
         raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; it needs one for each")

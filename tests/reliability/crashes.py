@@ -13,9 +13,9 @@
 
 After every kill, as the files lie there: the ledger verifies and counts at least every round whose training had begun
 (which a witness of its own wrote down), the checkpoint is whole and holds no round that was not charged, nor do the
-metrics. Then the run is resumed to its end: under seeded noise model, metrics and ledger must be those of a run that nobody disturbed,
-to the bit; under secure noise every release must be counted, the repeated ones twice. A full disk must be told in one line,
-with exit status 1.
+metrics. Then the run is resumed to its end: under seeded noise model, metrics and ledger must be those of a run that nobody
+disturbed, to the bit; under secure noise every release must be counted, the repeated ones twice. A full disk must be told
+in one line, with exit status 1.
 """
 
 from __future__ import annotations

@@ -117,12 +117,10 @@ def test_a_learning_rate_that_is_no_positive_float32_is_refused(rate: Any, field
         fedcdp.Plan(**{field: float(rate)})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "fed-sdp"])  # whose noise is on the update
 def test_a_vanishing_learning_rate_leaves_the_model_as_it_is(method: str) -> None:
     torch.manual_seed(1)
     model = network()
-    if method == "fed-sdp":
-        pytest.skip("its noise is on the update, whatever the learning rate")
     run = trained(model=model, method=method, learning_rate=1e-300)
     for name, value in run.model.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
@@ -204,7 +202,7 @@ def test_labels_that_are_no_classes_are_refused() -> None:
 
 def test_a_class_without_an_output_is_refused_even_where_the_first_client_does_not_hold_it() -> None:
     data = (examples()[0], torch.arange(24) // 12)  # the first half are 0
-    federation = fedcdp.partition(data, clients=2, scheme="shards", classes_per_client=1)
+    federation = fedcdp.partition(data, indices=[range(12), range(12, 24)])
     with pytest.raises(ModelError, match="the network has 1 outputs for the 2 classes"):
         fedcdp.simulate(network(outputs=1), federation, fedcdp.Plan(**SMALL))
 
@@ -234,7 +232,7 @@ class Undefined(nn.Linear):
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_too_coarse_for_bounds_and_noise_are_refused(kind: torch.dtype, method: str) -> None:
     for model in (Casting(kind), network().to(kind)):
-        with pytest.raises(ModelError, match="layer.weight is|0.weight is") as refused:
+        with pytest.raises(ModelError, match=r"(layer|0)\.weight is") as refused:
             trained(model=model, method=method)
         assert "train in float32" in str(refused.value)
 
