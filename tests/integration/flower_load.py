@@ -92,7 +92,8 @@ def load(place: Path, nodes: int, rounds: int, patience: float) -> dict[str, Any
             "clients count what was taken from them": sum(map(len, own.values())) >= heard,
         }
         return {
-            "command": f"python tests/integration/flower_load.py --nodes {nodes} --rounds {rounds}",
+            "command": "python tests/integration/flower_load.py "
+            f"--nodes {nodes} --rounds {rounds} --round-timeout {patience:g}",
             "nodes": nodes,
             "rounds": len(rows),
             "killed": killed,
