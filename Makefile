@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration audits lint types check docs wheel clean
+.PHONY: demo test integration audits crashes soak load lint types check docs wheel clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,22 @@ integration: .venv/.installed
 # What attacks prove of ε, over all methods, conventions and samplings, and on sabotaged mechanisms: some ten minutes.
 audits: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/audit_table.py --grid
+
+# Trainings killed at every call that changes a file and at random moments, full disks: about half an hour on two free cores.
+DEVICE ?= cpu
+crashes: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/crashes.py --device $(DEVICE) --out results/reliability/crashes.json
+
+# A training watched for hours: flat memory, equally long rounds.
+HOURS ?= 1
+soak: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/reliability/soak.py --hours $(HOURS) --device $(DEVICE) --out results/reliability/soak.json
+
+# A deployment of many nodes on this machine, one of which is killed every other round.
+NODES ?= 20
+ROUNDS ?= 20
+load: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_load.py --nodes $(NODES) --rounds $(ROUNDS) --out results/reliability/load.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

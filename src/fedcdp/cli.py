@@ -11,8 +11,9 @@ import typer
 
 import fedcdp
 from fedcdp import cli_attack, cli_bench, cli_deploy, cli_privacy, cli_report, cli_reproduce, output, spending
-from fedcdp.errors import DefectError, FedcdpError, PlanError, StoppedError
+from fedcdp.errors import DefectError, FedcdpError, PlanError, StoppedError, StorageError
 from fedcdp.experiment import Experiment, assemble, stored
+from fedcdp.files import is_fault_of_the_machine
 from fedcdp.options import takes_settings
 from fedcdp.plan import Plan
 from fedcdp.presets import Settings
@@ -144,6 +145,10 @@ def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | Non
             return experiment.train(out, resume=resume, splits=splits, most_releases=budget.most_releases, progress=progress)
     except KeyboardInterrupt:
         raise StoppedError(f"stopped; fedcdp train --resume --out {out} goes on from the last whole round") from None
+    except StorageError as error:
+        if not RunDirectory(out).config.is_file():
+            raise
+        raise StorageError(f"{error}; once that is mended, fedcdp train --resume --out {out} goes on") from error
 
 
 def _say_whether_noise_is_secret(plan: Plan) -> None:
@@ -191,10 +196,10 @@ def main() -> None:
         if status == _INTERRUPTED:
             _fail("stopped", 1)
         sys.exit(status if isinstance(status, int) else 0)
-    except (StoppedError, DefectError) as error:
+    except (StoppedError, DefectError, StorageError) as error:
         _fail(str(error), 1)
     except FedcdpError as error:
-        _fail(str(error), 2)
+        _fail(str(error), 1 if is_fault_of_the_machine(error.__cause__) else 2)
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error.format_message())

@@ -27,3 +27,7 @@ class StoppedError(FedcdpError):
 
 class RunError(FedcdpError):
     """A run directory or checkpoint that cannot be used as asked."""
+
+
+class StorageError(RunError):
+    """What had to be written was not: the disk is full or broken, or the directory is gone. What was there is kept."""

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from fedcdp.errors import RunError
+from fedcdp.errors import RunError, StorageError
 from fedcdp.tree import Tree
 
 PARTIAL = ".partial"
+_FAULTS_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 _ABOUT = "fedcdp"  # the one metadata key: with several, their order in the file would be left to chance
+
+
+def is_fault_of_the_machine(error: BaseException | None) -> bool:
+    """Whether a disk failed, rather than that somebody named a place that cannot be written to."""
+    return isinstance(error, OSError) and error.errno in _FAULTS_OF_THE_MACHINE
+
+
+def not_written(path: Path, error: OSError) -> RunError:
+    """The sentence for a file that could not be written, of the type that fits the reason."""
+    kind = StorageError if is_fault_of_the_machine(error) else RunError
+    return kind(f"{path} cannot be written: {error.strerror or error}")
 
 
 def user_cache() -> Path:
@@ -45,9 +58,15 @@ def atomic_write(target: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         part.replace(target)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # what went wrong first is what is to be told
+            part.unlink(missing_ok=True)
         raise
-    directory = os.open(target.parent, os.O_RDONLY)
+    sync_directory(target.parent)
+
+
+def sync_directory(folder: Path) -> None:
+    """See that the names in a folder are on the disk."""
+    directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:

@@ -128,12 +128,20 @@ _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = 
 def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Module:
     """A copy of the model, on the device, that can be trained under the plan; or a sentence that says why not.
 
+    - Weights are float32 (or float64). In float16 a sum of clipped gradients and noise would be rounded so
+      coarsely that no guarantee holds.
     - Layers that mix examples (BatchNorm) are refused under a private method: one example's gradient would hold the
       others' data. Without privacy they use the statistics of the batch at hand, always.
     - Dropout is switched off: its randomness is not derived from the plan's seed.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the network has no trainable parameter")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{name} is {kind}, which neither bounds nor noise would survive; train in float32 (model.float())"
+            )
     for name, module in mixing_layers(model):
         kind = type(module).__name__
         if plan.private:

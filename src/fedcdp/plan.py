@@ -33,6 +33,12 @@ NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
 _PAPER_DECAY = "linear(6, 2)"
+# Norms and noise are float32. Squares of what is much smaller than the least bound vanish (a norm would come out too short),
+# those of what is much larger than the largest are infinite, and noise beyond the multipliers is rounded away or overflows.
+_BOUNDS = (1e-10, 1e10)
+_MULTIPLIERS = (1e-6, 1e6)
+_LARGEST_RATE = 1e38
+_LEAST_DELTA = 1e-300  # below, not even its logarithm is exact
 _SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant pays for that
 
 
@@ -160,7 +166,8 @@ class Plan:
     ) -> Privacy:
         """ε against every adversary, before a single gradient is computed; `rounds` and `per_round` as in `simulate`.
 
-        Without a `model`, for the paper's network on such data: each layer that is clipped apart counts.
+        Without a `model`, for the paper's network on such data: each layer that is clipped apart counts. A note says so,
+        since a network of more layers has a larger ε.
         """
         from fedcdp.accounting.population import Population
         from fedcdp.accounting.statement import state
@@ -170,7 +177,12 @@ class Plan:
         given = {"rounds": rounds, "per_round": per_round}
         plan = self.but(**{name: value for name, value in given.items() if value is not None})
         network = model or build("auto", federation.train.shape, federation.train.classes)
-        return state(plan, Population.of(federation, Layout.of(network), plan), mode=mode)
+        population = Population.of(federation, Layout.of(network), plan)
+        privacy = state(plan, population, mode=mode)
+        if model is None and plan.private and plan.clip_mode == "layer" and mode != "paper":
+            assumed = f"for the M = {population.layers} layers of the paper's network: for your own, give model="
+            return replace(privacy, notes=(*privacy.notes, assumed))
+        return privacy
 
     def written(self) -> dict[str, str | int | float | bool]:
         """The plan as plain values, for a configuration file; `Plan(**written)` gives it back."""
@@ -199,10 +211,12 @@ class Plan:
         for name in ("rounds", "per_round", "local_steps", "batch_size", "slots"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
-        self._require("server_learning_rate", self.server_learning_rate > 0, "positive")
+        rate = f"positive and at most {_LARGEST_RATE:g}"
+        self._require("server_learning_rate", 0 < self.server_learning_rate <= _LARGEST_RATE, rate)
+        self._require("learning_rate", max(self.learning_rate.start, self.learning_rate.end) <= _LARGEST_RATE, rate)
         for name in ("momentum", "ema", "compression"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        self._require("delta", 0 < self.delta < 1, "above 0 and below 1")
+        self._require("delta", _LEAST_DELTA <= self.delta < 1, f"at least {_LEAST_DELTA:g} and below 1")
         self._require("share_fraction", 0 < self.share_fraction <= 1, "above 0 and at most 1")
         self._require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2^63")
         if self.record_sampling == "poisson":
@@ -218,8 +232,25 @@ class Plan:
             raise PlanError(f"noise_generator: {self.noise_generator} is for secure noise; set secure_noise, too")
         if isinstance(self.clip, Quantile) and not self.noise_follows_clip:
             raise PlanError(f"noise_follows_clip: the noise must follow a bound that follows a quantile, {self.clip}")
+        if self.private:
+            self._check_scales()
         if self.method == "fed-cdp-decay" and not self._decays():
             raise PlanError(f"clip: fed-cdp-decay needs a bound that decays, such as linear(6, 2), not {self.clip}")
+
+    def _check_scales(self) -> None:
+        """Refuse bounds and noise that the arithmetic cannot carry."""
+        if isinstance(self.clip, Quantile):
+            least, most = self.clip.start * 1e-6, self.clip.start * 1e6
+        else:
+            last = self.clip.value(self.rounds - 1, self.rounds, leader=self.learning_rate)
+            least, most = sorted((self.clip.start, last))
+        if least < _BOUNDS[0] * (1 - 1e-9) or most > _BOUNDS[1] * (1 + 1e-9):
+            within = " with all that it may move to" if isinstance(self.clip, Quantile) else ""
+            raise PlanError(f"clip: {self.clip} is not allowed; it must be from {_BOUNDS[0]:g} to {_BOUNDS[1]:g}{within}")
+        weakest, strongest = _MULTIPLIERS
+        for name in ("noise_multiplier", "quantile_noise"):
+            value = getattr(self, name)
+            self._require(name, value == 0 or weakest <= value <= strongest, f"0, or from {weakest:g} to {strongest:g}")
 
     def _decays(self) -> bool:
         if isinstance(self.clip, Quantile):

@@ -6,6 +6,7 @@ RUN/metrics.jsonl            one line a round
 RUN/checkpoint.safetensors   the latest round's state
 RUN/model.safetensors        the trained model, once the run is done
 RUN/ledger.jsonl             what was released, and who took part: written before a release is used
+RUN/engine.json              what computes the gradients: a resumed run keeps to it, for another one rounds differently
 RUN/lock                     held by the process that is at work
 ```
 """
@@ -20,10 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from fedcdp.errors import RunError
-from fedcdp.files import PARTIAL, load_tensors, save_tensors, write_atomically
+from fedcdp.errors import RunError, StorageError
+from fedcdp.files import PARTIAL, load_tensors, not_written, save_tensors, sync_directory, write_atomically
 from fedcdp.tree import Tree
 
 Row = dict[str, Any]
@@ -43,7 +44,10 @@ class State:
 
 
 class RunDirectory:
-    """One training run on disk. What cannot be read or written is said in a sentence (`RunError`)."""
+    """One training run on disk. What cannot be read or written is said in a sentence.
+
+    A `RunError` is a directory that cannot be used as asked; a `StorageError`, one that could not be written to any more.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -52,34 +56,59 @@ class RunDirectory:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.model = self.path / "model.safetensors"
         self.ledger = self.path / "ledger.jsonl"
+        self.engine = self.path / "engine.json"
+        self._lock: IO[str] | None = None
 
     def create(self, config: str) -> None:
         """Start a new run; refuses a directory that holds anything but what a killed start left behind."""
-        with _said_in_a_sentence(self.path, "written"):
+        with _said_in_a_sentence(self.path):
             if self.path.exists() and not self.path.is_dir():
                 raise RunError(f"{self.path} is a file; choose another name for the run directory")
-            if self.path.is_dir() and any(not each.name.endswith(PARTIAL) for each in self.path.iterdir()):
-                raise RunError(f"{self.path} already exists; resume it with --resume, or choose another directory")
+            self._require_nothing()
             self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config, config.encode())
+            with self.locked():
+                self._require_nothing()  # of two that start at once, the other may have been here first
+                write_atomically(self.config, config.encode())
+                sync_directory(self.path.absolute().parent)
+
+    def _require_nothing(self) -> None:
+        if self.path.is_dir() and any(not _left_by_a_killed_start(each) for each in self.path.iterdir()):
+            raise RunError(f"{self.path} already exists; resume it with --resume, or choose another directory")
 
     def require(self) -> None:
         """Refuse a directory that is not a run's."""
-        with _said_in_a_sentence(self.path, "read"):
+        try:
             if not self.config.is_file():
                 raise RunError(f"{self.path} is not a run directory: it has no config.toml")
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for one process; the lock goes with the process, however it ends."""
-        with _said_in_a_sentence(self.path, "written"):
+        with _said_in_a_sentence(self.path):
             lock = (self.path / "lock").open("w")
         with lock:
+            with _said_in_a_sentence(self.path):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise RunError(f"{self.path} is in use by another process") from None
+            self._lock = lock
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunError(f"{self.path} is in use by another process") from None
+                yield
+            finally:
+                self._lock = None
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Write in the middle of a run: whatever is in the way now was not when it began, so it is no fault of the input."""
+        try:
+            if self._lock and not os.path.samestat(os.fstat(self._lock.fileno()), (self.path / "lock").stat()):
+                raise StorageError(f"{self.path} was replaced by others while this run was at work")
             yield
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     # The state -------------------------------------------------------------------------------------------------------
 
@@ -91,8 +120,13 @@ class RunDirectory:
         about = {"format": "checkpoint-1", "round": state.round, "plan": plan}
         if state.clip is not None:
             about["clip"] = state.clip  # JSON keeps every digit
-        with _said_in_a_sentence(self.path, "written"):
+        with self._at_work():
             save_tensors(self.checkpoint, tensors, about)
+
+    def save_model(self, model: Tree, rounds: int) -> None:
+        """Write the trained model."""
+        with self._at_work():
+            save_tensors(self.model, model, {"format": "model-1", "round": rounds})
 
     def load_state(self, plan: str | None = None) -> State | None:
         """The latest state, or None where the run did not finish a round; refuses that of another plan."""
@@ -111,19 +145,38 @@ class RunDirectory:
             parts.setdefault(part, {})[parameter] = value
         return State(about["round"], parts["weights"], parts["average"] or None, about.get("clip"))
 
+    # What computes ---------------------------------------------------------------------------------------------------
+
+    def save_engine(self, device: str, engine: str, chunk: int) -> None:
+        """Keep what computes the gradients on a kind of device, and how many clients at once."""
+        with self._at_work():
+            write_atomically(self.engine, json.dumps({"device": device, "engine": engine, "chunk": chunk}).encode() + b"\n")
+
+    def load_engine(self, device: str) -> tuple[str, int] | None:
+        """What a run computed with on this kind of device, if that is known: a preference, not a part of the state."""
+        try:
+            kept = json.loads(self.engine.read_bytes())
+            engine, chunk = kept["engine"], kept["chunk"]
+            known = kept["device"] == device and type(engine) is str and type(chunk) is int and chunk > 0
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return (engine, chunk) if known else None
+
     # The metrics -----------------------------------------------------------------------------------------------------
 
     def append_metrics(self, row: Row) -> None:
         """Add one round's line; it is on the disk before the round's checkpoint is."""
-        with _said_in_a_sentence(self.path, "written"), self.metrics.open("a", encoding="utf-8") as file:
+        with self._at_work(), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def read_metrics(self) -> list[Row]:
         """All complete lines; a torn last line, left by a crash, is passed over."""
-        with _said_in_a_sentence(self.path, "read"):
+        try:
             lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
         rows: list[Row] = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -139,7 +192,7 @@ class RunDirectory:
         rows = [row for row in self.read_metrics() if row["round"] <= rounds]
         if [row["round"] for row in rows] != list(range(1, rounds + 1)):
             raise RunError(f"{self.metrics} does not have one line for each of the {rounds} rounds in the checkpoint")
-        with _said_in_a_sentence(self.path, "written"):
+        with self._at_work():
             write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
         return rows
 
@@ -151,11 +204,15 @@ def _as_row(line: bytes) -> Row:
     return row
 
 
+def _left_by_a_killed_start(path: Path) -> bool:
+    return path.name == "lock" or path.name.endswith(PARTIAL)
+
+
 @contextmanager
-def _said_in_a_sentence(path: Path, what: str) -> Iterator[None]:
+def _said_in_a_sentence(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path} cannot be {what}: {error.strerror or error}") from error
+        raise not_written(path, error) from error
     except UnicodeEncodeError:
-        raise RunError(f"{path} cannot be {what}: a setting holds a text that is not UTF-8") from None
+        raise RunError(f"{path} cannot be written: a setting holds a text that is not UTF-8") from None

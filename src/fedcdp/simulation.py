@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from fedcdp.devices import usable_device, wait
 from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
-from fedcdp.files import check_tensors, save_tensors
+from fedcdp.files import check_tensors
 from fedcdp.frozen import split, through
 from fedcdp.interrupts import deferred_interrupts
 from fedcdp.methods import METHODS, Moment
@@ -129,9 +129,9 @@ def simulate(
     The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
     every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
     at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
-    bounded amount of memory. `tf32` lets a GPU round the factors of products to 10 bits, which is faster; norms, clipping
-    and noise stay as they are. With `most_releases`, training ends before one more round would be released (see
-    `accounting.calibrate.rounds_within`), with the model so far.
+    bounded amount of memory, and a resumed one keeps to what it had. `tf32` lets a GPU round the factors of products to 10
+    bits, which is faster; norms, clipping and noise stay as they are. With `most_releases`, training ends before one more
+    round would be released (see `accounting.calibrate.rounds_within`), with the model so far.
     """
     changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
     plan = plan.but(**changes) if changes else plan
@@ -147,17 +147,24 @@ def simulate(
             f"layer {mixing_layers(model)[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
             f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
         )
+    directory = None if out is None else RunDirectory(out)
+    if resume and directory:
+        engine, chunk = _kept_engine(directory, device, engine, chunk)
     with deferred_interrupts(), products(tf32):
         front, trained = split(network, federation.train.inputs, device)
         engines = engines_for(trained, loss, engine)
         simulator = Simulator(next(iter(engines.values())), federation, plan, device, chunk, front)
         weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        for name, value in weights.items():
+            if not torch.isfinite(value).all():
+                raise ModelError(f"{name} holds a weight that is not finite; nothing can be trained from there")
         simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
+        if loss is F.cross_entropy:
+            _check_outputs(simulator, weights)
         fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
         simulator.trainer, simulator.chunk = tuned(simulator, engines, fresh, chunk, engine)
-        if out is None:
+        if directory is None:
             return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
-        directory = RunDirectory(out)
         if resume:
             directory.require()
         else:
@@ -170,7 +177,30 @@ def simulate(
                     raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
                 fresh = stored
             releases = Releases(federation.clients, _ledger_of(directory, simulator, fresh.round))
+            computing = (simulator.trainer.name, simulator.chunk)
+            if directory.load_engine(device.type) != computing:
+                directory.save_engine(device.type, *computing)
             return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
+
+
+def _check_outputs(simulator: Simulator, weights: Tree) -> None:
+    """Refuse a network that has no output for some class: the first client, which is tried, need not hold it."""
+    tried = simulator.batch_of_first_client().inputs[0]  # not a single example, which BatchNorm does not take
+    outputs, classes = simulator.engine.outputs(weights, tried), simulator.federation.train.classes
+    if outputs.dim() != 2 or outputs.shape[-1] < classes:
+        found = "x".join(map(str, outputs.shape[1:])) or "no"
+        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; it needs one for each")
+
+
+def _kept_engine(
+    directory: RunDirectory, device: torch.device, engine: EngineName, chunk: int | None
+) -> tuple[EngineName, int | None]:
+    """What a run computed with before it was stopped, where nothing else is asked for: other chunks round otherwise."""
+    kept = directory.load_engine(device.type)
+    names = {name: name for name in get_args(EngineName)}
+    if kept is None or kept[0] not in names or engine not in ("auto", kept[0]):
+        return engine, chunk
+    return names[kept[0]], chunk or kept[1]
 
 
 def _ledger_of(directory: RunDirectory, simulator: Simulator, rounds_done: int) -> Ledger:
@@ -287,7 +317,7 @@ class Simulator:
         released = state.average or state.weights
         network.load_state_dict(released, strict=False)
         if directory:
-            save_tensors(directory.model, network.state_dict(), {"format": "model-1", "round": state.round})
+            directory.save_model(network.state_dict(), state.round)
         seconds = time.perf_counter() - started
         kept = directory.path if directory else None
         return Run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tempfile
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -127,7 +128,9 @@ class Trained:
 
         batch = {0: torch.export.Dim("batch")}
         program = torch.onnx.export(self.model, (self._no_records(2),), dynamo=True, dynamic_shapes=(batch,), verbose=False)
-        program.save(str(to))  # type: ignore[union-attr]
+        with tempfile.TemporaryDirectory() as place:  # it writes to a name only; what is killed must not leave half a file
+            program.save(str(Path(place) / "model.onnx"))  # type: ignore[union-attr]
+            write_atomically(to, (Path(place) / "model.onnx").read_bytes())
 
     def _export_csv(self, to: Path) -> None:
         rows = self.directory.read_metrics()

@@ -67,7 +67,7 @@ def test_a_run_directory_holds_safetensors_and_texts_and_nothing_pickled(cli: Cl
     assert cli(*CANCER, "--quiet", "--out", "run").status == 0
     files = {path.name for path in Path("run").iterdir()}
     assert files - {"lock"} == {
-        "config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoint.safetensors", "model.safetensors"
+        "config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoint.safetensors", "model.safetensors", "engine.json"
     }  # fmt: skip
     with safe_open("run/checkpoint.safetensors", "pt") as checkpoint:
         assert json.loads(checkpoint.metadata()["fedcdp"])["round"] == 3

@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from fedcdp.errors import RunError
-from fedcdp.files import write_atomically
+from fedcdp.errors import RunError, StorageError
+from fedcdp.files import not_written, sync_directory, write_atomically
 
 _LINE = re.compile(rb'(\{.*),"digest":"([0-9a-f]{32})"\}', re.DOTALL)
 
@@ -76,7 +76,7 @@ class Journal(ABC):
             journal = cls(path, content)
             write_atomically(path, content)
         except OSError as error:
-            raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise not_written(path, error) from error
         except (TypeError, ValueError) as error:
             raise RunError(f"{path} cannot be written: a plan and a population are plain values ({error})") from None
         return journal
@@ -121,16 +121,16 @@ class Journal(ABC):
         """Add bytes, after mending what a crash left at the end: all on the disk on return, or as it was before."""
         content = self._owed + line
         try:
-            _sync(self.path.parent)  # a start that was killed inside `_begin` may not have got that far
+            sync_directory(self.path.parent)  # a start that was killed inside `_begin` may not have got that far
             file = os.open(self.path, os.O_RDWR | os.O_APPEND)
             try:
                 if os.fstat(file).st_size != self._size:
-                    raise RunError(f"{self.path} was changed by others since it was read")
+                    raise StorageError(f"{self.path} was changed by others since it was read")
                 self._write(file, content)
             finally:
                 os.close(file)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be written: {error.strerror or error}") from error
+            raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
         self._kept = self._size = self._kept + len(content)
         self._owed = b""
 
@@ -169,11 +169,3 @@ def _is_cut_short(tail: bytes, beginning: str) -> bool:
         return False
     except (ValueError, RecursionError) as error:
         return isinstance(error, ValueError)
-
-
-def _sync(folder: Path) -> None:
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

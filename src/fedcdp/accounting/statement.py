@@ -154,6 +154,12 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
         notes.append(f"{population.layers} layers clipped at C each move together by C·√{population.layers}")
     if population.copies > 1:
         notes.append(f"a record may lie at {population.copies} clients: the row `unique` is that of the person behind it")
+    records = population.clients * population.records // population.copies
+    if plan.private and plan.delta * records >= 1:
+        notes.append(
+            f"δ = {plan.delta:g} is not below one in the number of records ({records:,}): a method that publishes a record "
+            "outright could keep such a promise"
+        )
     if any(_VACUOUS <= row.epsilon < math.inf for row in rows):
         notes.append(f"an ε above {_VACUOUS:g} is no protection at all")
     if plan.private and plan.compression:

@@ -127,7 +127,8 @@ def _smallest_z(release: Release) -> float:
     return math.inf
 
 
-@lru_cache(maxsize=256)
+# Few: one may take megabytes, and a training that shows its ε as it goes asks for another one every time.
+@lru_cache(maxsize=16)
 def _distribution(release: Release, interval: float) -> Distribution:
     match release:
         case Gaussian(z):

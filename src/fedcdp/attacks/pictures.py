@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedcdp.attacks.metrics import cleaned
 from fedcdp.errors import PlanError
+from fedcdp.files import atomic_write
 
 _CELL = 96  # pixels, about: a picture is enlarged by a whole factor
 _GAP, _MARGIN, _PADDING = 8, 20, 12  # between pictures, round the page, between pictures and titles
@@ -50,8 +51,9 @@ def grid(
 
 
 def save(picture: Image.Image, path: Path) -> None:
-    """Write a picture as a PNG file."""
-    picture.save(path, format="PNG", optimize=True)
+    """Write a picture as a PNG file, whole or not at all."""
+    with atomic_write(path) as file:
+        picture.save(file, format="PNG", optimize=True)
 
 
 def _picture(image: Tensor) -> Image.Image:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fedcdp.bench.results import Rows
 from fedcdp.bench.tables import machine_in_words
 from fedcdp.errors import RunError
+from fedcdp.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,8 +36,8 @@ def plot_speed(content: dict[str, Any], target: Path) -> None:
         _draw_peers(each, task, [row for row in peers if row["task"] == task])
     figure.suptitle(machine_in_words(content["machine"]), fontsize=8)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=150)
+        with atomic_write(target) as file:
+            figure.savefig(file, dpi=150, format=target.suffix[1:] or "png")
     except OSError as error:
         raise RunError(f"--plot: {target} cannot be written: {error.strerror}") from error
 

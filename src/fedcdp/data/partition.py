@@ -217,7 +217,8 @@ def _training_set(data: Splits | Dataset | tuple[npt.ArrayLike | Tensor, npt.Arr
         return data
     inputs, targets = data
     given = np.asarray(targets.cpu() if isinstance(targets, Tensor) else targets)
-    labels = given.astype(np.int64)
+    with np.errstate(invalid="ignore"):  # NaN is no number, and refused below
+        labels = given.astype(np.int64)
     if given.ndim != 1 or not np.array_equal(labels, given):
         raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number an example is needed")
     classes = int(labels.max(initial=-1)) + 1

@@ -1,0 +1,510 @@
+"""Crashes: trainings that are killed, or whose disk fills up, at every call that changes a file and at random moments.
+
+    python tests/reliability/crashes.py --out results/reliability/crashes.json          # make crashes
+    python tests/reliability/crashes.py --short                                         # a few of each, as in CI
+
+| part | what is done |
+| --- | --- |
+| moments | the command as a user starts it, killed with SIGKILL at random times from its start to its end |
+| calls | killed before each call that changes a file, and in the middle of each write |
+| again | killed at random calls again and again, also while it mends what the kill before left |
+| full | no space left on the device, from each call on |
+| others | `attack`, `bench`, `reproduce` and `export`, killed and out of space at each call |
+
+After every kill, as the files lie there: the ledger verifies and counts at least every round whose training had begun
+(which a witness of its own wrote down), the checkpoint is whole and holds no round that was not charged, nor do the
+metrics. Then the run is resumed to its end: under seeded noise model, metrics and ledger must be those of a run that nobody
+disturbed, to the bit; under secure noise every release must be counted, the repeated ones twice. A full disk must be told
+in one line, with exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from faults import Faults, Strike
+from safetensors.torch import load_file
+
+from fedcdp import simulation, spending
+from fedcdp.accounting.ledger import Ledger
+from fedcdp.bench.machine import describe, load_average
+from fedcdp.cli import main as fedcdp_main
+from fedcdp.experiment import assemble
+from fedcdp.files import load_tensors, write_atomically
+from fedcdp.rundir import RunDirectory, State
+
+SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "2"]
+SCENARIOS: dict[str, list[str]] = {
+    "nonprivate": ["--method", "nonprivate", "--momentum", "0.5"],
+    "dssgd": ["--method", "dssgd", "--record-sampling", "fixed"],
+    "fed-sdp at the server": ["--method", "fed-sdp", "--record-sampling", "partition"],
+    "fed-sdp at the client": ["--method", "fed-sdp", "--noise-at", "client", "--client-sampling", "poisson"],
+    "fed-cdp": ["--method", "fed-cdp", "--ema", "0.7"],
+    "fed-cdp, fixed order": ["--method", "fed-cdp", "--record-sampling", "partition", "--noise", "batch"],
+    "fed-cdp, quantile clip": ["--method", "fed-cdp", "--clip", "quantile(0.5, 4)", "--aggregation", "fedaveraging"],
+    "fed-cdp-decay": ["--method", "fed-cdp-decay", "--record-sampling", "fixed", "--compression", "0.3"],
+    "fed-cdp, secure noise": ["--method", "fed-cdp", "--secure-noise", "--ema", "0.7"],
+    "fed-sdp, secure noise": ["--method", "fed-sdp", "--secure-noise", "--clip", "quantile(0.5, 4)"],
+}
+PATIENCE = 120.0
+
+
+class CrashError(AssertionError):
+    """Something was lost, or counted too little."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise CrashError(what)
+
+
+# Running a command in a fork, so that a start costs nothing and faults stay in it ------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: by itself with a status, or by a signal (negative)."""
+
+    status: int
+    stderr: str
+    calls: tuple[str, ...]
+
+
+def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside: Path) -> Ended:
+    """Run `fedcdp` with faults in everything below `place`; the witness of started rounds is kept in `aside`."""
+    seen, errors, witness = aside / "calls", aside / "stderr", aside / "witness"
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            output = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            _bear_witness(os.open(witness, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+            spending.statement = lambda _: None  # ε takes longer than all else, and nothing is written any more by then
+            Faults(place, strike, seen).install()
+            sys.argv = ["fedcdp", *arguments]
+            fedcdp_main()
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 0
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    calls = seen.read_text().splitlines() if seen.exists() else []
+    return Ended(os.waitstatus_to_exitcode(status), errors.read_text(errors="replace"), tuple(calls))
+
+
+def _bear_witness(file: int) -> None:
+    """Write down every round as its training begins, by other means than the ledger's."""
+    real, write = simulation.Simulator.round, os.write
+
+    def witnessed(self: Any, state: State, chosen: Any) -> State:
+        write(file, f"{state.round}\n".encode())
+        return real(self, state, chosen)
+
+    simulation.Simulator.round = witnessed  # type: ignore[method-assign]
+
+
+# What must hold ------------------------------------------------------------------------------------------------------
+
+
+def examine(run: Path, witness: Path, secure: bool) -> None:
+    """Look at a run directory as a kill has left it; raises if anything is broken or counted too little."""
+    directory = RunDirectory(run)
+    begun = [int(line) for line in witness.read_text().split()] if witness.exists() else []
+    charges = Ledger.open(directory.ledger).charges if directory.ledger.exists() else ()
+    charged = Counter(charge.round for charge in charges)
+    for round_, times in Counter(begun).items():
+        needed = times if secure else 1
+        require(charged[round_] >= needed, f"round {round_} began {times} times and is charged {charged[round_]} times")
+    state = directory.load_state()
+    done = state.round if state else 0
+    require(set(range(done)) <= charged.keys(), f"the checkpoint has {done} rounds, the ledger {sorted(charged)}")
+    require(len(charged) <= done + 1, f"the ledger has {sorted(charged)}, the checkpoint {done} rounds")
+    rows = directory.read_metrics()
+    require(len(rows) in (done, done + 1), f"the metrics have {len(rows)} rounds, the checkpoint {done}")
+    require(len(rows) <= len(charged), f"the metrics have {len(rows)} rounds, the ledger {sorted(charged)}")
+    if directory.model.exists():
+        load_tensors(directory.model, "model-1")
+
+
+def same(run: Path, whole: Path, secure: bool, rounds: int) -> None:
+    """A run that was resumed to its end against one that nobody disturbed."""
+    charges = Ledger.open(run / "ledger.jsonl").charges
+    require({charge.round for charge in charges} == set(range(rounds)), "the ledger does not have every round")
+    require(_rounds(run) == list(range(1, rounds + 1)), f"the metrics have rounds {_rounds(run)}")
+    left = {path.name for path in run.iterdir() if path.name.endswith(".partial")}
+    require(left <= {".config.toml.partial"}, f"left behind: {left}")
+    if secure:
+        return
+    require(len(charges) == rounds, f"{len(charges)} charges for {rounds} rounds")
+    require((run / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes(), "the ledgers differ")
+    require(_without_times(run) == _without_times(whole), "the metrics differ")
+    mine, other = load_file(run / "model.safetensors"), load_file(whole / "model.safetensors")
+    require(mine.keys() == other.keys(), "the models have other tensors")
+    for name, value in mine.items():
+        require(torch.equal(value, other[name]), f"{name} differs by {float((value - other[name]).abs().max()):.3g}")
+
+
+def _rounds(run: Path) -> list[int]:
+    return [row["round"] for row in RunDirectory(run).read_metrics()]
+
+
+def _without_times(run: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in RunDirectory(run).read_metrics()]
+
+
+# Trainings -----------------------------------------------------------------------------------------------------------
+
+
+class Trainings:
+    """One scenario, and the ways to disturb it."""
+
+    def __init__(self, name: str, place: Path, device: str) -> None:
+        self.name, self.secure = name, "--secure-noise" in SCENARIOS[name]
+        self._place, self._aside = place, place / "aside"
+        self._aside.mkdir(parents=True)
+        self._options = [*SMALL, *SCENARIOS[name], "--device", device, "--quiet"]
+        self._whole = place / "whole"
+        self.rounds = int(SMALL[-1])
+        ended = self._train(self._whole, None)
+        require(ended.status == 0, ended.stderr)
+        self.calls = ended.calls
+
+    def killed_at(self, strike: Strike) -> str:
+        """Killed once, then resumed; which call it was."""
+        run = self._fresh()
+        ended = self._train(run, strike)
+        require(ended.status == -signal.SIGKILL, f"it was to be killed, and ended with {ended.status}: {ended.stderr}")
+        examine(run, self._aside / "witness", self.secure)
+        self._finish(run)
+        return ended.calls[-1]
+
+    def killed_again(self, chance: random.Random, most: int) -> int:
+        """Killed at random calls until it ends by itself, or has been killed so often; how often it was."""
+        run, kills = self._fresh(), 0
+        while kills < most:
+            how = chance.choice(["kill", "tear"])
+            ended = self._train(run, Strike(how, chance.randrange(len(self.calls) // 2)))
+            require(ended.status in (0, -signal.SIGKILL), f"it ended with {ended.status}: {ended.stderr}")
+            examine(run, self._aside / "witness", self.secure)
+            if ended.status == 0:
+                break
+            kills += 1
+        self._finish(run)
+        return kills
+
+    def out_of_space(self, at: int) -> None:
+        """No space left from a call on: one line, status 1, nothing broken, and resumed once there is space."""
+        run = self._fresh()
+        ended = self._train(run, Strike("full", at))
+        told_in_one_line(ended)
+        examine(run, self._aside / "witness", self.secure)
+        self._finish(run)
+
+    def _fresh(self) -> Path:
+        run = self._place / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        (self._aside / "witness").unlink(missing_ok=True)
+        return run
+
+    def _train(self, run: Path, strike: Strike | None) -> Ended:
+        """Start the run, or go on with it, as a user would."""
+        begun = (run / "config.toml").exists()
+        arguments = ["train", "--out", str(run), *(["--resume", "--quiet"] if begun else self._options)]
+        return run_fork(arguments, run, strike, self._aside)
+
+    def _finish(self, run: Path) -> None:
+        ended = self._train(run, None)
+        require(ended.status == 0, f"it does not go on: {ended.stderr}")
+        examine(run, self._aside / "witness", self.secure)
+        same(run, self._whole, self.secure, self.rounds)
+
+
+def told_in_one_line(ended: Ended) -> None:
+    require(ended.status == 1, f"a full disk ended it with {ended.status}: {ended.stderr}")
+    require(ended.stderr.startswith("fedcdp: ") and ended.stderr.strip().count("\n") == 0, f"not one line: {ended.stderr}")
+    require("No space left" in ended.stderr, f"the reason is missing: {ended.stderr}")
+
+
+# Random moments of the real command ----------------------------------------------------------------------------------
+
+
+def moments(name: str, place: Path, device: str, kills: int, chance: random.Random) -> int:
+    """Kill a training at random times over its whole life; returns how often it was still alive to be killed.
+
+    The first is the command itself, from the start of its interpreter; the others are forks, which start at once.
+    """
+    secure = "--secure-noise" in SCENARIOS[name]
+    place.mkdir(parents=True)
+    longer = ["train", *SMALL[:-1], "40", *SCENARIOS[name], "--device", device, "--quiet"]
+    whole, run, landed = place / "whole", place / "run", 0
+    lives = {}
+    for start in (_command, _forked):
+        shutil.rmtree(whole, ignore_errors=True)
+        started = time.monotonic()
+        require(start(*longer, "--out", str(whole)).wait(PATIENCE) == 0, "the undisturbed run fails")
+        lives[start] = time.monotonic() - started
+    for _ in range(4 * kills):  # one that ended before its moment came, on a machine that others slowed down, does not count
+        if landed == kills:
+            break
+        shutil.rmtree(run, ignore_errors=True)
+        start = _forked if landed else _command
+        process = start(*longer, "--out", str(run))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(chance.uniform(0, lives[start]))
+        process.kill()
+        landed += process.wait(PATIENCE) == -signal.SIGKILL
+        if run.exists():
+            examine(run, place / "nobody", secure)
+        options = ["train", "--resume", "--quiet"] if (run / "config.toml").exists() else longer
+        require(_forked(*options, "--out", str(run)).wait(PATIENCE) == 0, "it does not go on")
+        same(run, whole, secure, 40)
+    return landed
+
+
+def _command(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "fedcdp", *arguments], stdout=subprocess.DEVNULL)
+
+
+def _forked(*arguments: str) -> _Fork:
+    """The same in a fork, which has imported everything already; as much of a process as is needed here."""
+    process = multiprocessing.get_context("fork").Process(target=_main, args=(arguments,))
+    process.start()
+    return _Fork(process)
+
+
+@dataclass(frozen=True)
+class _Fork:
+    process: multiprocessing.process.BaseProcess
+
+    def wait(self, seconds: float) -> int:
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", seconds)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def _main(arguments: tuple[str, ...]) -> None:
+    spending.statement = lambda _: None
+    sys.argv = ["fedcdp", *arguments]
+    fedcdp_main()
+
+
+# Other commands ------------------------------------------------------------------------------------------------------
+
+
+def whole_files(place: Path) -> None:
+    """Everything below a place that is not marked as partial can be read."""
+    for path in place.rglob("*"):
+        if path.is_dir() or path.name.endswith(".partial"):
+            continue
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            json.loads(content)
+        elif path.suffix == ".jsonl":
+            [json.loads(line) for line in content.splitlines()]
+        elif path.suffix == ".npz":
+            require(zipfile.ZipFile(io.BytesIO(content)).testzip() is None, f"{path.name} is damaged")
+            dict(np.load(io.BytesIO(content)))
+        elif path.suffix == ".png":
+            from PIL import Image
+
+            Image.open(io.BytesIO(content)).load()
+        elif path.suffix == ".safetensors":
+            load_file(path)
+        elif path.suffix == ".md":
+            require(content.endswith(b"\n"), f"{path.name} is cut short")
+
+
+def others(place: Path, trained: Path) -> dict[str, list[str]]:
+    """Commands that write files, by name; what they write goes below `place / "out"`."""
+    out = place / "out"
+    leak = ["--dataset", "mnist5k", "--method", "nonprivate", "--leak", "type2", "--attack", "dlg"]
+    return {
+        "attack": ["attack", *leak, "--victims", "1", "--iterations", "2", "--quiet", "--out", str(out)],
+        "bench": [
+            "bench",
+            "--quick",
+            "--no-peers",
+            "--repeat",
+            "1",
+            "--per-round",
+            "2",
+            "--quiet",
+            "--out",
+            str(out / "b.json"),
+        ],
+        "reproduce": [
+            "reproduce",
+            "epsilon",
+            "--cells",
+            "fed-cdp/cifar10/L100",
+            "--workers",
+            "1",
+            "--quiet",
+            "--out",
+            str(out),
+        ],
+        "export": ["export", str(trained), "--to", str(out / "model.safetensors")],
+    }
+
+
+def disturb_command(arguments: list[str], place: Path, most: int) -> dict[str, int]:
+    """Kill a command at each of its calls, and fill its disk from each on: files are whole, and it can be run again."""
+    out, aside = place / "out", place / "aside"
+    aside.mkdir(parents=True, exist_ok=True)
+
+    def run(strike: Strike | None) -> Ended:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        return run_fork(arguments, out, strike, aside)
+
+    calls = run(None)
+    require(calls.status == 0, calls.stderr)
+    done: Counter[str] = Counter()
+    for at in _spread(len(calls.calls), most):
+        for how in ("kill", "tear", "full"):
+            if how == "tear" and not calls.calls[at].startswith("write"):
+                continue
+            ended = run(Strike(how, at))
+            require(how == "full" or ended.status == -signal.SIGKILL, f"{how}: it ended with {ended.status}: {ended.stderr}")
+            if how == "full":
+                last = ended.stderr.strip().splitlines()[-1]
+                require(ended.status == 1 and "No space left" in last and "Traceback" not in ended.stderr, ended.stderr)
+            whole_files(out)
+            done[how] += 1
+    require(run(None).status == 0, "it cannot be run again")
+    return dict(done)
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the numbers below `count`, evenly spread, the first and the last among them."""
+    return sorted({round(each) for each in np.linspace(0, count - 1, min(most, count))})
+
+
+# All of it -----------------------------------------------------------------------------------------------------------
+
+
+def experiments(given: argparse.Namespace, place: Path) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Part, name, and what does it."""
+    chance = random.Random(given.seed)
+    names = list(SCENARIOS) if given.scenarios is None else given.scenarios
+    most = 3 if given.short else given.points or 10**6
+
+    def of_calls(name: str) -> dict[str, Any]:
+        trainings = Trainings(name, place / "calls" / name.replace(" ", "-"), given.device)
+        points = [Strike("kill", at) for at in _spread(len(trainings.calls), most)]
+        torn = [at for at, call in enumerate(trainings.calls) if call.startswith("write")]
+        points += [Strike("tear", torn[each]) for each in _spread(len(torn), most)]
+        struck = Counter(trainings.killed_at(point) for point in points)
+        again = [trainings.killed_again(chance, 12) for _ in range(1 if given.short else 3)]
+        full = _spread(len(trainings.calls), most)
+        for at in full:
+            trainings.out_of_space(at)
+        return {"kills": sum(struck.values()), "kills_again": sum(again), "full_disks": len(full), "calls": dict(struck)}
+
+    for name in names:
+        yield "calls", name, lambda name=name: of_calls(name)
+    if not given.short:
+        for number, name in enumerate(names):
+            kills = given.moments // len(names) + (number < given.moments % len(names))
+            where = place / "moments" / str(number)
+            yield "moments", name, lambda name=name, where=where, kills=kills: {
+                "kills": kills, "landed": moments(name, where, given.device, kills, chance)
+            }  # fmt: skip
+        trained = place / "trained"
+        yield (
+            "others",
+            "training for export",
+            lambda: {"status": run_fork(["train", *SMALL, "--quiet", "--out", str(trained)], trained, None, place).status},
+        )
+        for name, arguments in others(place / "others", trained).items():
+            yield "others", name, lambda arguments=arguments: disturb_command(arguments, place / "others", 8)
+
+
+def main() -> int:
+    """Run, tell, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="A few of each, of the scenarios that are named.")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=None)
+    parser.add_argument("--points", type=int, default=None, help="Calls of a training that are struck. Default: each.")
+    parser.add_argument("--moments", type=int, default=50, help="Kills of the command itself, at random times.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="Where the result goes, as JSON.")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # What is loaded and compiled here need not be in every fork.
+    assemble({"data": {"dataset": "cancer"}, "plan": {"rounds": 1, "local_steps": 1, "per_round": 2}}).train(
+        None, quiet=True
+    )
+    found: dict[str, dict[str, Any]] = {}
+    failures = []
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["FEDCDP_CACHE"] = str(Path(temporary) / "cache")
+        for part, name, experiment in experiments(given, Path(temporary)):
+            try:
+                found.setdefault(part, {})[name] = experiment()
+            except CrashError as error:
+                failures.append(f"{part}, {name}: {error}".replace(temporary, "TMP"))
+                found.setdefault(part, {})[name] = {"failed": failures[-1]}
+            print(f"{part}, {name}: {found[part][name]}", flush=True)
+    result = {
+        "command": " ".join(
+            ["python tests/reliability/crashes.py", *(["--points", str(given.points)] if given.points else [])]
+        ),
+        "seed": given.seed,
+        "totals": _totals(found),
+        "failures": failures,
+        "seconds": round(time.monotonic() - started),
+        "machine": describe(torch.device(given.device)) | {"load_average": load_average()},
+        "parts": found,
+    }
+    print(json.dumps(result["totals"]))
+    if given.out:
+        write_atomically(given.out, (json.dumps(result, indent=1) + "\n").encode())
+    return 1 if failures else 0
+
+
+def _totals(found: dict[str, dict[str, Any]]) -> dict[str, int]:
+    calls, timed, other = (found.get(part, {}).values() for part in ("calls", "moments", "others"))
+    return {
+        "killed at a call, resumed": sum(each.get("kills", 0) for each in calls),
+        "killed again and again": sum(each.get("kills_again", 0) for each in calls),
+        "full disks, resumed": sum(each.get("full_disks", 0) for each in calls),
+        "killed at a random moment, resumed": sum(each.get("landed", 0) for each in timed),
+        "other commands disturbed": sum(each.get(how, 0) for each in other for how in ("kill", "tear", "full")),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
