@@ -101,7 +101,7 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
     if chosen["preset"] is not None:
         layers.append(preset(chosen["preset"]))
     if chosen["config"] is not None:
-        layers.append(read_toml(chosen["config"]))
+        layers.append(read_toml(chosen["config"], stream=True))
     layers += [read_assignment(written) for written in chosen["assignments"] or []]
     single: Settings = {}
     for name, value in chosen.items():

@@ -8,6 +8,8 @@ RUN/model.safetensors        the trained model, once the run is done
 RUN/ledger.jsonl             what was released, and who took part: written before a release is used
 RUN/lock                     held by the process that is at work
 ```
+
+The directory and what is in it are its owner's alone to read: with the seed in `config.toml`, noise can be subtracted.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedcdp.errors import RunError
-from fedcdp.files import PARTIAL, load_tensors, save_tensors, write_atomically
+from fedcdp.files import MOST_TENSORS, PARTIAL, PRIVATE, load_tensors, open_unlinked, read_about, save_tensors, write_atomically
 from fedcdp.tree import Tree
+from fedcdp.untrusted import MOST_LINES, parse_json, read_bounded
 
 Row = dict[str, Any]
+_NAME = re.compile("[a-z][a-z0-9_]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class RunDirectory:
                 raise RunError(f"{self.path} is a file; choose another name for the run directory")
             if self.path.is_dir() and any(not each.name.endswith(PARTIAL) for each in self.path.iterdir()):
                 raise RunError(f"{self.path} already exists; resume it with --resume, or choose another directory")
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config, config.encode())
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(self.config, config.encode(), PRIVATE)
 
     def require(self) -> None:
         """Refuse a directory that is not a run's."""
@@ -73,7 +78,7 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Hold the run for one process; the lock goes with the process, however it ends."""
         with _said_in_a_sentence(self.path, "written"):
-            lock = (self.path / "lock").open("w")
+            lock = os.fdopen(open_unlinked(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,30 +97,48 @@ class RunDirectory:
         if state.clip is not None:
             about["clip"] = state.clip  # JSON keeps every digit
         with _said_in_a_sentence(self.path, "written"):
-            save_tensors(self.checkpoint, tensors, about)
+            save_tensors(self.checkpoint, tensors, about, PRIVATE)
 
-    def load_state(self, plan: str | None = None) -> State | None:
-        """The latest state, or None where the run did not finish a round; refuses that of another plan."""
+    def rounds_done(self) -> int:
+        """How many rounds the latest state says to have; its tensors are not read."""
+        if not self.checkpoint.exists():
+            return 0
+        return self._round_in(read_about(self.checkpoint, "checkpoint-1"))
+
+    def load_state(self, plan: str | None = None, most: int = MOST_TENSORS) -> State | None:
+        """The latest state, or None where the run did not finish a round; refuses that of another plan.
+
+        A checkpoint of more than `most` bytes is not read.
+        """
         if not self.checkpoint.exists():
             return None
-        tensors, about = load_tensors(self.checkpoint, "checkpoint-1")
+        tensors, about = load_tensors(self.checkpoint, "checkpoint-1", most)
         if plan is not None and about.get("plan") != plan:
             raise RunError(f"{self.checkpoint} belongs to another plan; resume a run with the plan that started it")
-        if type(about.get("round")) is not int or about["round"] < 0:
-            raise RunError(f"{self.checkpoint} does not say how many rounds it has")
+        round_ = self._round_in(about)
         if "clip" in about and not (type(about["clip"]) is float and 0 < about["clip"] < math.inf):
             raise RunError(f"{self.checkpoint} holds a clip bound that is not a positive number")
         parts: dict[str, Tree] = {"weights": {}, "average": {}}
         for name, value in tensors.items():
             part, _, parameter = name.partition("/")
             parts.setdefault(part, {})[parameter] = value
-        return State(about["round"], parts["weights"], parts["average"] or None, about.get("clip"))
+        return State(round_, parts["weights"], parts["average"] or None, about.get("clip"))
+
+    def _round_in(self, about: Mapping[str, Any]) -> int:
+        round_ = about.get("round")
+        if type(round_) is not int or not 0 <= round_ < 2**31:
+            raise RunError(f"{self.checkpoint} does not say how many rounds it has")
+        return round_
 
     # The metrics -----------------------------------------------------------------------------------------------------
 
     def append_metrics(self, row: Row) -> None:
         """Add one round's line; it is on the disk before the round's checkpoint is."""
-        with _said_in_a_sentence(self.path, "written"), self.metrics.open("a", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with (
+            _said_in_a_sentence(self.path, "written"),
+            os.fdopen(open_unlinked(self.metrics, flags), "a", encoding="utf-8") as file,
+        ):
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -123,7 +146,7 @@ class RunDirectory:
     def read_metrics(self) -> list[Row]:
         """All complete lines; a torn last line, left by a crash, is passed over."""
         with _said_in_a_sentence(self.path, "read"):
-            lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
+            lines = read_bounded(self.metrics, MOST_LINES).split(b"\n") if self.metrics.exists() else []
         rows: list[Row] = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -140,15 +163,22 @@ class RunDirectory:
         if [row["round"] for row in rows] != list(range(1, rounds + 1)):
             raise RunError(f"{self.metrics} does not have one line for each of the {rounds} rounds in the checkpoint")
         with _said_in_a_sentence(self.path, "written"):
-            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
+            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode(), PRIVATE)
         return rows
 
 
 def _as_row(line: bytes) -> Row:
-    row = json.loads(line)
-    if not isinstance(row, dict) or type(row.get("round")) is not int:
+    row = parse_json(line)
+    if not isinstance(row, dict) or type(row.get("round")) is not int or not 0 <= row["round"] < 2**31:
+        raise ValueError
+    if not all(_NAME.fullmatch(name) and _is_figure(value) for name, value in row.items()):
         raise ValueError
     return row
+
+
+def _is_figure(value: object) -> bool:
+    """A number as this program writes one, or nothing where there is none."""
+    return value is None or (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
 
 
 @contextmanager

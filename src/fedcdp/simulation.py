@@ -32,7 +32,7 @@ from fedcdp.devices import usable_device, wait
 from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
-from fedcdp.files import check_tensors, save_tensors
+from fedcdp.files import PRIVATE, check_tensors, save_tensors, size_of
 from fedcdp.interrupts import deferred_interrupts
 from fedcdp.methods import METHODS, Moment
 from fedcdp.models import mixing_layers, prepare
@@ -161,7 +161,7 @@ def simulate(
         else:
             directory.create(_config_of_python(plan, federation) if config is None else config)
         with directory.locked():
-            if resume and (stored := directory.load_state(plan.digest())) is not None:
+            if resume and (stored := directory.load_state(plan.digest(), size_of(weights))) is not None:
                 for tree in (stored.weights, stored.average or stored.weights):
                     check_tensors(directory.checkpoint, tree, weights)
                 if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
@@ -274,7 +274,7 @@ class Simulator:
         released = state.average or state.weights
         network.load_state_dict(released, strict=False)
         if directory:
-            save_tensors(directory.model, network.state_dict(), {"format": "model-1", "round": state.round})
+            save_tensors(directory.model, network.state_dict(), {"format": "model-1", "round": state.round}, PRIVATE)
         seconds = time.perf_counter() - started
         kept = directory.path if directory else None
         return Run(

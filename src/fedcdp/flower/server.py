@@ -29,7 +29,7 @@ from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.experiment import Experiment, assemble, read_toml
-from fedcdp.files import check_tensors, save_tensors, write_atomically
+from fedcdp.files import PRIVATE, check_tensors, save_tensors, write_atomically
 from fedcdp.flower.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
 from fedcdp.flower.strategy import Job, PlanStrategy, deployed, first_state
 from fedcdp.flower.task import Task
@@ -291,7 +291,7 @@ class _Server:
         """Leave what there is, and say what it has cost."""
         network = self._job.network
         network.load_state_dict(state.average or state.weights, strict=False)
-        save_tensors(self._directory.model, network.state_dict(), {"format": "model-1", "round": state.round})
+        save_tensors(self._directory.model, network.state_dict(), {"format": "model-1", "round": state.round}, PRIVATE)
         outcome = Outcome(ended, state.round, sentence)
         write_atomically(self._directory.path / "outcome.json", json.dumps(asdict(outcome)).encode())
         _LOG.info("the run ends after %d of %d rounds: %s", state.round, self._job.plan.rounds, sentence)

@@ -10,6 +10,7 @@ from typing import Any
 from fedcdp.errors import RunError
 from fedcdp.files import write_atomically
 from fedcdp.reproduce.catalogue import Cell, Table
+from fedcdp.untrusted import MOST_JSON, parse_json, read_bounded
 
 FORMAT = "fedcdp-reproduction-1"
 
@@ -66,11 +67,23 @@ class Results:
 
 def _read(path: Path, table: str) -> dict[str, dict[str, Any]]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_bounded(path, MOST_JSON))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("table") != table:
         raise RunError(f"{path} is not a result file of fedcdp reproduce {table}")
-    return {**content.get("other_settings", {}), **content["cells"]}
+    parts = [content.get("other_settings", {}), content.get("cells")]
+    if not all(isinstance(part, dict) and all(_is_row(row) for row in part.values()) for part in parts):
+        raise RunError(f"{path} is damaged: its cells are not what was measured")
+    return {**parts[0], **parts[1]}
+
+
+def _is_row(row: object) -> bool:
+    """Whether this can be a cell as it was measured: plain values that can be written again."""
+    try:
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict)
