@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 import fedcdp
-from fedcdp import presets
+from fedcdp import consent, presets
 from fedcdp.accounting.population import Population
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Splits
@@ -138,6 +138,7 @@ class Experiment:
     ) -> Run:
         """Run the experiment into a directory (None: in memory only), on `splits` where they are loaded already."""
         splits = splits or self.splits(data_dir, quiet)
+        consent.remember(self.model.network)
         return simulate(
             self.network(splits),
             self.federation(splits),
@@ -203,6 +204,7 @@ def stored(directory: Path | str, given: Iterable[presets.Settings] = ()) -> Exp
     run.require()
     written = read_toml(run.config)
     experiment = assemble(written)
+    consent.require(experiment.model.network, run.config)
     wanted = assemble(written, *given)
     for section in ("data", "model", "plan"):
         for name, value in vars(getattr(experiment, section)).items():

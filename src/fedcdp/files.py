@@ -115,7 +115,7 @@ def load_tensors(path: Path, form: str, most: int = MOST_TENSORS) -> tuple[Tree,
 
 
 def read_about(path: Path, form: str) -> dict[str, Any]:
-    """What is said about the tensors in a file. Only its header is read, and nothing is verified: `load_tensors` does that."""
+    """What is said about the tensors in a file. Only its header is read, and nothing is verified, as by `load_tensors`."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             length = struct.unpack("<Q", file.read(8))[0]

@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from fedcdp.errors import RunError
-from fedcdp.files import MOST_TENSORS, PARTIAL, PRIVATE, load_tensors, open_unlinked, read_about, save_tensors, write_atomically
+from fedcdp.files import (
+    MOST_TENSORS,
+    PARTIAL,
+    PRIVATE,
+    load_tensors,
+    open_unlinked,
+    read_about,
+    save_tensors,
+    write_atomically,
+)
 from fedcdp.tree import Tree
 from fedcdp.untrusted import MOST_LINES, parse_json, read_bounded
 

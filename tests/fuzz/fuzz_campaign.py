@@ -1,7 +1,7 @@
 """Try to break the program with hostile input: so many cases for every target, each the same everywhere by its number.
 
-    python tests/fuzz/fuzz_campaign.py --cases 10000 --out results/reliability/fuzz.json
-    python tests/fuzz/fuzz_campaign.py --target task --first 4711 --cases 1      # one case again
+python tests/fuzz/fuzz_campaign.py --cases 10000 --out results/reliability/fuzz.json
+python tests/fuzz/fuzz_campaign.py --target task --first 4711 --cases 1      # one case again
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def prepare(place: Path) -> None:
 def tell(target: str, outcome: Outcome) -> None:
     """A line about a target, and each kind of finding once."""
     kinds = Counter(finding.splitlines()[0][:60] + finding.splitlines()[-1] for finding in outcome.findings.values())
-    print(f"{target}: {outcome.cases} cases, {outcome.refused} refused, {outcome.seconds:.0f} s, {len(outcome.findings)} findings")
+    print(
+        f"{target}: {outcome.cases} cases, {outcome.refused} refused, {outcome.seconds:.0f} s, {len(outcome.findings)} findings"
+    )
     seen: set[str] = set()
     for number, finding in outcome.findings.items():
         kind = finding.splitlines()[0][:60] + finding.splitlines()[-1]
@@ -132,7 +134,12 @@ def keep(path: Path, outcomes: dict[str, Outcome]) -> None:
         "python": platform.python_version(),
         "limits": {"seconds a case": SECONDS, "MiB a case": MEBIBYTES},
         "targets": {
-            name: {"cases": each.cases, "refused": each.refused, "findings": len(each.findings), "seconds": round(each.seconds)}
+            name: {
+                "cases": each.cases,
+                "refused": each.refused,
+                "findings": len(each.findings),
+                "seconds": round(each.seconds),
+            }
             for name, each in outcomes.items()
         },
     }

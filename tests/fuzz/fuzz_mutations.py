@@ -89,7 +89,9 @@ def near(case: Random, value: Any) -> Any:
         return case.choice((value * 1e9, value * 1e-9, -value, value * 1e300, int(value) if math.isfinite(value) else 0))
     if isinstance(value, str):
         at = case.randrange(len(value) + 1)
-        return case.choice((value[:at], value + value, value[:at] + case.choice(HOSTILE_TEXTS)[:200] + value[at:], value.upper()))
+        return case.choice(
+            (value[:at], value + value, value[:at] + case.choice(HOSTILE_TEXTS)[:200] + value[at:], value.upper())
+        )
     if isinstance(value, list):
         return case.choice((value * 2, value[:-1], value[::-1], [value], value * 1000 if len(value) < 20 else value))
     return value
@@ -117,13 +119,20 @@ def _mutate_once(case: Random, root: Any) -> Any:
         del holder[key]
     elif act == 6:
         other, other_key = case.choice(places)
-        holder[key] = other[other_key] if other[other_key] is not holder else 0
+        holder[key] = _copy(other[other_key])
     elif isinstance(holder, dict):
         name = case.choice((*HOSTILE_TEXTS, *holder))
         holder[name] = holder.pop(key) if case.random() < 0.5 else hostile_value(case)
     else:
         holder.insert(key, hostile_value(case))
     return root
+
+
+def _copy(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (RecursionError, ValueError):
+        return 0
 
 
 def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -214,4 +223,3 @@ def _toml_of_other(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     return '"none"' if value is None else json.dumps(value, ensure_ascii=False)
-

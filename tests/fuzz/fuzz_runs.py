@@ -212,8 +212,6 @@ def engine_cache(place: Path) -> Attempt:
     return attempt
 
 
-
-
 TARGETS: dict[str, Callable[[Path], Attempt]] = {
     "config.toml": configuration,
     "ledger.jsonl": ledger,

@@ -104,7 +104,7 @@ class Watch:
             if not isinstance(path, int) and (flags & _WRITES or set(mode or "") & set("wax+")):
                 self._check_place("writes", path)
         elif event in _CHANGES:
-            folders = [f"/proc/self/fd/{each}" for each in arguments if isinstance(each, int) and 2 < each < 2**20]
+            folders = [f"/proc/self/fd/{each}" for each in arguments[-1:] if isinstance(each, int) and each > 2]
             for path in arguments[:2]:
                 if isinstance(path, str | bytes | os.PathLike):  # within a folder that is given open, if one is
                     self._check_place(event, os.path.join(*folders[:1], os.fsdecode(path)))  # noqa: PTH118

@@ -138,7 +138,9 @@ class Ledger(Journal):
     def participations(self) -> NDArray[np.int64]:
         """For each client of the population, the number of charged releases that it took part in."""
         if self.population["clients"] > MOST_COUNTED:
-            raise RunError(f"{self.path} is of {self.population['clients']} clients; at most {MOST_COUNTED} are counted apart")
+            raise RunError(
+                f"{self.path} is of {self.population['clients']} clients; at most {MOST_COUNTED} are counted apart"
+            )
         everyone = [np.empty(0, np.int64), *(charge.clients for charge in self._charges)]
         return np.bincount(np.concatenate(everyone), minlength=self.population["clients"])
 
@@ -152,7 +154,9 @@ class Ledger(Journal):
         Their sum bounds how often a record was used that is stored at `count` clients, whichever these are.
         """
         clients = self.population["clients"]
-        _, counts = np.unique(np.concatenate([np.empty(0, np.int64), *(c.clients for c in self._charges)]), return_counts=True)
+        _, counts = np.unique(
+            np.concatenate([np.empty(0, np.int64), *(c.clients for c in self._charges)]), return_counts=True
+        )
         used = np.sort(counts)[::-1][: max(count, 0)]
         return np.pad(used, (0, max(0, min(count, clients, MOST_LISTED) - len(used))))
 

@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 import zlib
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ def unpack_archive(archive: Path, folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".unpacking-") as scratch:
             unpacked = Path(scratch) / LAYOUT
             unpacked.mkdir()
-            with gzip.open(archive) as packed, tarfile.open(fileobj=_Bounded(packed), mode="r|") as tar:
+            with gzip.open(archive) as packed, tarfile.open(fileobj=cast(IO[bytes], _Bounded(packed)), mode="r|") as tar:
                 for member in tar:
                     source = tar.extractfile(member) if member.isreg() and member.name in wanted else None
                     if source is not None and member.size > MOST_BATCH:
@@ -107,7 +107,7 @@ def unpack_archive(archive: Path, folder: Path) -> Path:
 class _Bounded:
     """A file of which no more is unpacked than the archive holds, however little it takes packed."""
 
-    def __init__(self, packed: IO[bytes]) -> None:
+    def __init__(self, packed: gzip.GzipFile) -> None:
         self._packed, self._left = packed, MOST_ARCHIVE
 
     def read(self, size: int) -> bytes:

@@ -29,7 +29,7 @@ PICTURES_A_PERSON = 20
 FRAME = (250, 250)
 CROP = (61, 61, 189, 189)
 SIDE = 32
-MOST_BYTES = PICTURES * SIDE * SIDE * 3
+MOST_BYTES = 8 * PICTURES * SIDE * SIDE * 3  # of any type, so that one of another is named
 
 
 def load_lfw(storage: Storage, split_seed: int) -> Splits:

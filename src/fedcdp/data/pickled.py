@@ -122,11 +122,11 @@ class _Unpickler(pickle._Unpickler):
 
     def _checked_setitem(self) -> None:
         _require_names([self.stack[-2]])  # type: ignore[attr-defined]
-        self.load_setitem()
+        self.load_setitem()  # type: ignore[attr-defined]
 
     def _checked_setitems(self) -> None:
         _require_names(self.stack[::2])  # type: ignore[attr-defined]
-        self.load_setitems()
+        self.load_setitems()  # type: ignore[attr-defined]
 
     dispatch[pickle.SETITEM[0]] = _checked_setitem
     dispatch[pickle.SETITEMS[0]] = _checked_setitems
@@ -143,5 +143,5 @@ class _Unpickler(pickle._Unpickler):
                 return _Bytes
         raise pickle.UnpicklingError(f"the name {module}.{name} is not allowed")
 
-    def persistent_load(self, pid: object) -> NoReturn:
+    def persistent_load(self, _pid: object) -> NoReturn:
         raise pickle.UnpicklingError("it refers to something outside itself")

@@ -88,7 +88,9 @@ class ClientPolicy:
         self._require("methods", isinstance(self.methods, list | tuple), "a list")
         object.__setattr__(self, "methods", tuple(self.methods))
         self._require(
-            "methods", all(each in get_args(MethodName) for each in self.methods), f"some of {', '.join(get_args(MethodName))}"
+            "methods",
+            all(each in get_args(MethodName) for each in self.methods),
+            f"some of {', '.join(get_args(MethodName))}",
         )
         self._require("smallest_cohort", type(self.smallest_cohort) is int and self.smallest_cohort >= 1, "1 or more")
         for name in ("allow_reproducible", "allow_custom_network"):

@@ -29,6 +29,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fedcdp import consent
 from fedcdp.errors import PlanError
 from fedcdp.experiment import Experiment, assemble
 from fedcdp.presets import preset
@@ -61,7 +62,9 @@ class Cell:
         """The experiment that the cell describes, with changes."""
         base = preset(self.settings["preset"]) if "preset" in self.settings else {}
         own = {section: dict(self.settings[section]) for section in _SECTIONS if section in self.settings}
-        return assemble(base, own, *changes)
+        experiment = assemble(base, own, *changes)
+        consent.require(experiment.model.network, f"the cell {self.name}")
+        return experiment
 
     @property
     def slug(self) -> str:

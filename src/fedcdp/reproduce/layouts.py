@@ -29,7 +29,9 @@ def sections(table: Table, cells: Cells) -> list[Section]:
     try:
         return list(LAYOUTS[layout](table, cells))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise PlanError(f"layout: {layout} cannot be made of the cells, axes and printed values of {table.name} ({error})") from error
+        raise PlanError(
+            f"layout: {layout} cannot be made of the cells, axes and printed values of {table.name} ({error})"
+        ) from error
 
 
 def section(title: str, columns: list[tuple[str, str, str]], rows: list[dict[str, Any]]) -> Section:
