@@ -3,8 +3,8 @@
     .venv/bin/python .ci/lock.py
 
 Versions are those that pip resolves for pyproject.toml under constraints.txt. Hashes are those that the package index lists
-for all files of a version, for every platform, and that of the file which pip would install here: PyTorch's own index has
-other files under the same version than the public one.
+for all files of a version, for every platform. Of a local version (PyTorch's build for CPUs, 2.13.0+cpu) it is that of the
+file alone which pip would install here: the index has, under the same public version, another build with other dependencies.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def main() -> None:
     """Resolve, look the hashes up, write."""
     packages = resolved()
     with ThreadPoolExecutor(8) as pool:
-        hashes = dict(zip(packages, pool.map(lambda name: listed(name, packages[name][0]), packages), strict=True))
+        hashes = dict(zip(packages, pool.map(lambda name: known(name, *packages[name]), packages), strict=True))
     lines = [HEAD]
-    for name, (version, own) in sorted(packages.items()):
-        known = sorted(hashes[name] | own)
-        lines.append(" \\\n".join([f"{name}=={version}", *(f"    --hash=sha256:{each}" for each in known)]) + "\n")
+    for name, (version, _) in sorted(packages.items()):
+        written = [f"{name}=={version.partition('+')[0]}", *(f"    --hash=sha256:{each}" for each in sorted(hashes[name]))]
+        lines.append(" \\\n".join(written) + "\n")
     TARGET.write_text("".join(lines))
     print(f"{TARGET.name}: {len(packages)} packages, {sum(map(len, hashes.values()))} files")
 
@@ -52,16 +52,17 @@ def resolved() -> dict[str, tuple[str, set[str]]]:
         name, version = each["metadata"]["name"], each["metadata"]["version"]
         if name != "fedcdp":
             archive = each["download_info"].get("archive_info", {}).get("hashes", {})
-            # A local version (+cpu) is asked for by its public one, for which each index has a file of its own.
-            found[_normal(name)] = (version.partition("+")[0], {archive["sha256"]} if "sha256" in archive else set())
+            found[_normal(name)] = (version, {archive["sha256"]} if "sha256" in archive else set())
     return found
 
 
-def listed(name: str, version: str) -> set[str]:
-    """The hashes of all files of a version that the index has."""
+def known(name: str, version: str, own: set[str]) -> set[str]:
+    """The hashes of all files of a version that the index has; of a local version, its own."""
+    if "+" in version:
+        return own
     with urllib.request.urlopen(f"{INDEX}/{name}/", timeout=60) as page:  # noqa: S310  # nosec B310 (a fixed https address)
         files = _FILE.findall(page.read().decode())
-    return {digest for file, digest in files if _version_of(unquote(file), name) == version}
+    return own | {digest for file, digest in files if _version_of(unquote(file), name) == version}
 
 
 def _version_of(file: str, name: str) -> str | None:

@@ -221,6 +221,8 @@ def main() -> None:
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("stopped", 1)
+    except MemoryError:
+        _fail("there is not enough memory for this; fewer clients, records, steps or rounds need less", 1)
     except ModuleNotFoundError as error:
         if error.name != "dp_accounting":
             raise

@@ -32,6 +32,8 @@ Aggregation = Literal["fedsgd", "fedaveraging"]
 NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
+_MOST = 10_000_000  # rounds, steps, clients, records: beyond any training, and within what a machine can count
+_MOST_STEPS = 1_000_000_000
 _PAPER_DECAY = "linear(6, 2)"
 _SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant pays for that
 
@@ -195,6 +197,9 @@ class Plan:
     def _check_values(self) -> None:
         for name in ("rounds", "per_round", "local_steps", "batch_size", "slots"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
+            self._require(name, getattr(self, name) <= _MOST, f"at most {_MOST:,}")
+        if self.rounds * self.local_steps > _MOST_STEPS:
+            raise PlanError(f"rounds: {self.rounds} of {self.local_steps} local steps are more than {_MOST_STEPS:,} steps")
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
         self._require("server_learning_rate", self.server_learning_rate > 0, "positive")
         for name in ("momentum", "ema", "compression"):

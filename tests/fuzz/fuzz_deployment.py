@@ -193,9 +193,8 @@ def _arrays(case: Random, sparse: bool) -> ArrayRecord:
         elif act == 2:
             values = np.array(sound[name].numpy())
             if values.size:
-                values.flat[case.randrange(values.size)] = case.choice((0, 1, 255)) if values.dtype.kind == "u" else case.choice(
-                    (np.nan, np.inf, 1e38, -1e38, 0.0)
-                )  # fmt: skip
+                odd = (0, 1, 255) if values.dtype.kind == "u" else (np.nan, np.inf, 1e38, -1e38, 0.0)
+                values.flat[case.randrange(values.size)] = case.choice(odd)
             array = Array(values)
         elif act == 3:
             array = Array(array.dtype, array.shape, case.choice(HOSTILE_TEXTS[:-8]), array.data)

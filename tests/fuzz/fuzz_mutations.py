@@ -48,8 +48,9 @@ HOSTILE_NUMBERS: tuple[Any, ...] = (
     0.0, -0.0, 0.5, 1e-9, 5e-324, 1e-45, 1e38, 1e300, 1.7e308, -1e308, math.nan, math.inf, -math.inf,
 )  # fmt: skip
 TOKENS: tuple[bytes, ...] = (
-    b"\0", b"\x1b[2J", b"\xff\xfe", b"\xef\xbb\xbf", b"\r\n", b'"', b"'", b"{", b"}", b"[" * 40, b"]", b",", b"=", b"\n", b"-1",
-    b"1e999", b"NaN", b"Infinity", b"null", b"true", b"9" * 30, b"9" * 5000, b"../", b"\\u0000", b"\\ud800", b"#", b"[[a]]\n",
+    b"\0", b"\x1b[2J", b"\xff\xfe", b"\xef\xbb\xbf", b"\r\n", b'"', b"'", b"{", b"}", b"[" * 40, b"]", b",", b"=", b"\n",
+    b"-1", b"1e999", b"NaN", b"Infinity", b"null", b"true", b"9" * 30, b"9" * 5000, b"../", b"\\u0000", b"\\ud800", b"#",
+    b"[[a]]\n",
 )  # fmt: skip
 
 
@@ -93,8 +94,12 @@ def near(case: Random, value: Any) -> Any:
             (value[:at], value + value, value[:at] + case.choice(HOSTILE_TEXTS)[:200] + value[at:], value.upper())
         )
     if isinstance(value, list):
-        return case.choice((value * 2, value[:-1], value[::-1], [value], value * 1000 if len(value) < 20 else value))
+        return case.choice((value * 2, value[:-1], value[::-1], [value], _many(value)))
     return value
+
+
+def _many(value: list[Any]) -> list[Any]:
+    return value * 1000 if len(value) < 20 and not any(isinstance(each, list | dict) for each in value) else value
 
 
 def mutate_value(case: Random, value: Any) -> Any:
@@ -177,7 +182,7 @@ def mutate_bytes(case: Random, content: bytes, others: Sequence[bytes] = ()) -> 
 
 
 def as_json(value: Any) -> bytes:
-    """JSON as a hostile program writes it: NaN, surrogates and all; what is too deep for Python's writer is written by hand."""
+    """JSON as a hostile program writes it: NaN, surrogates and all; what is too deep for Python is written by hand."""
     try:
         return json.dumps(value).encode("utf-8", "surrogatepass")
     except (RecursionError, ValueError):  # too deep, or within itself

@@ -28,7 +28,7 @@ _KEYS = ("format", "run", "modality", "shape", "classes", "network", "activation
          "smallest_cohort", "reproducible")  # fmt: skip
 _RUN = re.compile("[0-9a-f]{32}")
 _MOST_WEIGHTS = 2**30
-_MOST_ROUNDS = 10**6
+_MOST_STEPS = 10**6  # of all rounds: what a client can account for in seconds
 _MOST_DRAWS = 2**26
 _LONGEST = 2**20  # characters of a task: a network of some thousand tensors
 
@@ -166,7 +166,7 @@ def _check_size(task: Task) -> None:
     plan, weights = task.plan, sum(math.prod(shape) for shape in task.tensors.values())
     _require(weights <= _MOST_WEIGHTS, "tensors", f"of at most {_MOST_WEIGHTS} values together")
     _require(math.prod(task.shape) <= _MOST_WEIGHTS, "shape", f"of at most {_MOST_WEIGHTS} values")
-    _require(plan.rounds <= _MOST_ROUNDS, "plan", f"one of at most {_MOST_ROUNDS} rounds")
+    _require(plan.rounds * plan.local_steps <= _MOST_STEPS, "plan", f"one of at most {_MOST_STEPS} local steps in all")
     _require(plan.local_steps * plan.slots <= _MOST_DRAWS, "plan", f"one of at most {_MOST_DRAWS} records a participation")
 
 

@@ -28,7 +28,7 @@ def sections(table: Table, cells: Cells) -> list[Section]:
         raise PlanError(f"layout: {layout[:100]!r} is not one of {', '.join(LAYOUTS)}")
     try:
         return list(LAYOUTS[layout](table, cells))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise PlanError(
             f"layout: {layout} cannot be made of the cells, axes and printed values of {table.name} ({error})"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Results:
     def __init__(self, table: Table, out: Path) -> None:
         self.table = table
         self.path = out / f"{table.name}.json"
-        stored = _read(self.path, table.name) if self.path.exists() else {}
+        stored = _read(self.path, table.name) if os.path.lexists(self.path) else {}
         self.cells = {name: row for name, row in stored.items() if self._fits(name, row)}
         self.stale = {name: row for name, row in stored.items() if name not in self.cells}
 
@@ -75,15 +76,15 @@ def _read(path: Path, table: str) -> dict[str, dict[str, Any]]:
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("table") != table:
         raise RunError(f"{path} is not a result file of fedcdp reproduce {table}")
     parts = [content.get("other_settings", {}), content.get("cells")]
-    if not all(isinstance(part, dict) and all(_is_row(row) for row in part.values()) for part in parts):
+    if not all(_is_plain(part) and all(isinstance(row, dict) for row in part.values()) for part in parts):
         raise RunError(f"{path} is damaged: its cells are not what was measured")
     return {**parts[0], **parts[1]}
 
 
-def _is_row(row: object) -> bool:
-    """Whether this can be a cell as it was measured: plain values that can be written again."""
+def _is_plain(value: object) -> bool:
+    """Whether this is a table of plain values that can be written again."""
     try:
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, dict)
+    return isinstance(value, dict)
