@@ -84,9 +84,7 @@ class Plan:
         "With secure noise: Philox with a fresh key from the operating system for every draw, the faster on a GPU, or the "
         "cipher ChaCha20, the stronger, and the faster on a CPU.",
     )
-    seed: int = option(
-        0, "Fixes all randomness of a simulation; with secure noise, only partition and first weights."
-    )
+    seed: int = option(0, "Fixes all randomness of a simulation; with secure noise, only partition and first weights.")
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -117,7 +117,8 @@ def tell(target: str, outcome: Outcome) -> None:
     """A line about a target, and each kind of finding once."""
     kinds = Counter(finding.splitlines()[0][:60] + finding.splitlines()[-1] for finding in outcome.findings.values())
     print(
-        f"{target}: {outcome.cases} cases, {outcome.refused} refused, {len(outcome.findings)} findings, {outcome.seconds:.0f} s"
+        f"{target}: {outcome.cases} cases, {outcome.refused} refused, {outcome.seconds:.0f} s, "
+        f"{len(outcome.findings)} findings"
     )
     seen: set[str] = set()
     for number, finding in outcome.findings.items():

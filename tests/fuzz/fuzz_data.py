@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +30,7 @@ Attempt = Callable[[Random, Path], None]
 BOMB_BYTES = 2**30
 
 
+@cache
 def zeros(count: int, wbits: int) -> bytes:
     """So many zeros, packed: a thousandth of the size."""
     packer, chunk = zlib.compressobj(1, zlib.DEFLATED, wbits), bytes(2**24)
@@ -38,7 +40,7 @@ def zeros(count: int, wbits: int) -> bytes:
 def idx(_place: Path) -> Attempt:
     """MNIST's files: packed and not, and a bomb."""
     sound = struct.pack(">HBBIII", 0, 8, 3, 5, 4, 4) + bytes(range(80))
-    packed, bomb = gzip.compress(sound), zeros(BOMB_BYTES, 31)
+    packed = gzip.compress(sound)
 
     def attempt(case: Random, place: Path) -> None:
         path = place / "images"
@@ -47,7 +49,7 @@ def idx(_place: Path) -> Attempt:
         if case.random() < 0.1:
             hostile = gzip.compress(mutate_bytes(case, sound))
         if case.random() < 0.002:
-            hostile = bomb
+            hostile = zeros(BOMB_BYTES, 31)
         path.write_bytes(hostile)
         parse_idx(read_unpacked(path, 2**20), 3, str(path))
 
@@ -108,7 +110,6 @@ def pickled(_place: Path) -> Attempt:
 def archive(_place: Path) -> Attempt:
     """CIFAR-10's archive: members of any name, type and size."""
     names = [f"{cifar10.LAYOUT}/{name}" for name in (*cifar10.TRAINING_BATCHES, cifar10.TEST_BATCH)]
-    bomb = zeros(BOMB_BYTES, 31)
 
     def attempt(case: Random, place: Path) -> None:
         members: dict[str, Any] = dict.fromkeys(names, b"content")
@@ -125,7 +126,7 @@ def archive(_place: Path) -> Attempt:
         if case.random() < 0.5:  # within the packing
             hostile = gzip.compress(mutate_bytes(case, gzip.decompress(content)), 1)
         if case.random() < 0.002:
-            hostile = bomb
+            hostile = zeros(BOMB_BYTES, 31)
         folder = place / "unpacked"
         (place / "cifar.tar.gz").write_bytes(hostile)
         target = folder / cifar10.LAYOUT
@@ -156,7 +157,6 @@ def npz(_place: Path) -> Attempt:
     arrays = {"x": np.arange(48, dtype=np.float32).reshape(12, 4), "y": np.arange(12) % 3}
     sound = _npz(arrays, zipfile.ZIP_STORED)
     seeds = [sound, _npz(arrays, zipfile.ZIP_DEFLATED)]
-    bomb = _bomb_npz()
     kinds: list[Any] = [np.float64, np.float16, np.longdouble, np.complex64, np.int8, np.uint64, bool, "U5", "S5", "M8[s]",
                         "m8[D]", object, [("a", "f4"), ("b", "i4")], ">f4", ">i8", "V8"]  # fmt: skip
     shapes = [
@@ -193,7 +193,7 @@ def npz(_place: Path) -> Attempt:
                 changed[case.choice(HOSTILE_TEXTS[3:9])] = np.zeros(3)
             hostile = _npz(changed, zipfile.ZIP_STORED)
         if case.random() < 0.002:
-            hostile = bomb
+            hostile = _bomb_npz()
         path = place / "own.npz"
         path.write_bytes(hostile)
         reader = case.choice((load_file, client_file, lfw.read_packed))
@@ -232,6 +232,7 @@ def _lying_npz(case: Random) -> bytes:
     return content.getvalue()
 
 
+@cache
 def _bomb_npz() -> bytes:
     """A gibibyte of zeros in a small file, which is a sound array of records."""
     content = io.BytesIO()

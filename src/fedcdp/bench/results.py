@@ -69,4 +69,5 @@ def read(path: Path) -> dict[str, Any]:
     sections = content.get("sections") if isinstance(content, dict) and content.get("format") == FORMAT else None
     if not isinstance(sections, dict) or "machine" not in content:
         raise RunError(f"{path} is not a result file of fedcdp bench")
-    return content
+    found: dict[str, Any] = content
+    return found
