@@ -33,7 +33,7 @@ integration: .venv/.installed
 
 # Hostile input: 10,000 cases for every kind of file, message and option (about an hour of one core).
 fuzz: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_campaign.py --cases 10000 --out results/reliability/fuzz.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_campaign.py --cases 10000 --processes 200 --out results/reliability/fuzz.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from random import Random
 import fuzz_commands
 import fuzz_data
 import fuzz_deployment
+import fuzz_processes
 import fuzz_runs
 from fuzz_watch import MEBIBYTES, SECONDS, Watch
 
@@ -32,6 +33,9 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
     **fuzz_data.TARGETS,
     **fuzz_deployment.TARGETS,
 }
+
+
+_IN_WORDS = ("command line", "whole commands")  # which say on the console that they refuse
 
 
 @dataclass
@@ -62,6 +66,17 @@ def campaign(target: str, cases: int, place: Path, watch: Watch, first: int = 0)
     return outcome
 
 
+def processes(cases: int, place: Path, first: int = 0) -> Outcome:
+    """Try whole commands, each in a process of its own."""
+    outcome, started = Outcome(), time.perf_counter()
+    for number in range(first, first + cases):
+        outcome.cases += 1
+        if (finding := fuzz_processes.attempt(Random(f"whole commands/{number}"), place)) is not None:
+            outcome.findings[number] = finding
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
 class _Counting:
     """An attempt that notes whether it was refused."""
 
@@ -84,7 +99,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--target", action="append", choices=sorted(TARGETS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--processes", type=int, default=0, help="whole commands, each a process")
+    parser.add_argument("--out", type=Path, help="a file that exists is completed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch).resolve() / "place"
@@ -92,9 +108,12 @@ def main() -> None:
         prepare(place)
         watch = Watch(place)
         outcomes = {}
-        for target in given.target or TARGETS:
+        for target in given.target or (TARGETS if given.cases else ()):
             outcomes[target] = campaign(target, given.cases, place, watch, given.first)
             tell(target, outcomes[target])
+        if given.processes:
+            outcomes["whole commands"] = processes(given.processes, place, given.first)
+            tell("whole commands", outcomes["whole commands"])
     if given.out:
         keep(given.out, outcomes)
     sys.exit(1 if any(each.findings for each in outcomes.values()) else 0)
@@ -131,14 +150,16 @@ def tell(target: str, outcome: Outcome) -> None:
 
 def keep(path: Path, outcomes: dict[str, Outcome]) -> None:
     """Write, or complete, the record."""
+    known = json.loads(path.read_bytes())["targets"] if path.exists() else {}
     content = {
         "command": "make fuzz",
         "python": platform.python_version(),
         "limits": {"seconds a case": SECONDS, "MiB a case": MEBIBYTES},
-        "targets": {
+        "targets": known
+        | {
             name: {
                 "cases": each.cases,
-                "refused": each.refused,
+                "refused": None if name in _IN_WORDS else each.refused,
                 "findings": len(each.findings),
                 "seconds": round(each.seconds),
             }
