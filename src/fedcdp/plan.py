@@ -34,6 +34,7 @@ NoiseGenerator = Literal["philox", "chacha20"]
 _PAPER_CLIP = "4"
 _MOST = 10_000_000  # rounds, steps, clients, records: beyond any training, and within what a machine can count
 _MOST_STEPS = 1_000_000_000
+_MULTIPLIERS = 1e-6, 1e9  # outside, an accountant has no digits left
 _PAPER_DECAY = "linear(6, 2)"
 _SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant pays for that
 
@@ -199,6 +200,9 @@ class Plan:
         if self.rounds * self.local_steps > _MOST_STEPS:
             raise PlanError(f"rounds: {self.rounds} of {self.local_steps} local steps are more than {_MOST_STEPS:,} steps")
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
+        low, high = _MULTIPLIERS
+        usual = self.noise_multiplier == 0 or low <= self.noise_multiplier <= high
+        self._require("noise_multiplier", usual, f"0, or {low:g} to {high:g}")
         self._require("server_learning_rate", self.server_learning_rate > 0, "positive")
         for name in ("momentum", "ema", "compression"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")

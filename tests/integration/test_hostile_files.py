@@ -265,3 +265,13 @@ def test_a_result_file_that_cannot_be_written_again_is_refused(cli: Cli) -> None
     Path("results/t.json").write_text(json.dumps({"format": "fedcdp-reproduction-1", "table": "t", "cells": {"b": 3}}))
     _table()
     assert "is damaged" in cli("reproduce", "t.toml", "--out", "results", "--list").stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--noise-multiplier", "1e-200"], ["--noise-multiplier", "1e300"], ["--clip", "linear(1e300, 1e-300)"]],
+    ids=lambda options: options[1],
+)
+def test_a_number_beyond_what_can_be_accounted_is_refused(cli: Cli, options: list[str]) -> None:
+    outcome = cli("account", "--dataset", "cancer", *options)
+    assert (outcome.status, outcome.stderr.count("\n")) == (2, 1)

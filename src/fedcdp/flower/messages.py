@@ -168,7 +168,7 @@ def _text(record: ConfigRecord, name: str) -> str:
 
 def _reason(record: ConfigRecord) -> str:
     """What the other side says, fit for a log: short, and without what a terminal would obey."""
-    return printable(_text(record, "reason")[:_LONGEST_REASON])
+    return printable(_text(record, "reason").strip()[:_LONGEST_REASON]) or "no reason given"
 
 
 def _whole(record: ConfigRecord, name: str) -> int:
