@@ -223,7 +223,7 @@ def plans(draw: st.DrawFn) -> Plan:
         quantile_noise=draw(positive),
         quantile_rate=draw(positive),
         clip_mode=draw(st.sampled_from(["layer", "flat"])),
-        noise_multiplier=draw(st.floats(0, 1e3)),
+        noise_multiplier=draw(st.just(0.0) | st.floats(1e-6, 1e3)),
         noise=draw(st.sampled_from(["example", "batch", "cohort"])),
         noise_at=draw(st.sampled_from(["server", "client"])),
         noise_follows_clip=isinstance(clip, Quantile) or draw(st.booleans()),
