@@ -2,12 +2,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration audits crashes soak load lint types check docs wheel clean
+.PHONY: demo test integration audits crashes soak load fuzz lint types security audit-dependencies check docs wheel clean
 
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Versions are fixed (constraints.txt), files are not: another platform has other files. With LOCKED=1, as in .ci/run, nothing
+# is installed whose hash is not in requirements-ci.txt (.ci/lock.py writes it).
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report,flower,docs]'
+ifdef LOCKED
+	$(PIP) --no-deps --require-hashes --requirement requirements-ci.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+else
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable '.[dev,report,flower,docs]'
+endif
 	touch $@
 
 demo: .venv/.installed
@@ -40,6 +50,10 @@ ROUNDS ?= 20
 load: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_load.py --nodes $(NODES) --rounds $(ROUNDS) --out results/reliability/load.json
 
+# Hostile input: 10,000 cases for every kind of file, message and option (about an hour of one core).
+fuzz: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_campaign.py --cases 10000 --processes 200 --out results/reliability/fuzz.json
+
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,7 +61,16 @@ lint: .venv/.installed
 types: .venv/.installed
 	$(BIN)/mypy
 
-check: lint types test
+security: .venv/.installed
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml src benchmarks .ci
+
+# Known vulnerabilities of what is pinned; asks a public service, so it is no part of CI.
+audit-dependencies: .venv/.installed
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	build/audit/bin/pip-audit --requirement requirements-ci.txt --require-hashes --disable-pip
+
+check: lint types security test
 
 # The site, in build/site; a warning is an error. (The variable hides a note about the theme's future, which is none of this site.)
 docs: .venv/.installed

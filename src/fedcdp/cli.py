@@ -20,6 +20,7 @@ from fedcdp.presets import Settings
 from fedcdp.rundir import RunDirectory
 from fedcdp.simulation import Run
 from fedcdp.trained import Trained
+from fedcdp.untrusted import printable
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy
@@ -137,11 +138,11 @@ def export(
 
 
 def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | None, quiet: bool) -> Run:
-    state = RunDirectory(out).load_state() if resume else None
+    done = RunDirectory(out).rounds_done() if resume else 0
     splits = experiment.splits(data_dir, quiet)
     budget = spending.Budget(experiment, experiment.population(splits))
     try:
-        with output.training_progress(experiment.plan, quiet, state.round if state else 0, budget.shown_after) as progress:
+        with output.training_progress(experiment.plan, quiet, done, budget.shown_after) as progress:
             return experiment.train(out, resume=resume, splits=splits, most_releases=budget.most_releases, progress=progress)
     except KeyboardInterrupt:
         raise StoppedError(f"stopped; fedcdp train --resume --out {out} goes on from the last whole round") from None
@@ -207,6 +208,8 @@ def main() -> None:
         _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("stopped", 1)
+    except MemoryError:
+        _fail("there is not enough memory for this; fewer clients, records, steps or rounds need less", 1)
     except ModuleNotFoundError as error:
         if error.name != "dp_accounting":
             raise
@@ -214,7 +217,7 @@ def main() -> None:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    one_line = " ".join(message.split())
+    one_line = printable(" ".join(message.split()))
     typer.echo(f"fedcdp: {one_line}", err=True)
     sys.exit(status)
 

@@ -7,7 +7,6 @@ settings.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 import fedcdp
-from fedcdp import presets
+from fedcdp import consent, presets
 from fedcdp.accounting.population import Population
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Splits
@@ -29,6 +28,7 @@ from fedcdp.rundir import RunDirectory
 from fedcdp.settings import check_types, option
 from fedcdp.simulation import Progress, Run, simulate
 from fedcdp.tree import Layout
+from fedcdp.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
 DEFAULT_DATASET = "mnist5k"
 
@@ -145,6 +145,7 @@ class Experiment:
     ) -> Run:
         """Run the experiment into a directory (None: in memory only), on `splits` where they are loaded already."""
         splits = splits or self.splits(data_dir, quiet)
+        consent.remember(self.model.network)
         return simulate(
             self.network(splits),
             self.federation(splits),
@@ -184,6 +185,9 @@ def assemble(*layers: presets.Settings) -> Experiment:
                 if section not in SECTIONS or key not in _names(SECTIONS[section]):
                     raise PlanError(f"{section}.{key}: there is no such setting")
                 merged[section][key] = value
+    for section, name in (("data", "dataset"), ("data", "file"), ("plan", "method"), ("plan", "noise")):
+        if not isinstance(given := merged[section].get(name), str | None):  # they are looked up before a section checks them
+            raise PlanError(f"{name}: {str(given)[:100]} is not a text")
     if merged["data"].get("file") is None:
         merged["data"].setdefault("dataset", DEFAULT_DATASET)
     elif "dataset" in merged["data"]:
@@ -207,6 +211,7 @@ def stored(directory: Path | str, given: Iterable[presets.Settings] = ()) -> Exp
     run.require()
     written = read_toml(run.config)
     experiment = assemble(written)
+    consent.require(experiment.model.network, run.config)
     wanted = assemble(written, *given)
     for section in ("data", "model", "plan"):
         for name, value in vars(getattr(experiment, section)).items():
@@ -215,13 +220,13 @@ def stored(directory: Path | str, given: Iterable[presets.Settings] = ()) -> Exp
     return wanted
 
 
-def read_toml(path: Path | str) -> presets.Settings:
-    """The settings in a configuration file."""
+def read_toml(path: Path | str, *, stream: bool = False) -> presets.Settings:
+    """The settings in a configuration file; with `stream`, one that is written to while it is read."""
     try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        settings = parse_toml(read_bounded(path, MOST_SETTINGS, stream=stream))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise RunError(f"{path} is not a TOML file: {error}") from error
     if "python" in settings:
         raise RunError(f"{path} is of a run whose network and data came from Python; use it from there")
@@ -241,8 +246,8 @@ def read_assignment(written: str) -> presets.Settings:
     if not sections or key not in _names(SECTIONS.get(sections[0], type(None))):
         raise PlanError(f"--set {written}: there is no setting called {name.strip()!r}; train --help lists them")
     try:
-        return {sections[0]: {key: tomllib.loads(f"value = {value}")["value"]}}
-    except tomllib.TOMLDecodeError:
+        return {sections[0]: {key: parse_toml(f"value = {value}")["value"]}}
+    except ValueError:
         return {sections[0]: {key: value.strip()}}
 
 

@@ -186,6 +186,8 @@ def _image_shape(network: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 def _from_factory(path: str, shape: tuple[int, ...], classes: int, activation: str | None) -> nn.Module:
     module_name, _, factory_name = path.partition(":")
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise ModelError(f"model: {path} is of Python's own library, which has no networks")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

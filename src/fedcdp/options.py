@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
+from fedcdp import consent
 from fedcdp.errors import PlanError
 from fedcdp.experiment import SECTIONS, read_assignment, read_toml
 from fedcdp.presets import Settings, preset
@@ -99,10 +100,12 @@ def _parameter(name: str, kind: Any, flag: str, **look: Any) -> inspect.Paramete
 
 def _layers(chosen: dict[str, Any]) -> list[Settings]:
     layers: list[Settings] = []
+    configured: Settings = {}
     if chosen["preset"] is not None:
         layers.append(preset(chosen["preset"]))
     if chosen["config"] is not None:
-        layers.append(read_toml(chosen["config"]))
+        configured = read_toml(chosen["config"], stream=True)
+        layers.append(configured)
     layers += [read_assignment(written) for written in chosen["assignments"] or []]
     single: Settings = {}
     for name, value in chosen.items():
@@ -118,6 +121,10 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
     slots = single.get("plan", {}).get("slots")
     if slots not in (None, "auto"):
         single["plan"]["slots"] = _whole_number("--slots", slots)
+    for layer in [*layers, single]:
+        if "network" in layer.get("model", {}) and layer is not configured:
+            consent.remember(str(layer["model"]["network"]))
+    consent.require(configured.get("model", {}).get("network"), chosen["config"])
     if "file" in single.get("data", {}):  # the run directory must find it from anywhere
         single["data"]["file"] = str(Path(single["data"]["file"]).absolute())
     return [*layers, single]

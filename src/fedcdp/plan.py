@@ -32,6 +32,8 @@ Aggregation = Literal["fedsgd", "fedaveraging"]
 NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
+_MOST = 10_000_000  # rounds, steps, clients, records: beyond any training, and within what a machine can count
+_MOST_STEPS = 1_000_000_000
 _PAPER_DECAY = "linear(6, 2)"
 # Norms and noise are float32. Squares of what is much smaller than the least bound vanish (a norm would come out too short),
 # those of what is much larger than the largest are infinite, and noise beyond the multipliers is rounded away or overflows.
@@ -210,6 +212,9 @@ class Plan:
     def _check_values(self) -> None:
         for name in ("rounds", "per_round", "local_steps", "batch_size", "slots"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
+            self._require(name, getattr(self, name) <= _MOST, f"at most {_MOST:,}")
+        if self.rounds * self.local_steps > _MOST_STEPS:
+            raise PlanError(f"rounds: {self.rounds} of {self.local_steps} local steps are more than {_MOST_STEPS:,} steps")
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
         rate = f"positive and at most {_LARGEST_RATE:g}"
         self._require("server_learning_rate", 0 < self.server_learning_rate <= _LARGEST_RATE, rate)

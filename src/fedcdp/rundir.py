@@ -9,6 +9,8 @@ RUN/ledger.jsonl             what was released, and who took part: written befor
 RUN/engine.json              what computes the gradients: a resumed run keeps to it, for another one rounds differently
 RUN/lock                     held by the process that is at work
 ```
+
+The directory and what is in it are its owner's alone to read: with the seed in `config.toml`, noise can be subtracted.
 """
 
 from __future__ import annotations
@@ -17,17 +19,32 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from fedcdp.errors import RunError, StorageError
-from fedcdp.files import PARTIAL, load_tensors, not_written, save_tensors, sync_directory, write_atomically
+from fedcdp.files import (
+    MOST_TENSORS,
+    PARTIAL,
+    PRIVATE,
+    load_tensors,
+    not_written,
+    open_unlinked,
+    read_about,
+    save_tensors,
+    sync_directory,
+    write_atomically,
+)
 from fedcdp.tree import Tree
+from fedcdp.untrusted import MOST_LINES, parse_json, read_bounded
 
 Row = dict[str, Any]
+_MOST_ENGINE = 1000
+_NAME = re.compile("[a-z][a-z0-9_]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -65,10 +82,10 @@ class RunDirectory:
             if self.path.exists() and not self.path.is_dir():
                 raise RunError(f"{self.path} is a file; choose another name for the run directory")
             self._require_nothing()
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.locked():
                 self._require_nothing()  # of two that start at once, the other may have been here first
-                write_atomically(self.config, config.encode())
+                write_atomically(self.config, config.encode(), PRIVATE)
                 sync_directory(self.path.absolute().parent)
 
     def _require_nothing(self) -> None:
@@ -87,7 +104,7 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Hold the run for one process; the lock goes with the process, however it ends."""
         with _said_in_a_sentence(self.path):
-            lock = (self.path / "lock").open("w")
+            lock = os.fdopen(open_unlinked(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         with lock:
             with _said_in_a_sentence(self.path):
                 try:
@@ -121,41 +138,56 @@ class RunDirectory:
         if state.clip is not None:
             about["clip"] = state.clip  # JSON keeps every digit
         with self._at_work():
-            save_tensors(self.checkpoint, tensors, about)
+            save_tensors(self.checkpoint, tensors, about, PRIVATE)
 
     def save_model(self, model: Tree, rounds: int) -> None:
         """Write the trained model."""
         with self._at_work():
-            save_tensors(self.model, model, {"format": "model-1", "round": rounds})
+            save_tensors(self.model, model, {"format": "model-1", "round": rounds}, PRIVATE)
 
-    def load_state(self, plan: str | None = None) -> State | None:
-        """The latest state, or None where the run did not finish a round; refuses that of another plan."""
+    def rounds_done(self) -> int:
+        """How many rounds the latest state says to have; its tensors are not read."""
+        if not self.checkpoint.exists():
+            return 0
+        return self._round_in(read_about(self.checkpoint, "checkpoint-1"))
+
+    def load_state(self, plan: str | None = None, most: int = MOST_TENSORS) -> State | None:
+        """The latest state, or None where the run did not finish a round; refuses that of another plan.
+
+        A checkpoint of more than `most` bytes is not read.
+        """
         if not self.checkpoint.exists():
             return None
-        tensors, about = load_tensors(self.checkpoint, "checkpoint-1")
+        tensors, about = load_tensors(self.checkpoint, "checkpoint-1", most)
         if plan is not None and about.get("plan") != plan:
             raise RunError(f"{self.checkpoint} belongs to another plan; resume a run with the plan that started it")
-        if type(about.get("round")) is not int or about["round"] < 0:
-            raise RunError(f"{self.checkpoint} does not say how many rounds it has")
+        round_ = self._round_in(about)
         if "clip" in about and not (type(about["clip"]) is float and 0 < about["clip"] < math.inf):
             raise RunError(f"{self.checkpoint} holds a clip bound that is not a positive number")
         parts: dict[str, Tree] = {"weights": {}, "average": {}}
         for name, value in tensors.items():
             part, _, parameter = name.partition("/")
             parts.setdefault(part, {})[parameter] = value
-        return State(about["round"], parts["weights"], parts["average"] or None, about.get("clip"))
+        return State(round_, parts["weights"], parts["average"] or None, about.get("clip"))
+
+    def _round_in(self, about: Mapping[str, Any]) -> int:
+        round_ = about.get("round")
+        if type(round_) is not int or not 0 <= round_ < 2**31:
+            raise RunError(f"{self.checkpoint} does not say how many rounds it has")
+        return round_
 
     # What computes ---------------------------------------------------------------------------------------------------
 
     def save_engine(self, device: str, engine: str, chunk: int) -> None:
         """Keep what computes the gradients on a kind of device, and how many clients at once."""
         with self._at_work():
-            write_atomically(self.engine, json.dumps({"device": device, "engine": engine, "chunk": chunk}).encode() + b"\n")
+            kept = {"device": device, "engine": engine, "chunk": chunk}
+            write_atomically(self.engine, json.dumps(kept).encode() + b"\n", PRIVATE)
 
     def load_engine(self, device: str) -> tuple[str, int] | None:
         """What a run computed with on this kind of device, if that is known: a preference, not a part of the state."""
         try:
-            kept = json.loads(self.engine.read_bytes())
+            kept = parse_json(read_bounded(self.engine, _MOST_ENGINE))
             engine, chunk = kept["engine"], kept["chunk"]
             known = kept["device"] == device and type(engine) is str and type(chunk) is int and chunk > 0
         except (OSError, ValueError, TypeError, KeyError):
@@ -166,7 +198,8 @@ class RunDirectory:
 
     def append_metrics(self, row: Row) -> None:
         """Add one round's line; it is on the disk before the round's checkpoint is."""
-        with self._at_work(), self.metrics.open("a", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with self._at_work(), os.fdopen(open_unlinked(self.metrics, flags), "a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -174,7 +207,7 @@ class RunDirectory:
     def read_metrics(self) -> list[Row]:
         """All complete lines; a torn last line, left by a crash, is passed over."""
         try:
-            lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
+            lines = read_bounded(self.metrics, MOST_LINES).split(b"\n") if self.metrics.exists() else []
         except OSError as error:
             raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
         rows: list[Row] = []
@@ -193,19 +226,26 @@ class RunDirectory:
         if [row["round"] for row in rows] != list(range(1, rounds + 1)):
             raise RunError(f"{self.metrics} does not have one line for each of the {rounds} rounds in the checkpoint")
         with self._at_work():
-            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
+            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode(), PRIVATE)
         return rows
 
 
 def _as_row(line: bytes) -> Row:
-    row = json.loads(line)
-    if not isinstance(row, dict) or type(row.get("round")) is not int:
+    row = parse_json(line)
+    if not isinstance(row, dict) or type(row.get("round")) is not int or not 0 <= row["round"] < 2**31:
+        raise ValueError
+    if not all(_NAME.fullmatch(name) and _is_figure(value) for name, value in row.items()):
         raise ValueError
     return row
 
 
 def _left_by_a_killed_start(path: Path) -> bool:
     return path.name == "lock" or path.name.endswith(PARTIAL)
+
+
+def _is_figure(value: object) -> bool:
+    """A number as this program writes one, or nothing where there is none."""
+    return value is None or (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
 
 
 @contextmanager

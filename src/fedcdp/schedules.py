@@ -18,6 +18,8 @@ from fedcdp.errors import PlanError
 Kind = Literal["constant", "linear", "exponential", "cosine", "proportional"]
 _Made = TypeVar("_Made")
 
+_LEAST, _MOST = 1e-30, 1e30  # what it bounds and multiplies is float32
+
 # How far the value has travelled from start to end after a fraction `x` of the rounds.
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "constant": lambda start, end, x: start,  # noqa: ARG005
@@ -43,6 +45,8 @@ class Schedule:
         for value in (self.start, self.end):
             if not (math.isfinite(value) and value > 0):
                 raise PlanError(f"schedule {self}: {_number(value)} is not a positive finite number")
+            if not _LEAST <= value <= _MOST:
+                raise PlanError(f"schedule {self}: {_number(value)} is not a number from {_LEAST:g} to {_MOST:g}")
 
     def value(self, round_: int, rounds: int, leader: Schedule | None = None) -> float:
         """The value in round `round_` (counted from 0) of `rounds`."""
@@ -74,7 +78,7 @@ class Quantile:
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
             raise PlanError(f"{self}: {_number(self.target)} is not a quantile above 0 and below 1")
-        if not 1e-30 <= self.start <= 1e30:  # the norms that it is compared with are float32
+        if not _LEAST <= self.start <= _MOST:
             raise PlanError(f"{self}: {_number(self.start)} is not a bound from 1e-30 to 1e30")
 
     def moved(self, bound: float, within: float, rate: float) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedcdp.errors import PlanError
 
+_LONGEST = 200  # characters of a value that a sentence shows
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -42,13 +43,22 @@ def check_types(settings: Any) -> None:
             continue
         if get_origin(wanted) is Literal:
             if value not in get_args(wanted):
-                raise PlanError(f"{name}: {value!r} is not one of {', '.join(get_args(wanted))}")
+                raise PlanError(f"{name}: {_shown(value)} is not one of {', '.join(get_args(wanted))}")
         elif wanted is float and type(value) is int and abs(value) <= sys.float_info.max:
             object.__setattr__(settings, name, float(value))
         elif wanted in _WORDS and type(value) is not wanted:
-            raise PlanError(f"{name}: {value!r} is not {_WORDS[wanted]}")
+            raise PlanError(f"{name}: {_shown(value)} is not {_WORDS[wanted]}")
         elif wanted is float and not math.isfinite(value):
             raise PlanError(f"{name}: {value} is not a finite number")
+
+
+def _shown(value: object) -> str:
+    """A value for a sentence: a file may hold one of any length, or so deep that it has no text."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return "what is given"
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 
 def _without_none(hint: Any) -> Any:

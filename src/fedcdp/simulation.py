@@ -32,7 +32,7 @@ from fedcdp.devices import usable_device, wait
 from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
-from fedcdp.files import check_tensors
+from fedcdp.files import check_tensors, size_of
 from fedcdp.frozen import split, through
 from fedcdp.interrupts import deferred_interrupts
 from fedcdp.methods import METHODS, Moment
@@ -170,7 +170,7 @@ def simulate(
         else:
             directory.create(_config_of_python(plan, federation) if config is None else config)
         with directory.locked():
-            if resume and (stored := directory.load_state(plan.digest())) is not None:
+            if resume and (stored := directory.load_state(plan.digest(), size_of(weights))) is not None:
                 for tree in (stored.weights, stored.average or stored.weights):
                     check_tensors(directory.checkpoint, tree, weights)
                 if stored.round > plan.rounds or _missing(stored) != _missing(fresh):

@@ -19,10 +19,11 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.errors import RunError
 from fedcdp.experiment import Experiment, stored
-from fedcdp.files import check_tensors, load_tensors, save_tensors, write_atomically
+from fedcdp.files import check_tensors, load_tensors, save_tensors, size_of, write_atomically
 from fedcdp.models import prepare
 from fedcdp.rundir import RunDirectory
 from fedcdp.simulation import Releases, Run
+from fedcdp.untrusted import MOST_SETTINGS, read_bounded
 
 ExportFormat = Literal["safetensors", "torchscript", "onnx", "csv", "tensorboard"]
 _BATCH = 1000
@@ -45,9 +46,9 @@ class Trained:
         splits = experiment.splits(data_dir, quiet)
         model = prepare(experiment.network(splits), experiment.plan, "cpu").eval()
         if directory.model.exists():
-            weights, source = load_tensors(directory.model, "model-1")[0], directory.model
             expected = dict(model.state_dict())
-        elif (state := directory.load_state()) is not None:
+            weights, source = load_tensors(directory.model, "model-1", size_of(expected))[0], directory.model
+        elif (state := directory.load_state(most=size_of(model.state_dict()))) is not None:
             weights, source = state.average or state.weights, directory.checkpoint
             expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
         else:
@@ -59,7 +60,10 @@ class Trained:
     def as_run(self) -> Run:
         """The run as training would have returned it, but for the time that it took."""
         federation = self.experiment.federation(self.splits)
-        metrics, released = self.directory.read_metrics(), Releases(federation.clients, Ledger.open(self.directory.ledger))
+        ledger = Ledger.open(self.directory.ledger)
+        if ledger.population["clients"] != federation.clients:
+            raise RunError(f"{self.directory.ledger} is of {ledger.population['clients']} clients, not {federation.clients}")
+        metrics, released = self.directory.read_metrics(), Releases(federation.clients, ledger)
         return Run(
             self.experiment.plan, federation, self.model, metrics, 0.0, 0, released.count, released.participations,
             self.directory.path,
@@ -145,7 +149,7 @@ class Trained:
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(to)) as writer:
-            writer.add_text("config", f"```toml\n{self.directory.config.read_text(encoding='utf-8')}\n```")
+            writer.add_text("config", f"```toml\n{read_bounded(self.directory.config, MOST_SETTINGS).decode()}\n```")
             for row in self.directory.read_metrics():
                 for name, value in row.items():
                     if name != "round" and value is not None:

@@ -67,9 +67,9 @@ def test_a_data_directory_that_does_not_exist_is_an_error_rather_than_a_download
 def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "no-suffix"
     path.write_bytes(gzip.compress(b"content"))
-    assert read_unpacked(path) == b"content"
+    assert read_unpacked(path, 100) == b"content"
     path.write_bytes(b"content")
-    assert read_unpacked(path) == b"content"
+    assert read_unpacked(path, 100) == b"content"
 
 
 @pytest.mark.parametrize("keep", [2, 12, -1])
@@ -77,4 +77,4 @@ def test_truncated_gzip_is_refused_by_name(tmp_path: Path, keep: int) -> None:
     path = put(tmp_path / "cut.gz")
     path.write_bytes(gzip.compress(bytes(range(256)))[:keep])
     with pytest.raises(DataError, match=r"cut\.gz cannot be read"):
-        read_unpacked(path)
+        read_unpacked(path, 100)

@@ -17,9 +17,11 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.errors import DataError
 from fedcdp.flower import client, messages, wire
 from fedcdp.flower.budget import Grant, Participation
 from fedcdp.flower.client import client_app
+from fedcdp.flower.data import _file
 from fedcdp.flower.ledger import ClientLedger
 from fedcdp.flower.policy import ClientPolicy
 from fedcdp.flower.roster import subscribe
@@ -242,3 +244,10 @@ def test_a_budget_of_the_servers_own_ends_the_run(tmp_path: Path) -> None:
                     tmp_path / "run", settings())  # fmt: skip
     assert outcome.ended == "budget"
     assert 0 < outcome.rounds == Ledger.open(tmp_path / "run" / "ledger.jsonl").rounds_charged < 9
+
+
+@pytest.mark.parametrize("labels", [np.array("a"), np.array([["1"], ["2"]])], ids=["no axis", "two axes"])
+def test_labels_of_text_that_are_not_one_a_record_are_refused(tmp_path: Path, labels: Any) -> None:
+    np.savez(tmp_path / "own.npz", x=np.zeros((2, 3)), y=labels)
+    with pytest.raises(DataError, match="one whole number a record"):
+        _file(tmp_path / "own.npz")

@@ -14,11 +14,12 @@ Relations: `zero-out` (the unit's contribution is replaced by nothing) and `repl
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from fedcdp.accounting.releases import Release, sequence
+from fedcdp.accounting.releases import Release, repeated, sequence
 from fedcdp.plan import Plan
 
 Adversary = Literal["server", "update", "example", "model"]
@@ -53,19 +54,22 @@ class View:
 
     def before(self, multipliers: list[float]) -> Release:
         """All that rounds with these noise multipliers will show, before it is known who takes part."""
-        return sequence([self.a_priori(sigma) for sigma in multipliers])
+        return sequence([repeated(self.a_priori(sigma), times) for sigma, times in Counter(multipliers).items()])
 
     def worst(self, multipliers: list[float]) -> Release:
         """The same if the unit takes part in every round."""
-        return sequence([self.taken(sigma) for sigma in multipliers])
+        return sequence([repeated(self.taken(sigma), times) for sigma, times in Counter(multipliers).items()])
 
     def used(self, multipliers: list[float], participations: int) -> Release:
         """What so many participations have shown: those with the least noise, as it is not said which they were."""
         if self.hidden:
             return self.before(multipliers)
         once = self.participation or self.taken
-        possible = [sigma for sigma in sorted(multipliers) for _ in range(self.at_once)]
-        return sequence([once(sigma) for sigma in possible[:participations]])
+        parts, left = [], participations
+        for sigma, rounds in sorted(Counter(multipliers).items()):
+            parts.append(repeated(once(sigma), min(left, rounds * self.at_once)))
+            left -= min(left, rounds * self.at_once)
+        return sequence(parts)
 
 
 def noise_multipliers(plan: Plan, releases: int | None = None) -> list[float]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from fedcdp.errors import RunError, StorageError
-from fedcdp.files import not_written, sync_directory, write_atomically
+from fedcdp.files import PRIVATE, not_written, sync_directory, write_atomically
+from fedcdp.untrusted import MOST_LINES, read_bounded
 
 _LINE = re.compile(rb'(\{.*),"digest":"([0-9a-f]{32})"\}', re.DOTALL)
 
@@ -74,7 +75,7 @@ class Journal(ABC):
                 raise RunError(f"{path} already exists; a ledger is added to, never begun anew")
             content = _line(first, "") + b"\n"
             journal = cls(path, content)
-            write_atomically(path, content)
+            write_atomically(path, content, PRIVATE)
         except OSError as error:
             raise not_written(path, error) from error
         except (TypeError, ValueError) as error:
@@ -85,7 +86,7 @@ class Journal(ABC):
     def open(cls, path: Path | str) -> Self:
         """Read a journal and verify every line of it. Writes nothing; refuses what is damaged or impossible."""
         try:
-            content = Path(path).read_bytes()
+            content = read_bounded(path, MOST_LINES)
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
         return cls(Path(path), content)
@@ -122,7 +123,7 @@ class Journal(ABC):
         content = self._owed + line
         try:
             sync_directory(self.path.parent)  # a start that was killed inside `_begin` may not have got that far
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # a link may lead to anything
             try:
                 if os.fstat(file).st_size != self._size:
                     raise StorageError(f"{self.path} was changed by others since it was read")

@@ -32,6 +32,10 @@ from fedcdp.errors import RunError
 
 Noise = Literal["seeded", "secure"]
 
+MOST_COUNTED = 2**25
+"""Clients of a run whose participations are counted one by one, in a table of 256 MiB."""
+MOST_LISTED = 2**20
+"""Counts that are listed at most; clients beyond them took part in nothing."""
 _VERSION = 1
 _HEADER_KEYS = ("ledger", "plan", "population", "noise")
 _CHARGE_KEYS = ("round", "attempt", "clients", "bound")
@@ -133,19 +137,28 @@ class Ledger(Journal):
 
     def participations(self) -> NDArray[np.int64]:
         """For each client of the population, the number of charged releases that it took part in."""
+        if self.population["clients"] > MOST_COUNTED:
+            raise RunError(
+                f"{self.path} is of {self.population['clients']} clients; at most {MOST_COUNTED} are counted apart"
+            )
         everyone = [np.empty(0, np.int64), *(charge.clients for charge in self._charges)]
         return np.bincount(np.concatenate(everyone), minlength=self.population["clients"])
 
     def most_used(self) -> int:
         """The number of releases of the client that took part most often."""
-        return int(self.participations().max())
+        return int(self.busiest(1)[0])
 
     def busiest(self, count: int) -> NDArray[np.int64]:
         """The `count` largest numbers of releases of single clients (all, where there are fewer), largest first.
 
         Their sum bounds how often a record was used that is stored at `count` clients, whichever these are.
         """
-        return np.sort(self.participations())[::-1][: max(count, 0)]
+        clients = self.population["clients"]
+        _, counts = np.unique(
+            np.concatenate([np.empty(0, np.int64), *(c.clients for c in self._charges)]), return_counts=True
+        )
+        used = np.sort(counts)[::-1][: max(count, 0)]
+        return np.pad(used, (0, max(0, min(count, clients, MOST_LISTED) - len(used))))
 
     # Reading lines ---------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ class Population:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise PlanError(f"{name}: {value} is not allowed; it must be at least 1")
+            if type(value) is not int or not 1 <= value < 2**63:
+                raise PlanError(f"{name}: {str(value)[:40]} is not allowed; it must be a whole number of at least 1")
         if self.copies > self.clients:
             raise PlanError(f"copies: {self.copies} copies of a record cannot lie at {self.clients} clients, one at each")
 

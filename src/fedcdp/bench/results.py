@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from fedcdp.errors import RunError
 from fedcdp.files import write_atomically
+from fedcdp.untrusted import MOST_JSON, parse_json, read_bounded
 
 FORMAT = "fedcdp-bench-1"
 
@@ -25,7 +27,7 @@ class Results:
         self.path = path
         self.machine = machine
         self.sections: dict[str, Rows] = {}
-        if path is not None and path.exists():
+        if path is not None and os.path.lexists(path):
             content = read(path)
             if content["machine"] != machine:
                 raise RunError(f"--out: {path} was measured on another machine or version; choose another file")
@@ -59,11 +61,13 @@ class Results:
 def read(path: Path) -> dict[str, Any]:
     """A result file, or a sentence that says what is wrong with it."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_bounded(path, MOST_JSON))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError:
         raise RunError(f"{path} is not a result file of fedcdp bench") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    sections = content.get("sections") if isinstance(content, dict) and content.get("format") == FORMAT else None
+    if not isinstance(sections, dict) or "machine" not in content:
         raise RunError(f"{path} is not a result file of fedcdp bench")
-    return content
+    found: dict[str, Any] = content
+    return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import tarfile
 import tempfile
 import zlib
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from fedcdp.data.scaling import PIXELS_TO_UNIT, unit_pixels
 from fedcdp.data.splitting import random_split
 from fedcdp.data.storage import Storage
 from fedcdp.errors import DataError
+from fedcdp.untrusted import read_bounded
 
 ARCHIVE = Remote(
     name="cifar-10-python.tar.gz",
@@ -32,6 +35,8 @@ TEST_BATCH = "test_batch"
 BATCH_IMAGES = 10_000
 VALIDATION_IMAGES = 10_000
 CLASSES = 10
+MOST_BATCH = 2**25  # bytes; the originals have 31,035,704 at most, and 186 million together
+MOST_ARCHIVE = 2**28
 
 
 def load_cifar10(storage: Storage, split_seed: int) -> Splits:
@@ -53,7 +58,7 @@ def load_cifar10(storage: Storage, split_seed: int) -> Splits:
 def read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """One batch file: images [10000, 3, 32, 32] and labels [10000]. The pickle is read without running it."""
     try:
-        content = path.read_bytes()
+        content = read_bounded(path, MOST_BATCH)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
     batch = read_pickle(content, str(path))
@@ -80,9 +85,11 @@ def unpack_archive(archive: Path, folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".unpacking-") as scratch:
             unpacked = Path(scratch) / LAYOUT
             unpacked.mkdir()
-            with tarfile.open(archive, "r:gz") as tar:
+            with gzip.open(archive) as packed, tarfile.open(fileobj=cast(IO[bytes], _Bounded(packed)), mode="r|") as tar:
                 for member in tar:
                     source = tar.extractfile(member) if member.isreg() and member.name in wanted else None
+                    if source is not None and member.size > MOST_BATCH:
+                        raise DataError(f"{archive} holds a {member.name} of {member.size:,} bytes: a batch has fewer")
                     if source is not None:
                         with (unpacked / wanted[member.name]).open("wb") as sink:
                             shutil.copyfileobj(source, sink)
@@ -90,11 +97,25 @@ def unpack_archive(archive: Path, folder: Path) -> Path:
             if missing:
                 raise DataError(f"{archive} lacks {', '.join(missing)}")
             unpacked.replace(target)
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, OverflowError) as error:
         # Another process may have unpacked the same archive meanwhile: then its result serves.
         if not target.is_dir():
             raise DataError(f"{archive} cannot be unpacked into {folder} ({error})") from error
     return target
+
+
+class _Bounded:
+    """A file of which no more is unpacked than the archive holds, however little it takes packed."""
+
+    def __init__(self, packed: gzip.GzipFile) -> None:
+        self._packed, self._left = packed, MOST_ARCHIVE
+
+    def read(self, size: int) -> bytes:
+        content = self._packed.read(size)
+        self._left -= len(content)
+        if self._left < 0:
+            raise DataError(f"it unpacks to more than {MOST_ARCHIVE:,} bytes, which CIFAR-10 does not")
+        return content
 
 
 def _find_layout(storage: Storage) -> Path:

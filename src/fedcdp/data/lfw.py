@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.own_npz import checked_member
 from fedcdp.data.scaling import PIXELS_TO_UNIT, unit_pixels
 from fedcdp.data.splitting import stratified_split
 from fedcdp.data.storage import Storage
@@ -28,6 +29,7 @@ PICTURES_A_PERSON = 20
 FRAME = (250, 250)
 CROP = (61, 61, 189, 189)
 SIDE = 32
+MOST_BYTES = 8 * PICTURES * SIDE * SIDE * 3  # of any type, so that one of another is named
 
 
 def load_lfw(storage: Storage, split_seed: int) -> Splits:
@@ -48,7 +50,7 @@ def read_packed(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The pictures [3023, 32, 32, 3] and labels [3023] of a packed file; `DataError` if they are anything else."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            images, labels = arrays["images"], arrays["labels"]
+            images, labels = (checked_member(arrays, name, MOST_BYTES) for name in ("images", "labels"))
     except Exception as error:  # np.load passes on whatever zipfile, zlib and its own header parser raise
         raise DataError(f"{path} cannot be read as {PACKED}: {' '.join(str(error).split())}") from error
     if images.dtype != np.uint8 or images.shape != (PICTURES, SIDE, SIDE, 3):

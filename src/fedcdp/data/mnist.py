@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -53,7 +55,7 @@ def _read(storage: Storage, name: str, shape: tuple[int, ...]) -> NDArray[np.uin
     packed = f"{name}.gz"
     remote = Remote(packed, tuple(mirror + packed for mirror in MIRRORS), "sha256", SHA256[name])
     path = storage.obtain("mnist", packed, name, remote=remote)
-    array = parse_idx(read_unpacked(path), len(shape), str(path))
+    array = parse_idx(read_unpacked(path, math.prod(shape) + 2**10), len(shape), str(path))
     if array.shape != shape:
         raise DataError(f"{path} holds an array of shape {array.shape}: MNIST has {shape}")
     return array

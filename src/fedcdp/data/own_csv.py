@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedcdp.errors import DataError
 
+LONGEST_LABEL = 100
 LABEL_COLUMNS = ("label", "target", "y", "class")
 
 
@@ -44,6 +45,8 @@ def _parse(file: TextIO, path: Path) -> tuple[NDArray[np.float32], NDArray[np.st
         label = cells.pop(label_column).strip()
         if not label:
             raise DataError(f"{where}, column {header[label_column]!r}: the label is empty")
+        if len(label) > LONGEST_LABEL:  # every label takes as much room as the longest
+            raise DataError(f"{where}, column {header[label_column]!r}: the label has more than {LONGEST_LABEL} characters")
         labels.append(label)
         record = _numbers(cells)
         if record is None:

@@ -11,7 +11,8 @@ import io
 import math
 import pickle
 import pickletools
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,11 @@ def _refuse_unusual_opcodes(content: bytes) -> None:
             raise pickle.UnpicklingError(f"the memo index {argument} is larger than the file")
 
 
+def _require_names(keys: list[Any]) -> None:
+    if not all(isinstance(key, str | bytes) for key in keys):
+        raise pickle.UnpicklingError("it holds a dictionary whose keys are not names")
+
+
 class _Inert:
     """Stands in for a pickled name. Having `__setstate__`, the class itself cannot be altered by a BUILD opcode."""
 
@@ -80,7 +86,7 @@ class _ByteType(_Inert):
 
     def __init__(self, code: object, *_flags: object) -> None:
         if code not in ("u1", b"u1"):
-            raise pickle.UnpicklingError(f"it holds an array of type {code!r} where bytes (u1) are expected")
+            raise pickle.UnpicklingError("it holds an array of another type than bytes (u1)")
 
     def __setstate__(self, state: object) -> None:
         """Byte order and alignment say nothing about bytes."""
@@ -106,7 +112,25 @@ class _Array(_Inert):
                 raise pickle.UnpicklingError("an array's state is malformed")
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The unpickler that is written in Python: what it does at each opcode can be watched.
+
+    The key of an entry must be a text or bytes. That of a tuple of tuples, each the same twice, would be hashed for ever.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
+    def _checked_setitem(self) -> None:
+        _require_names([self.stack[-2]])  # type: ignore[attr-defined]
+        self.load_setitem()  # type: ignore[attr-defined]
+
+    def _checked_setitems(self) -> None:
+        _require_names(self.stack[::2])  # type: ignore[attr-defined]
+        self.load_setitems()  # type: ignore[attr-defined]
+
+    dispatch[pickle.SETITEM[0]] = _checked_setitem
+    dispatch[pickle.SETITEMS[0]] = _checked_setitems
+
     def find_class(self, module: str, name: str) -> type[_Inert]:
         match module, name:
             case "numpy.core.multiarray" | "numpy._core.multiarray", "_reconstruct":
@@ -119,5 +143,5 @@ class _Unpickler(pickle.Unpickler):
                 return _Bytes
         raise pickle.UnpicklingError(f"the name {module}.{name} is not allowed")
 
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError(f"it refers to something outside itself ({pid!r})")
+    def persistent_load(self, _pid: object) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to something outside itself")

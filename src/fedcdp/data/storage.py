@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import zlib
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from fedcdp.data.download import Remote, fetch
 from fedcdp.errors import DataError
 from fedcdp.files import user_cache
+from fedcdp.untrusted import read_bounded
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,16 @@ class Storage:
         return DataError(f"{dataset} needs {' or '.join(names)} in one of {places}: not found, and {one_line}")
 
 
-def read_unpacked(path: Path) -> bytes:
-    """The contents of `path`, decompressed if they are gzip (by content, not by name)."""
+def read_unpacked(path: Path, most: int) -> bytes:
+    """The contents of `path`, decompressed if they are gzip (by content, not by name); refused beyond `most` bytes."""
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        content = read_bounded(path, most)
+        if not content.startswith(b"\x1f\x8b"):
+            return content
+        with gzip.open(io.BytesIO(content)) as packed:
+            unpacked = packed.read(most + 1)
+        if len(unpacked) > most:
+            raise DataError(f"{path} unpacks to more than {most:,} bytes, which is more than it can hold")
+        return unpacked
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read, it is damaged or cut short ({error})") from error

@@ -78,7 +78,7 @@ def state_of(run: str, site: Site, environment: Mapping[str, str]) -> str:
     """How the running server says that a run stands: such as `running`, `finished:completed` or `finished:failed`."""
     try:
         done = subprocess.run(
-            ["flwr", "ls", CONNECTION, "--run-id", run, "--format", "json"],  # noqa: S607
+            ["flwr", "ls", CONNECTION, "--run-id", run, "--format", "json"],  # noqa: S607  # nosec B607 (that of the environment it runs in)
             env=dict(environment) | {"FLWR_HOME": str(site.flwr)},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from fedcdp.errors import RunError
 from fedcdp.experiment import Experiment
 from fedcdp.rundir import Row, RunDirectory
 from fedcdp.spending import Budget
+from fedcdp.untrusted import MOST_SETTINGS, parse_json, printable, read_bounded
 
 
 class Follower:
@@ -25,8 +25,7 @@ class Follower:
 
     def rounds_done(self) -> int:
         """Rounds that would not be repeated if the server ended now."""
-        state = self._run.load_state() if self._run.checkpoint.exists() else None
-        return state.round if state else 0
+        return self._run.rounds_done()
 
     def finished(self) -> bool:
         """Whether there is nothing left to do."""
@@ -35,8 +34,8 @@ class Follower:
     def ended(self) -> tuple[str, str] | None:
         """How the server says that the run ended, in a word and in a sentence; None while it has not."""
         try:
-            told = json.loads((self._run.path / "outcome.json").read_bytes())
-            return str(told["ended"]), str(told["sentence"])
+            told = parse_json(read_bounded(self._run.path / "outcome.json", MOST_SETTINGS))
+            return printable(str(told["ended"])[:100]), printable(str(told["sentence"])[:1000])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

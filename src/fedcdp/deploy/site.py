@@ -14,14 +14,17 @@ DIR/logs/  DIR/run/     what was logged; the run directory
 
 from __future__ import annotations
 
-import tomllib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedcdp.deploy.errors import DeploymentError
 from fedcdp.settings import check_types, option
+from fedcdp.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
 CONNECTION = "deployment"
+MOST_NODES = 10_000
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9]{1,15})?")  # it stands in scripts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +37,11 @@ class SiteSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.nodes < 1:
-            raise DeploymentError(f"nodes: {self.nodes} is not allowed; it must be at least 1")
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise DeploymentError(f"nodes: {self.nodes} is not allowed; it must be at least 1 and at most {MOST_NODES}")
         if not 0 <= self.port < 2**16:
             raise DeploymentError(f"port: {self.port} is not allowed; it must be at least 0 and below 65536")
-        if not self.host or any(letter.isspace() or letter in "\"'/\\$`" for letter in self.host):
+        if not _HOST.fullmatch(self.host):
             raise DeploymentError(f"host: {self.host!r} is not the name or address of a host")
 
     def to_toml(self) -> str:
@@ -112,14 +115,14 @@ class Site:
     def require(self) -> SiteSettings:
         """The settings of an existing deployment, or a sentence that says why it is none."""
         try:
-            written = tomllib.loads(self.settings_file.read_text(encoding="utf-8"))
+            written = parse_toml(read_bounded(self.settings_file, MOST_SETTINGS))
         except FileNotFoundError:
             raise DeploymentError(
                 f"{self.path} is not a deployment: it has no deployment.toml; fedcdp deploy init writes one"
             ) from None
         except OSError as error:
             raise DeploymentError(f"{self.settings_file} cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise DeploymentError(f"{self.settings_file} is not a TOML file: {error}") from error
         unknown = written.keys() - {"nodes", "host", "port"}
         if unknown:

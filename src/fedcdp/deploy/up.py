@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from fedcdp.deploy.following import Follower
 from fedcdp.deploy.processes import Process, Supervisor, ended_by_signals
 from fedcdp.deploy.site import Site, SiteSettings
 from fedcdp.experiment import Experiment, assemble, read_toml
+from fedcdp.files import open_unlinked
 from fedcdp.rundir import Row
 
 _POLL_SECONDS = 0.25
@@ -63,7 +65,11 @@ class Deployment:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.site.path / "lock").open("w") as lock:
+        try:
+            opened = open_unlinked(self.site.path / "lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise DeploymentError(f"{self.site.path / 'lock'} cannot be written: {error.strerror}") from error
+        with os.fdopen(opened, "r+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -25,6 +25,7 @@ from fedcdp.engine.batched import BatchedEngine
 from fedcdp.engine.functional import FunctionalEngine
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files import user_cache, write_atomically
+from fedcdp.untrusted import MOST_SETTINGS, parse_json, read_bounded
 
 EngineName = Literal["auto", "kernel", "compiled", "batched", "functional"]
 
@@ -107,9 +108,9 @@ def machine(device: torch.device) -> dict[str, object]:
 
 def _read(path: Path) -> Choice | None:
     try:
-        written = json.loads(path.read_bytes())
+        written = parse_json(read_bounded(path, MOST_SETTINGS))
         choice = Choice(written["engine"], written["chunk"], float(written["seconds"]))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
     known = choice.engine in get_args(EngineName) and type(choice.chunk) is int and choice.chunk > 0 and choice.seconds > 0
     return choice if known else None

@@ -86,7 +86,7 @@ def _checked(inputs: Inputs, labels: Inputs) -> Dataset:
     """Records as every client must give them. Labels are not numbered anew: they must mean the same everywhere."""
     values = torch.as_tensor(inputs if isinstance(inputs, Tensor) else np.asarray(inputs), dtype=torch.float32)
     given = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-    if given.dtype.kind == "U":  # of a .csv
+    if given.dtype.kind == "U" and given.ndim == 1:  # of a .csv
         given = integers_if_all(given)
     if given.ndim != 1 or given.dtype.kind not in "iuf" or not np.array_equal(given, given.astype(np.int64)):
         raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number a record is needed")

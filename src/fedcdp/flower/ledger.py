@@ -26,6 +26,7 @@ from pathlib import Path
 
 from fedcdp.accounting.journal import Journal, LineError
 from fedcdp.errors import RunError
+from fedcdp.files import open_unlinked
 from fedcdp.flower.budget import Participation
 from fedcdp.flower.errors import RefusedError, TaskError
 from fedcdp.flower.task import Task
@@ -68,7 +69,7 @@ class ClientLedger(Journal):
         directory = Path(directory)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = open_unlinked(directory / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise RunError(f"{directory} cannot be written: {error.strerror or error}") from error
         try:
@@ -151,7 +152,7 @@ class ClientLedger(Journal):
                 raise LineError("has a number of records below 1")
             self._take_in(task, found["records"])
             return
-        accepted = self.tasks.get(found["released"])
+        accepted = self.tasks.get(str(found["released"]))
         round_, attempt, bound = found["round"], found["attempt"], found["bound"]
         numbers = type(round_) is int and type(attempt) is int and type(bound) is float and math.isfinite(bound)
         if accepted is None or not numbers or _objection(accepted, round_, attempt):

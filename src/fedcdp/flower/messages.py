@@ -11,6 +11,7 @@ A reply to `train` has nothing in it but what the method releases.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,12 @@ from fedcdp.flower.policy import Answer
 from fedcdp.flower.task import Task
 from fedcdp.flower.training import Round
 from fedcdp.tree import Layout, Tree
+from fedcdp.untrusted import printable
 
 SUBSCRIBE, TRAIN = "query.subscribe", "train"
-_MOST_RECORDS = 2**31
+MOST_RECORDS = 2**31
 _LONGEST_REASON = 500
+_NAME = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Update:
 
     update: Tree
     count: float | None
+
+
+def is_name(text: object) -> bool:
+    """Whether this can be a name by which a client is known again."""
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
 # Publish and subscribe -----------------------------------------------------------------------------------------------
@@ -72,9 +80,9 @@ def read_answer(message: Message) -> Subscription:
     """What a client says to a task; a decline has no other fields that count."""
     found = _config(_content(message), "answer")
     if found.get("accepts") is not True:
-        return Subscription(False, _text(found, "reason")[:_LONGEST_REASON], 0, "", -1)
+        return Subscription(False, _reason(found), 0, "", -1)
     records, member, number = _whole(found, "records"), _text(found, "member"), _whole(found, "number")
-    if not 1 <= records < _MOST_RECORDS or len(member) != 32 or not -1 <= number < _MOST_RECORDS:
+    if not 1 <= records < MOST_RECORDS or not is_name(member) or not -1 <= number < MOST_RECORDS:
         raise WireError("its answer has an impossible number of records, name or number")
     return Subscription(True, "accepted", records, member, number)
 
@@ -118,11 +126,11 @@ def read_reply(message: Message, task: str, asked: Round, layout: Layout, counte
     content = _content(message)
     if "refused" in content.config_records:
         found = content.config_records["refused"]
-        raise RefusedError(_text(found, "reason")[:_LONGEST_REASON], final=found.get("final") is True)
+        raise RefusedError(_reason(found), final=found.get("final") is True)
     about = _config(content, "about")
     came = _text(about, "task"), _whole(about, "round"), _whole(about, "attempt")
     if came != (task, asked.number, asked.attempt):
-        raise WireError(f"its update is stale: of round {came[1] + 1}, attempt {came[2]}, of task {came[0]:.32}")
+        raise WireError(f"its update is stale: of round {came[1] + 1}, attempt {came[2]}, of task {printable(came[0][:32])}")
     count: Any = about.get("count")
     if (count is not None) != counted or (counted and not (type(count) is float and math.isfinite(count))):
         raise WireError("its count is not a finite number where one is due, or there is one where none is")
@@ -158,6 +166,11 @@ def _text(record: ConfigRecord, name: str) -> str:
     return value
 
 
+def _reason(record: ConfigRecord) -> str:
+    """What the other side says, fit for a log: short, and without what a terminal would obey."""
+    return printable(_text(record, "reason").strip()[:_LONGEST_REASON]) or "no reason given"
+
+
 def _whole(record: ConfigRecord, name: str) -> int:
     value = record.get(name)
     if type(value) is not int:
@@ -167,4 +180,4 @@ def _whole(record: ConfigRecord, name: str) -> int:
 
 def _first_line(reason: str | None) -> str:
     lines = (reason or "no reason given").strip().splitlines()
-    return lines[0][:200] if lines else "no reason given"
+    return printable(lines[0][:200]) if lines else "no reason given"

@@ -13,7 +13,6 @@ smallest_cohort = 5
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +24,7 @@ from fedcdp.flower.errors import PolicyError
 from fedcdp.flower.ledger import ClientLedger
 from fedcdp.flower.task import Task
 from fedcdp.plan import MethodName
+from fedcdp.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
 _UNITS = ("record", "client")
 _PRIVATE = ("fed-cdp", "fed-cdp-decay", "fed-sdp")
@@ -78,7 +78,7 @@ class ClientPolicy:
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta", "smallest_noise_multiplier"):
             value = getattr(self, name)
-            self._require(name, type(value) in (int, float) and not math.isnan(value), "a number")
+            self._require(name, _is_number(value), "a number")
             object.__setattr__(self, name, float(value))
         self._require("epsilon", self.epsilon > 0, "above 0, or inf for no limit")
         self._require("delta", 0 < self.delta < 1, "above 0 and below 1")
@@ -88,7 +88,9 @@ class ClientPolicy:
         self._require("methods", isinstance(self.methods, list | tuple), "a list")
         object.__setattr__(self, "methods", tuple(self.methods))
         self._require(
-            "methods", set(self.methods) <= set(get_args(MethodName)), f"some of {', '.join(get_args(MethodName))}"
+            "methods",
+            all(each in get_args(MethodName) for each in self.methods),
+            f"some of {', '.join(get_args(MethodName))}",
         )
         self._require("smallest_cohort", type(self.smallest_cohort) is int and self.smallest_cohort >= 1, "1 or more")
         for name in ("allow_reproducible", "allow_custom_network"):
@@ -98,10 +100,10 @@ class ClientPolicy:
     def read(path: Path | str) -> ClientPolicy:
         """The policy in a TOML file."""
         try:
-            written: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            written: dict[str, Any] = parse_toml(read_bounded(path, MOST_SETTINGS))
         except OSError as error:
             raise PolicyError(f"{path} cannot be read: {error.strerror or error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise PolicyError(f"{path} is not a TOML file: {error}") from None
         known = [each.name for each in fields(ClientPolicy)]
         for name in written.keys() - set(known):
@@ -161,6 +163,10 @@ class ClientPolicy:
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise PolicyError(f"{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")
+
+
+def _is_number(value: object) -> bool:
+    return (type(value) is int and abs(value) < 2**1000) or (type(value) is float and not math.isnan(value))
 
 
 def _misfit(task: Task, facts: Facts) -> str | None:

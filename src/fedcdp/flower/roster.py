@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -28,6 +29,7 @@ from fedcdp.flower import messages
 from fedcdp.flower.errors import WireError
 from fedcdp.flower.messages import Subscription
 from fedcdp.flower.task import Task
+from fedcdp.untrusted import MOST_JSON, parse_json, printable, read_bounded
 
 _LOG = logging.getLogger("flwr.fedcdp")
 _SOON, _LATE = 0.1, 1.0  # seconds between two looks at what has arrived: at first, and in the end
@@ -54,10 +56,18 @@ def save_roster(path: Path, roster: Roster) -> None:
     write_atomically(path, json.dumps({"clients": [asdict(member) for member in roster]}, indent=1).encode())
 
 
+def _member(written: Any) -> Member:
+    member = Member(**written)
+    whole = all(type(each) is int and each >= 0 for each in (member.number, member.node, member.records))
+    if not (whole and 1 <= member.records < messages.MOST_RECORDS and messages.is_name(member.name)):
+        raise ValueError
+    return member
+
+
 def load_roster(path: Path) -> Roster:
     """Read who takes part."""
     try:
-        roster = tuple(Member(**each) for each in json.loads(path.read_bytes())["clients"])
+        roster = tuple(_member(each) for each in parse_json(read_bounded(path, MOST_JSON))["clients"])
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError):
@@ -102,7 +112,7 @@ def _pull(grid: Grid, waiting: set[str]) -> list[Message]:
             replies += list(grid.pull_messages([each]))
         except _UNREADABLE as error:
             waiting.discard(each)
-            _LOG.warning("a reply cannot be read, and is left out: %s", error)
+            _LOG.warning("a reply cannot be read, and is left out: %s", printable(str(error)[:500]))
     return replies
 
 

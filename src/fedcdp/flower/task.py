@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ FORMAT = "fedcdp-task-1"
 _KEYS = ("format", "run", "modality", "shape", "classes", "network", "activation", "tensors", "constants", "plan",
          "smallest_cohort", "reproducible")  # fmt: skip
 _RUN = re.compile("[0-9a-f]{32}")
+_MOST_WEIGHTS = 2**30
+_MOST_STEPS = 10**6  # of all rounds: what a client can account for in seconds
+_MOST_DRAWS = 2**26
 _LONGEST = 2**20  # characters of a task: a network of some thousand tensors
 
 
@@ -128,7 +132,7 @@ def _read(written: Mapping[str, Any]) -> Task:
     _require(isinstance(run, str) and _RUN.fullmatch(run) is not None, "run", "32 hexadecimal digits")
     _require(_is_shape(shape), "shape", "whole numbers above 0")
     for name in ("classes", "smallest_cohort"):
-        _require(type(written[name]) is int and written[name] >= 1, name, "a whole number above 0")
+        _require(type(written[name]) is int and 1 <= written[name] < 2**31, name, "a whole number above 0 and below 2^31")
     for name in ("network", "constants"):
         _require(isinstance(written[name], str), name, "a text")
     _require(written["activation"] is None or isinstance(written["activation"], str), "activation", "a text or null")
@@ -152,8 +156,18 @@ def _read(written: Mapping[str, Any]) -> Task:
         )
     except (TypeError, FedcdpError) as error:
         raise TaskError(f"the task's plan cannot be carried out: {error}") from None
+    _check_size(task)
     _require(written["modality"] == task.modality, "modality", f"{task.modality} for inputs of shape {list(shape)}")
     return task
+
+
+def _check_size(task: Task) -> None:
+    """Refuse what would take a client's memory or time before its policy has judged it: a server may ask for anything."""
+    plan, weights = task.plan, sum(math.prod(shape) for shape in task.tensors.values())
+    _require(weights <= _MOST_WEIGHTS, "tensors", f"of at most {_MOST_WEIGHTS} values together")
+    _require(math.prod(task.shape) <= _MOST_WEIGHTS, "shape", f"of at most {_MOST_WEIGHTS} values")
+    _require(plan.rounds * plan.local_steps <= _MOST_STEPS, "plan", f"one of at most {_MOST_STEPS} local steps in all")
+    _require(plan.local_steps * plan.slots <= _MOST_DRAWS, "plan", f"one of at most {_MOST_DRAWS} records a participation")
 
 
 def _is_shape(value: object) -> bool:

@@ -12,20 +12,29 @@ from torch import nn
 from fedcdp.data.dataset import Dataset
 from fedcdp.engine import Engine, Loss, engines_for
 from fedcdp.errors import ModelError
-from fedcdp.flower.task import Task
+from fedcdp.flower.errors import RefusedError
+from fedcdp.flower.task import Task, tensors_of
 from fedcdp.methods import METHODS, Moment, Sent
 from fedcdp.models import build, mixing_layers, prepare
 from fedcdp.noise import noise_of
 from fedcdp.sampling import choose_records_of_steps
 from fedcdp.trainers import Examples, Stepwise
-from fedcdp.tree import Tree
+from fedcdp.tree import Layout, Tree
 
 NetworkFunction = Callable[[Task], nn.Module]
 
 
 def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
     """The network that a task names, or what the client's own function makes for it. Its weights come from the server."""
-    return own(task) if own is not None else build(task.network, task.shape, task.classes, task.activation)
+    if own is not None:
+        return own(task)
+    if ":" not in task.network:
+        # Without room for its values first: a server may say that a small network has a billion classes.
+        with torch.device("meta"):
+            described = build(task.network, task.shape, task.classes, task.activation)
+        if tensors_of(Layout.of(described)) != dict(task.tensors):
+            raise RefusedError(f"the network {task.network} has other tensors here than in the task")
+    return build(task.network, task.shape, task.classes, task.activation)
 
 
 @dataclass(frozen=True)

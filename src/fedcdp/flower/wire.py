@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedcdp.flower.errors import WireError
 from fedcdp.tree import Layout, Tree
+from fedcdp.untrusted import printable
 
 _PLACES, _BITS, _VALUES = "fedcdp:places", "fedcdp:bits", "fedcdp:values"
 _HEADER = 2**12  # bytes that the header of an array may take at most
@@ -92,7 +93,7 @@ def _array(array: Array, name: str, kind: str, shape: tuple[int, ...] | None, mo
     """The values of an array, of a known type and shape (None: one axis, any length up to `most`)."""
     wanted = np.dtype(kind)
     if array.stype != _STYPE:
-        raise WireError(f"array {name} is serialised as {array.stype!s:.40}, not {_STYPE}")
+        raise WireError(f"array {name} is serialised as {printable(str(array.stype)[:40])}, not {_STYPE}")
     if len(array.data) > most * wanted.itemsize + _HEADER:  # before anything is read
         raise WireError(f"array {name} has {len(array.data)} bytes, more than {most} values take")
     # Not by `np.load`, which makes room for as many values as the header claims, and opens archives, too.
@@ -100,11 +101,11 @@ def _array(array: Array, name: str, kind: str, shape: tuple[int, ...] | None, mo
     try:
         version = np.lib.format.read_magic(content)
         header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version](content)
-    except (ValueError, KeyError, SyntaxError, TypeError):
+    except Exception:  # what its parser raises for a header of any form is not bounded by any documentation
         raise WireError(f"array {name} cannot be read") from None
     found, by_columns, dtype = header
     if dtype != wanted:
-        raise WireError(f"array {name} is of type {dtype}, not {wanted}")
+        raise WireError(f"array {name} is of type {printable(str(dtype)[:40])}, not {wanted}")
     if by_columns or (found != shape if shape is not None else len(found) != 1):
         raise WireError(f"array {name} has the shape {list(found)}, not {list(shape) if shape is not None else '[…]'}")
     if len(array.data) - content.tell() != math.prod(found) * wanted.itemsize:
@@ -117,5 +118,5 @@ def _contiguous(value: torch.Tensor) -> NDArray[np.float32]:
 
 
 def _shortly(names: list[str]) -> str:
-    shown = ", ".join(f"{name:.40}" for name in names[:4])
+    shown = ", ".join(printable(name[:40]) for name in names[:4])
     return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "none"

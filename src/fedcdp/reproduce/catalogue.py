@@ -18,8 +18,9 @@ A *row* is one value of each axis, `fed-cdp/K100-Kt5`. A *cell* is a row measure
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import tomllib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -28,13 +29,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fedcdp import consent
 from fedcdp.errors import PlanError
 from fedcdp.experiment import Experiment, assemble
 from fedcdp.presets import preset
+from fedcdp.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
 Given = dict[str, Any]
 
 _FOLDER = "experiments"
+_MOST_ROWS = 10_000
+_LONGEST_SLUG = 150
 _SECTIONS = ("data", "model", "plan", "run")
 _KEYS = {"title", "source", "about", "layout", "alone", "every", "axes", "variants", "printed"}
 
@@ -57,12 +62,18 @@ class Cell:
         """The experiment that the cell describes, with changes."""
         base = preset(self.settings["preset"]) if "preset" in self.settings else {}
         own = {section: dict(self.settings[section]) for section in _SECTIONS if section in self.settings}
-        return assemble(base, own, *changes)
+        experiment = assemble(base, own, *changes)
+        consent.require(experiment.model.network, f"the cell {self.name}")
+        return experiment
 
     @property
     def slug(self) -> str:
         """A name for files."""
-        return "".join(sign if sign.isalnum() or sign in ".-" else "_" for sign in self.name)
+        plain = "".join(sign if (sign.isascii() and sign.isalnum()) or sign in ".-" else "_" for sign in self.name)
+        if plain == self.name.replace("/", "_") and not plain.startswith(".") and len(plain) <= _LONGEST_SLUG:
+            return plain
+        # Neither a name that leads elsewhere, nor one that is too long, nor the same for two cells.
+        return f"{plain.lstrip('.')[:_LONGEST_SLUG]}-{hashlib.sha256(self.name.encode(errors='replace')).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -153,17 +164,49 @@ def table(name: str) -> Table:
 def read(name: str, place: Any) -> Table:
     """Read a table, or say in a sentence what is wrong with it."""
     try:
-        content = tomllib.loads(place.read_text(encoding="utf-8"))
+        content = parse_toml(read_bounded(place, MOST_SETTINGS))
     except OSError as error:
         raise PlanError(f"{place} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise PlanError(f"{place} is not a TOML file: {error}") from error
     missing = {"title", "layout", "axes"} - set(content)
     unknown = set(content) - _KEYS
     if missing or unknown:
         what = f"lacks {', '.join(sorted(missing))}" if missing else f"has unknown keys {', '.join(sorted(unknown))}"
         raise PlanError(f"{place} {what}")
+    if wrong := _objection(content):
+        raise PlanError(f"{place}: {wrong}")
     return Table(name, content)
+
+
+def _objection(content: Given) -> str | None:
+    """What in a table is not of the kind that it must be, if anything."""
+    for key in ("title", "source", "about", "layout"):
+        if not isinstance(content.get(key, ""), str):
+            return f"{key} is not a text"
+    if not isinstance(content.get("alone", False), bool):
+        return "alone is not true or false"
+    for key in ("every", "axes", "variants", "printed"):
+        if not isinstance(content.get(key, {}), dict):
+            return f"{key} is not a table"
+    axes, variants = content["axes"], content.get("variants", {})
+    if not axes or not all(isinstance(axis, dict) and axis for axis in axes.values()):
+        return "axes holds what is not an axis with values"
+    if math.prod(len(axis) for axis in axes.values()) > _MOST_ROWS:
+        return f"the axes make more than {_MOST_ROWS} rows"
+    for variant in variants.values():
+        rows = variant.get("rows", []) if isinstance(variant, dict) else None
+        if not isinstance(rows, list) or not all(isinstance(each, str) for each in rows):
+            return "variants holds what is not a variant, whose rows are patterns"
+    layers = [content.get("every", {}), *variants.values(), *(value for axis in axes.values() for value in axis.values())]
+    for layer in layers:
+        if not isinstance(layer, dict):
+            return "the settings of an axis or a variant are not a table"
+        if not all(isinstance(layer.get(section, {}), dict) for section in _SECTIONS):
+            return f"{', '.join(_SECTIONS)} are tables of settings"
+        if not all(isinstance(layer.get(key, ""), str) for key in ("preset", "kind")):
+            return "preset and kind are texts"
+    return None
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Given:

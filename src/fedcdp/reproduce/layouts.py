@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fedcdp.errors import PlanError
 from fedcdp.reproduce.catalogue import Table
 
 Cells = dict[str, dict[str, Any]]
@@ -22,7 +23,15 @@ _EPSILONS = {
 
 def sections(table: Table, cells: Cells) -> list[Section]:
     """All sections of a table."""
-    return list(LAYOUTS[table.content["layout"]](table, cells))
+    layout = table.content["layout"]
+    if layout not in LAYOUTS:
+        raise PlanError(f"layout: {layout[:100]!r} is not one of {', '.join(LAYOUTS)}")
+    try:
+        return list(LAYOUTS[layout](table, cells))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise PlanError(
+            f"layout: {layout} cannot be made of the cells, axes and printed values of {table.name} ({error})"
+        ) from error
 
 
 def section(title: str, columns: list[tuple[str, str, str]], rows: list[dict[str, Any]]) -> Section:

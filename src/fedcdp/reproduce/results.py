@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from fedcdp.errors import RunError
 from fedcdp.files import write_atomically
 from fedcdp.reproduce.catalogue import Cell, Table
+from fedcdp.untrusted import MOST_JSON, parse_json, read_bounded
 
 FORMAT = "fedcdp-reproduction-1"
 
@@ -24,7 +26,7 @@ class Results:
     def __init__(self, table: Table, out: Path) -> None:
         self.table = table
         self.path = out / f"{table.name}.json"
-        stored = _read(self.path, table.name) if self.path.exists() else {}
+        stored = _read(self.path, table.name) if os.path.lexists(self.path) else {}
         self.cells = {name: row for name, row in stored.items() if self._fits(name, row)}
         self.stale = {name: row for name, row in stored.items() if name not in self.cells}
 
@@ -66,11 +68,23 @@ class Results:
 
 def _read(path: Path, table: str) -> dict[str, dict[str, Any]]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_bounded(path, MOST_JSON))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("table") != table:
         raise RunError(f"{path} is not a result file of fedcdp reproduce {table}")
-    return {**content.get("other_settings", {}), **content["cells"]}
+    parts = [content.get("other_settings", {}), content.get("cells")]
+    if not all(_is_plain(part) and all(isinstance(row, dict) for row in part.values()) for part in parts):
+        raise RunError(f"{path} is damaged: its cells are not what was measured")
+    return {**parts[0], **parts[1]}
+
+
+def _is_plain(value: object) -> bool:
+    """Whether this is a table of plain values that can be written again."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict)
