@@ -39,7 +39,7 @@ _PAPER_DECAY = "linear(6, 2)"
 # those of what is much larger than the largest are infinite, and noise beyond the multipliers is rounded away or overflows.
 _BOUNDS = (1e-10, 1e10)
 _MULTIPLIERS = (1e-6, 1e6)
-_LARGEST_RATE = 1e38
+_RATES = (1e-30, 1e30)
 _LEAST_DELTA = 1e-300  # below, not even its logarithm is exact
 _SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant pays for that
 
@@ -216,9 +216,8 @@ class Plan:
         if self.rounds * self.local_steps > _MOST_STEPS:
             raise PlanError(f"rounds: {self.rounds} of {self.local_steps} local steps are more than {_MOST_STEPS:,} steps")
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
-        rate = f"positive and at most {_LARGEST_RATE:g}"
-        self._require("server_learning_rate", 0 < self.server_learning_rate <= _LARGEST_RATE, rate)
-        self._require("learning_rate", max(self.learning_rate.start, self.learning_rate.end) <= _LARGEST_RATE, rate)
+        least, most = _RATES
+        self._require("server_learning_rate", least <= self.server_learning_rate <= most, f"from {least:g} to {most:g}")
         for name in ("momentum", "ema", "compression"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("delta", _LEAST_DELTA <= self.delta < 1, f"at least {_LEAST_DELTA:g} and below 1")

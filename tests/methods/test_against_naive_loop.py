@@ -316,7 +316,7 @@ def plans(draw: st.DrawFn, clients: int) -> Plan:
         quantile_noise=draw(st.floats(0.01, 3.0)),
         quantile_rate=draw(st.floats(0.01, 2.0)),
         clip_mode=draw(st.sampled_from(["layer", "flat"])),
-        noise_multiplier=draw(st.floats(0.0, 2.0)),
+        noise_multiplier=draw(st.just(0.0) | st.floats(1e-6, 2.0)),
         noise=draw(st.sampled_from(["example", "batch", "cohort"])),
         noise_at=draw(st.sampled_from(["server", "client"])),
         learning_rate=draw(st.floats(0.01, 0.3)),

@@ -44,6 +44,7 @@ class Faults:
         for name in ("fsync", "ftruncate", "replace", "unlink", "mkdir"):
             setattr(os, name, self._counted(name, getattr(os, name)))
         os.write = self._os_write  # type: ignore[assignment]
+        os.open = self._os_opening(os.open)  # type: ignore[assignment]
         io.open = builtins.open = self._opening(io.open)  # type: ignore[assignment]
 
     # The calls -------------------------------------------------------------------------------------------------------
@@ -62,13 +63,21 @@ class Faults:
             self._happens("write", file, lambda: self._write(descriptor, content[: len(content) // 2]))
         return self._write(descriptor, content)
 
+    def _os_opening(self, real: Callable[..., int]) -> Callable[..., int]:
+        def open_(file: Any, flags: int, *rest: Any, **options: Any) -> int:
+            if flags & (os.O_WRONLY | os.O_RDWR) and (name := self._ours(file)) is not None:
+                self._happens("open", name)
+            return real(file, flags, *rest, **options)
+
+        return open_
+
     def _opening(self, real: Callable[..., Any]) -> Callable[..., Any]:
         faults = self
 
         class Raw(io.FileIO):
             def write(self, content: Any, /) -> int:
                 half = bytes(content)[: len(content) // 2]
-                faults._happens("write", str(self.name), lambda: super(Raw, self).write(half))
+                faults._happens("write", faults._ours(self.fileno()) or "", lambda: super(Raw, self).write(half))
                 return super().write(content)
 
         def open_(
@@ -80,10 +89,11 @@ class Faults:
             newline: Any = None,
             **others: Any,
         ) -> Any:
-            if not set(mode) & set("wax+") or isinstance(file, int) or (name := faults._ours(file)) is None:
+            if not set(mode) & set("wax+") or (name := faults._ours(file)) is None:
                 return real(file, mode, buffering, encoding, errors, newline, **others)
-            faults._happens("open", name)
-            raw = Raw(os.fspath(file), mode.replace("b", "").replace("t", ""))
+            if not isinstance(file, int):  # a descriptor was counted when it was opened
+                faults._happens("open", name)
+            raw = Raw(file if isinstance(file, int) else os.fspath(file), mode.replace("b", "").replace("t", ""))
             buffered: Any = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
             return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
 

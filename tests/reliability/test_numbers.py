@@ -110,9 +110,9 @@ def test_the_least_and_the_largest_bound_train(clip: float | str, method: str) -
     assert finite(trained(clip=clip, method=method))
 
 
-@pytest.mark.parametrize("rate", [0, -1, "inf", "nan", 1e39, 1e300])
+@pytest.mark.parametrize("rate", [0, -1, "inf", "nan", 1e-31, 1e31, 1e300])
 @pytest.mark.parametrize("field", ["learning_rate", "server_learning_rate"])
-def test_a_learning_rate_that_is_no_positive_float32_is_refused(rate: Any, field: str) -> None:
+def test_a_learning_rate_beyond_float32_is_refused(rate: Any, field: str) -> None:
     with pytest.raises(PlanError, match=f"{field}: "):
         fedcdp.Plan(**{field: float(rate)})
 
@@ -121,7 +121,7 @@ def test_a_learning_rate_that_is_no_positive_float32_is_refused(rate: Any, field
 def test_a_vanishing_learning_rate_leaves_the_model_as_it_is(method: str) -> None:
     torch.manual_seed(1)
     model = network()
-    run = trained(model=model, method=method, learning_rate=1e-300)
+    run = trained(model=model, method=method, learning_rate=1e-30)
     for name, value in run.model.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
 
