@@ -327,7 +327,7 @@ def plans(draw: st.DrawFn, clients: int) -> Plan:
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     model=networks(),
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
