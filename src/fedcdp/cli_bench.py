@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedcdp import output
-from fedcdp.devices import usable_device
+from fedcdp.devices import one_thread, usable_device
 from fedcdp.errors import PlanError, RunError, StoppedError
 from fedcdp.experiment import MachineSettings, read_assignment
 
@@ -82,7 +82,7 @@ def bench(
     )
     if plot is not None:
         _require_plotting(plot)
-    with machine.one_thread():
+    with one_thread():
         results = Results(machine.describe(usable_device(settings.device)), out)
         try:
             with _progress(quiet) as report:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fedcdp.attacks.recipe import Recipe
 from fedcdp.attacks.reconstruct import Progress as Steps
 from fedcdp.attacks.scene import simulated
 from fedcdp.data.dataset import Splits
+from fedcdp.devices import one_thread
 from fedcdp.errors import DefectError, RunError
 from fedcdp.experiment import Experiment, assemble, stored
 from fedcdp.files import PARTIAL, write_atomically
@@ -90,7 +91,7 @@ class Demo:
     def run(self, show: Show) -> list[Subject]:
         """All stages that are not there yet, then the table of them all; also written to `demo.json`."""
         self._begin()
-        with _one_thread():
+        with one_thread():  # the network is too small to be shared: two threads would only wait for each other
             self._stages(show)
         subjects = subjects_of(*gather([self.out / method for method in _METHODS]))
         self._write(finished=True, table=[row_of(subject) for subject in subjects])
@@ -179,17 +180,6 @@ class Demo:
                 found = replace(got, attack=each.name)
             found.save(place, dataset=experiment.data.dataset, network=experiment.model.network)
             before = found
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The network is too small to be shared: two threads would gain nothing and, on a busy machine, wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _same(one: Captured, other: Captured) -> bool:

@@ -1,6 +1,9 @@
-"""Devices: whether one can be used, and when it is done."""
+"""Devices: whether one can be used, how many threads it takes, and when it is done."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,3 +24,14 @@ def wait(device: torch.device) -> None:
     """Until everything that a device was asked for is done: a GPU is asked, and works on its own."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch computes with one thread; afterwards with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -33,6 +33,7 @@ AFTER = [
     ["evaluate", "run"],
     ["account", "--run", "run", "--json"],
     ["train", "--out", "run", "--resume", "--json"],
+    ["report", "run", "--out", "page.html"],
     *(["export", "run", "--format", form, "--to", f"model.{form}"] for form in ("safetensors", "torchscript", "csv")),
 ]
 if importlib.util.find_spec("tensorboard"):
@@ -81,7 +82,7 @@ def test_every_command_of_a_private_run_prints_and_writes_the_same(run_twice: Ru
     assert "accuracy" in first.console
     assert "epsilon" in first.console
     assert not importlib.util.find_spec("tensorboard") or "simple_value" in first.console or "float_val" in first.console
-    assert {"model.csv", "model.safetensors"} <= set(first.files)
+    assert {"model.csv", "model.safetensors", "page.html"} <= set(first.files)
     for other in others:
         assert differences(first, other) == {}
 

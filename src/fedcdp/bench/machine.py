@@ -1,11 +1,9 @@
-"""The machine that was measured, in words, and one thread on it."""
+"""The machine that was measured, in words."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,14 +29,3 @@ def describe(device: torch.device) -> dict[str, Any]:
 def load_average() -> float | None:
     """How many processes wanted a core during the last minute; a figure far above 1 warns that others were at work."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch computes with one thread; afterwards with as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
