@@ -439,11 +439,12 @@ def experiments(given: argparse.Namespace, place: Path) -> Iterator[tuple[str, s
             yield "moments", name, lambda name=name, where=where, kills=kills: {
                 "kills": kills, "landed": moments(name, where, given.device, kills, chance)
             }  # fmt: skip
-        trained = place / "trained"
+        trained, aside = place / "trained", place / "aside"
+        aside.mkdir()
         yield (
             "others",
             "training for export",
-            lambda: {"status": run_fork(["train", *SMALL, "--quiet", "--out", str(trained)], trained, None, place).status},
+            lambda: {"status": run_fork(["train", *SMALL, "--quiet", "--out", str(trained)], trained, None, aside).status},
         )
         for name, arguments in others(place / "others", trained).items():
             yield "others", name, lambda arguments=arguments: disturb_command(arguments, place / "others", 8)
