@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import tempfile
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -132,9 +131,7 @@ class Trained:
 
         batch = {0: torch.export.Dim("batch")}
         program = torch.onnx.export(self.model, (self._no_records(2),), dynamo=True, dynamic_shapes=(batch,), verbose=False)
-        with tempfile.TemporaryDirectory() as place:  # it writes to a name only; what is killed must not leave half a file
-            program.save(str(Path(place) / "model.onnx"))  # type: ignore[union-attr]
-            write_atomically(to, (Path(place) / "model.onnx").read_bytes())
+        write_atomically(to, program.model_proto.SerializeToString())  # type: ignore[union-attr]
 
     def _export_csv(self, to: Path) -> None:
         rows = self.directory.read_metrics()

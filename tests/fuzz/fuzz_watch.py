@@ -117,7 +117,7 @@ class Watch:
         self._on = False
         try:
             where = Path(os.path.realpath(os.fsdecode(path)))
-            if where != Path(os.devnull) and not where.is_relative_to(self.place):
+            if not (where.is_relative_to(os.devnull) or where.is_relative_to(self.place)):
                 self._findings.append(f"{what} {where}, outside its place")
         except ValueError:  # a NUL: the system refuses it
             pass
