@@ -50,9 +50,12 @@ ROUNDS ?= 20
 load: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_load.py --nodes $(NODES) --rounds $(ROUNDS) --out results/reliability/load.json
 
-# Hostile input: 10,000 cases for every kind of file, message and option (about an hour of one core).
+# Hostile input: 10,000 cases for every kind of file, message and option (about half an hour of one core), and readers of bytes
+# led by coverage (two minutes each).
 fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_campaign.py --cases 10000 --processes 200 --out results/reliability/fuzz.json
+	$(PIP) --constraint constraints.txt 'atheris>=2.3'
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_guided.py --seconds 120 --out results/reliability/fuzz-guided.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
