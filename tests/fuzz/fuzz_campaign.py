@@ -23,6 +23,7 @@ import fuzz_commands
 import fuzz_data
 import fuzz_deployment
 import fuzz_processes
+import fuzz_reports
 import fuzz_runs
 from fuzz_watch import MEBIBYTES, SECONDS, Watch
 
@@ -31,6 +32,7 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
     **fuzz_commands.TARGETS,
     **fuzz_runs.TARGETS,
     **fuzz_data.TARGETS,
+    **fuzz_reports.TARGETS,
     **fuzz_deployment.TARGETS,
 }
 

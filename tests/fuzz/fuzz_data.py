@@ -155,8 +155,8 @@ def _tar(members: dict[str, Any]) -> bytes:
 def npz(_place: Path) -> Attempt:
     """A user's own arrays: other types and shapes, headers that lie, archives that are none, and bombs."""
     arrays = {"x": np.arange(48, dtype=np.float32).reshape(12, 4), "y": np.arange(12) % 3}
-    sound = _npz(arrays, zipfile.ZIP_STORED)
-    seeds = [sound, _npz(arrays, zipfile.ZIP_DEFLATED)]
+    sound = packed_npz(arrays, zipfile.ZIP_STORED)
+    seeds = [sound, packed_npz(arrays, zipfile.ZIP_DEFLATED)]
     kinds: list[Any] = [np.float64, np.float16, np.longdouble, np.complex64, np.int8, np.uint64, bool, "U5", "S5", "M8[s]",
                         "m8[D]", object, [("a", "f4"), ("b", "i4")], ">f4", ">i8", "V8"]  # fmt: skip
     shapes = [
@@ -178,7 +178,7 @@ def npz(_place: Path) -> Attempt:
         if kind < 0.4:
             hostile = mutate_bytes(case, case.choice(seeds))
         elif kind < 0.7:
-            hostile = _lying_npz(case)
+            hostile = lying_npz(case)
         else:
             changed: dict[str, Any] = dict(arrays)
             for name in ("x", "y"):
@@ -191,9 +191,9 @@ def npz(_place: Path) -> Attempt:
                         changed[name].flat[-1] = case.choice((np.nan, np.inf, -1.5))
             if case.random() < 0.1:
                 changed[case.choice(HOSTILE_TEXTS[3:9])] = np.zeros(3)
-            hostile = _npz(changed, zipfile.ZIP_STORED)
+            hostile = packed_npz(changed, zipfile.ZIP_STORED)
         if case.random() < 0.002:
-            hostile = _bomb_npz()
+            hostile = zero_bomb()
         path = place / "own.npz"
         path.write_bytes(hostile)
         reader = case.choice((load_file, client_file, lfw.read_packed))
@@ -202,7 +202,7 @@ def npz(_place: Path) -> Attempt:
     return attempt
 
 
-def _npz(arrays: dict[str, Any], method: int) -> bytes:
+def packed_npz(arrays: dict[str, Any], method: int) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", method) as file:
         for name, value in arrays.items():
@@ -212,7 +212,7 @@ def _npz(arrays: dict[str, Any], method: int) -> bytes:
     return content.getvalue()
 
 
-def _lying_npz(case: Random) -> bytes:
+def lying_npz(case: Random) -> bytes:
     """Arrays whose headers claim another type, shape or order than what follows."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as file:
@@ -233,7 +233,7 @@ def _lying_npz(case: Random) -> bytes:
 
 
 @cache
-def _bomb_npz() -> bytes:
+def zero_bomb() -> bytes:
     """A gibibyte of zeros in a small file, which is a sound array of records."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:

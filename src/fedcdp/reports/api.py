@@ -77,7 +77,7 @@ def write(runs: list[RunFacts], leaks: list[LeakFacts], path: Path, title: str |
             raise RunError(f"{path} already exists and is not a page of this program; nothing was overwritten")
         if not path.absolute().parent.is_dir():
             raise RunError(f"{path} cannot be written: there is no directory {path.parent}")
-        write_atomically(path, render(runs, leaks, title, private_records(runs, leaks)).encode())
+        write_atomically(path, render(runs, leaks, title, private_records(runs, leaks)).encode(errors="replace"))
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +127,9 @@ def _examples(arrays: dict[str, Array]) -> list[Example]:
     found = arrays.get("reconstruction")
     if found is None or found.ndim != 5 or found.shape[2] not in (1, 3):
         return []
+    for name, axes in (("seed", 2), ("original", 2), ("snapshot", 3)):
+        if name in arrays and arrays[name].shape[axes:] != found.shape[2:]:
+            raise ValueError(f"the images of {name} have another shape than those of reconstruction")
     low, high = arrays.get("value_range", _guessed_range(arrays))
     places = list(np.ndindex(*found.shape[:2]))
     if (mse := arrays.get("mse")) is not None:  # one for each original; that of an empty slot is not a number
@@ -152,7 +155,7 @@ def _example(arrays: dict[str, Array], victim: int, example: int, low: float, hi
     snapshots = arrays.get("snapshot")
     if snapshots is not None and victim < snapshots.shape[1]:
         ended = int(arrays["iterations"][victim])
-        for at, snapshot in zip(arrays["snapshot_at"].tolist(), snapshots, strict=True):
+        for at, snapshot in zip(map(int, arrays["snapshot_at"]), snapshots, strict=True):
             if at <= ended:
                 frames[at] = shown(snapshot[victim, dummy])
     scored = {name: None if name not in arrays else arrays[name][victim, example] for name in ("mse", "recognisable")}
@@ -173,4 +176,4 @@ def _guessed_range(arrays: dict[str, Array]) -> tuple[float, float]:
 
 def is_number(value: object) -> bool:
     """Whether it can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +9,17 @@ import numpy as np
 
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
+from fedcdp.data.own_npz import checked_member
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.plan import Plan
-from fedcdp.reports.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, leak_facts
+from fedcdp.reports.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, is_number, leak_facts
 from fedcdp.reports.spending import over_releases
 from fedcdp.rundir import RunDirectory
 from fedcdp.spending import accounting_is_installed
+from fedcdp.untrusted import MOST_JSON, MOST_SETTINGS, most_unpacked, parse_json, parse_toml, read_bounded
 
+_NAMED = ("method", "leak", "attack")
+_FIGURES = ("recognisable_rate", "success_rate", "examples", "steps")
 NO_ACCOUNTING = "dp-accounting is not installed here; fedcdp report computes ε from the ledger where it is"
 
 
@@ -77,10 +78,10 @@ def read_run(path: Path) -> RunFacts:
 
 def _settings(directory: RunDirectory) -> dict[str, dict[str, Any]]:
     try:
-        written = tomllib.loads(directory.config.read_text(encoding="utf-8"))
+        written = parse_toml(read_bounded(directory.config, MOST_SETTINGS))
     except OSError as error:
         raise RunError(f"{directory.config} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise RunError(f"{directory.config} is not a TOML file: {error}") from error
     if "python" in written:  # network and data of a run from Python are told in one sentence
         written["data"] = {"federation": written.pop("python")}
@@ -91,18 +92,33 @@ def read_leak(path: Path, run: str | None = None) -> LeakFacts:
     """What `fedcdp attack` wrote."""
     summary_file, arrays_file = path / "summary.json", path / "reconstructions.npz"
     try:
-        summary = json.loads(summary_file.read_text(encoding="utf-8"))
-        arrays: dict[str, Array] = {}
-        if arrays_file.exists():
-            with np.load(arrays_file, allow_pickle=False) as stored:
-                arrays = dict(stored)
+        summary = parse_json(read_bounded(summary_file, MOST_JSON))
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"{path} holds a damaged summary.json or reconstructions.npz: {error}") from None
-    if not isinstance(summary, dict) or not {"method", "leak", "attack"} <= summary.keys():
+        raise RunError(f"{summary_file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RunError(f"{summary_file} is damaged: {error}") from None
+    if not _is_summary(summary):
         raise RunError(f"{summary_file} is not what fedcdp attack writes")
     try:
-        return leak_facts(summary, arrays, run)
-    except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise RunError(f"{arrays_file} is not what fedcdp attack writes: {error}") from None
+        return leak_facts(summary, _arrays(arrays_file) if arrays_file.exists() else {}, run)
+    except Exception as error:  # np.load passes on whatever zipfile and zlib raise, and arrays may be of any shape
+        raise RunError(f"{arrays_file} is damaged, or not what fedcdp attack writes: {error}") from None
+
+
+def _is_summary(summary: object) -> bool:
+    """Whether it names an attack, and holds plain values that a page can show."""
+    if not isinstance(summary, dict) or not all(isinstance(summary.get(name), str) for name in _NAMED):
+        return False
+    return all(
+        value is None or (isinstance(value, str) and name not in _FIGURES) or is_number(value) or type(value) is bool
+        for name, value in summary.items()
+    )
+
+
+def _arrays(path: Path) -> dict[str, Array]:
+    """The numbers in a file of reconstructions, unpacked within bounds."""
+    with np.load(path, allow_pickle=False) as stored:
+        arrays = {name: checked_member(stored, name, most_unpacked(path.stat().st_size)) for name in stored.files}
+    if not all(array.dtype.kind in "fiub" for array in arrays.values()):
+        raise ValueError("an array does not hold numbers")
+    return arrays
