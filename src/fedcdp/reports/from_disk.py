@@ -106,12 +106,12 @@ def read_leak(path: Path, run: str | None = None) -> LeakFacts:
 
 
 def _is_summary(summary: object) -> bool:
-    """Whether it names an attack, and holds plain values that a page can show."""
-    if not isinstance(summary, dict) or not all(isinstance(summary.get(name), str) for name in _NAMED):
-        return False
-    return all(
-        value is None or (isinstance(value, str) and name not in _FIGURES) or is_number(value) or type(value) is bool
-        for name, value in summary.items()
+    """Whether it names an attack, and what a page shows of it can be shown."""
+    return (
+        isinstance(summary, dict)
+        and all(isinstance(summary.get(name), str) for name in _NAMED)
+        and isinstance(summary.get("dataset"), str | None)
+        and all(summary.get(name) is None or is_number(summary[name]) for name in _FIGURES)
     )
 
 
