@@ -42,6 +42,7 @@ _MOST_LOTTERIES = 64  # distinct ones in one release, between which the tail's p
 _TAIL = 1e-15  # probability that a composition may move to an infinite loss: far below any δ in use
 
 
+@lru_cache(maxsize=4096)  # rows of a statement ask alike; a figure is kept, not the tables behind it, which take megabytes
 def epsilon(release: Release, delta: float) -> float:
     """The smallest ε such that the release is (ε, δ)-differentially private; infinite where there is none."""
     if isinstance(release, Nothing):
@@ -127,9 +128,19 @@ def _smallest_z(release: Release) -> float:
     return math.inf
 
 
-# Few: one may take megabytes, and a training that shows its ε as it goes asks for another one every time.
-@lru_cache(maxsize=16)
 def _distribution(release: Release, interval: float) -> Distribution:
+    """Of many releases, composed anew every time: a training that shows its ε as it goes never asks for the same again."""
+    match release:
+        case Repeated(inner, times):
+            return _distribution(inner, interval).self_compose(times, _TAIL)
+        case Sequence(parts):
+            composed = [_distribution(part, interval) for part in parts]
+            return functools.reduce(lambda left, right: left.compose(right, _TAIL), composed)
+    return _of_one(release, interval)
+
+
+@lru_cache(maxsize=16)
+def _of_one(release: Release, interval: float) -> Distribution:
     match release:
         case Gaussian(z):
             return pld.from_gaussian_mechanism(z, value_discretization_interval=interval)
@@ -145,11 +156,6 @@ def _distribution(release: Release, interval: float) -> Distribution:
             return _distribution(inner, interval).compute_mixture(pld.identity(interval), rate)
         case Draws(inner, probabilities):
             return _draws(_distribution(inner, interval), probabilities, interval)
-        case Repeated(inner, times):
-            return _distribution(inner, interval).self_compose(times, _TAIL)
-        case Sequence(parts):
-            composed = [_distribution(part, interval) for part in parts]
-            return functools.reduce(lambda left, right: left.compose(right, _TAIL), composed)
     raise TypeError(f"{release} has no privacy loss distribution")
 
 
