@@ -24,7 +24,7 @@ import torch
 from flower_site import CANCER, RunningSite, left_of, wait_until
 
 from fedcdp.bench.machine import describe, load_average
-from fedcdp.deploy.processes import Process, descendants
+from fedcdp.deploy.processes import descendants
 from fedcdp.files import write_atomically
 from fedcdp.presets import Settings
 
@@ -65,20 +65,20 @@ def load(place: Path, nodes: int, rounds: int, patience: float) -> dict[str, Any
         job = site.start_job()
         down: int | None = None
         for number in range(0, rounds, 2):
-            _await(site, job, lambda n=number: site.rounds() >= n, f"round {number}")
+            _await(site, lambda n=number: site.rounds() >= n, f"round {number}")
             peak = max(peak, resident(os.getpid()))
-            if job.status is not None:
+            if _ended(site):
                 break
             victim = 1 + (number // 2) % nodes
             # In the round: it has written down that it is about to release something.
-            _await(site, job, lambda v=victim, n=number: any(r >= n for r, _ in site.releases(v)), f"node {victim} at work")
+            _await(site, lambda v=victim, n=number: any(r >= n for r, _ in site.releases(v)), f"node {victim} at work")
             if down is not None:
                 site.start_node(down)
             site.kill(site.nodes[victim])
             killed.append({"node": victim, "round": number + 1})
             down = victim
             print(f"node {victim} killed in round {number + 1}", flush=True)
-        wait_until(lambda: site.supervisor.reap() or job.status is not None, "the job to end", rounds * _PATIENCE)
+        _await(site, lambda: False, "the run to end")
         state = site.finish(job)
         rows, charges = site.run.read_metrics(), site.charges()
         own = {number: {round_ for round_, _ in site.releases(number)} for number in range(1, nodes + 1)}
@@ -107,9 +107,18 @@ def load(place: Path, nodes: int, rounds: int, patience: float) -> dict[str, Any
         }
 
 
-def _await(site: RunningSite, job: Process, holds: Callable[[], bool], what: str) -> None:
-    """Until something holds, or the job ends."""
-    wait_until(lambda: site.supervisor.reap() or job.status is not None or holds(), what, _PATIENCE)
+def _ended(site: RunningSite) -> bool:
+    """By what the server left. Whoever follows the log of a run (`run.sh`) may lose a busy server before it ends."""
+    return (site.site.run / "outcome.json").exists()
+
+
+def _await(site: RunningSite, holds: Callable[[], bool], what: str) -> None:
+    """Until something holds, or the run ends."""
+    try:
+        wait_until(lambda: site.supervisor.reap() or _ended(site) or holds(), what, _PATIENCE)
+    except BaseException:
+        print(site.log("run")[-3000:], site.log("superlink")[-3000:], file=sys.stderr)
+        raise
 
 
 def resident(*roots: int) -> int:
