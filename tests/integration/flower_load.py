@@ -36,11 +36,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--per-round", type=int, default=8, help="Nodes that take part in a round.")
     parser.add_argument("--round-timeout", type=float, default=180.0, help="Seconds after which a missing node is left out.")
     parser.add_argument("--out", type=Path, default=None, help="Where the result goes, as JSON.")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        result = load(Path(place) / "site", given.nodes, given.rounds, given.round_timeout)
+        result = load(Path(place) / "site", given.nodes, given.rounds, given.per_round, given.round_timeout)
         result["checks"]["no process is left"] = not left_of(Path(place))
     result["holds"] = all(result["checks"].values())
     written = json.dumps(result, indent=1) + "\n"
@@ -50,12 +51,12 @@ def main() -> int:
     return 0 if result["holds"] else 1
 
 
-def load(place: Path, nodes: int, rounds: int, patience: float) -> dict[str, Any]:
+def load(place: Path, nodes: int, rounds: int, per_round: int, patience: float) -> dict[str, Any]:
     """The deployment, from its start to its end."""
-    work: Settings = {"plan": {"rounds": rounds, "local_steps": 50, "learning_rate": 0.005}}
+    work: Settings = {"plan": {"rounds": rounds, "per_round": per_round, "local_steps": 50, "learning_rate": 0.005}}
     server: dict[str, int | float] = {
         "round-timeout": patience,
-        "min-clients": max(1, nodes // 2),
+        "min-clients": max(1, per_round // 2),
         "subscribe-timeout": 1200.0,
     }
     started, peak, killed = time.monotonic(), 0, []
@@ -69,9 +70,10 @@ def load(place: Path, nodes: int, rounds: int, patience: float) -> dict[str, Any
             peak = max(peak, resident(os.getpid()))
             if _ended(site):
                 break
-            victim = 1 + (number // 2) % nodes
-            # In the round: it has written down that it is about to release something.
-            _await(site, lambda v=victim, n=number: any(r >= n for r, _ in site.releases(v)), f"node {victim} at work")
+            _await(site, lambda n=number: _at_work(site, n), "a node at work")
+            if not (victims := _at_work(site, number)):
+                break
+            victim = victims[0]
             if down is not None:
                 site.start_node(down)
             site.kill(site.nodes[victim])
@@ -93,8 +95,9 @@ def load(place: Path, nodes: int, rounds: int, patience: float) -> dict[str, Any
         }
         return {
             "command": "python tests/integration/flower_load.py "
-            f"--nodes {nodes} --rounds {rounds} --round-timeout {patience:g}",
+            f"--nodes {nodes} --rounds {rounds} --per-round {per_round} --round-timeout {patience:g}",
             "nodes": nodes,
+            "per_round": per_round,
             "rounds": len(rows),
             "killed": killed,
             "clients_heard": [row["clients"] for row in rows],
@@ -105,6 +108,11 @@ def load(place: Path, nodes: int, rounds: int, patience: float) -> dict[str, Any
             "checks": checks,
             "machine": describe(torch.device("cpu")) | {"load_average": load_average()},
         }
+
+
+def _at_work(site: RunningSite, round_: int) -> list[int]:
+    """Nodes in this round: they have written down that they are about to release something."""
+    return [node for node in range(1, site.nodes_wanted + 1) if any(each >= round_ for each, _ in site.releases(node))]
 
 
 def _ended(site: RunningSite) -> bool:
