@@ -111,7 +111,7 @@ def _is_summary(summary: object) -> bool:
         isinstance(summary, dict)
         and all(isinstance(summary.get(name), str) for name in _NAMED)
         and isinstance(summary.get("dataset"), str | None)
-        and all(summary.get(name) is None or is_number(summary[name]) for name in _FIGURES)
+        and all(summary.get(name) is None or (is_number(summary[name]) and 0 <= summary[name] < 2**31) for name in _FIGURES)
     )
 
 
