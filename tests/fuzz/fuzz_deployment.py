@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -151,6 +152,19 @@ class _Captured(logging.Handler):
         print(record.getMessage())
 
 
+@contextmanager
+def _logged_to_the_console(log: logging.Logger) -> Iterator[None]:
+    """In here alone, and down to the finest line; a logger belongs to the whole process."""
+    before = log.handlers, log.propagate, log.level
+    log.handlers, log.propagate = [_Captured()], False
+    log.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])
+
+
 class _NoGrid:
     """A grid that nothing is sent over."""
 
@@ -218,11 +232,9 @@ def wire_arrays(_place: Path) -> Attempt:
 def flower_messages(_place: Path) -> Attempt:
     """All messages, each as its reader reads it, and what a server logs of them."""
     log = logging.getLogger("flwr.fedcdp")
-    log.handlers, log.propagate = [_Captured()], False
     digest = TASK.digest()
 
-    def attempt(case: Random, _where: Path) -> None:
-        log.setLevel(logging.DEBUG)
+    def read(case: Random) -> None:
         counted = Plan(**PLAN.written() | {"clip": "quantile(0.5, 4)"})
         plan = counted if case.random() < 0.3 else PLAN
         kind = case.randrange(4)
@@ -249,6 +261,10 @@ def flower_messages(_place: Path) -> Attempt:
         except WireError as error:
             log.warning("left out: %s", error)  # as the strategy logs it
             raise
+
+    def attempt(case: Random, _where: Path) -> None:
+        with _logged_to_the_console(log):
+            read(case)
 
     return attempt
 

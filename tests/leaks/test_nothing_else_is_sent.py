@@ -6,7 +6,6 @@ fixed: every message in both directions, and all that is kept on both sides, is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,14 +99,6 @@ def content(message: Message, without: str = "") -> str:
         if name != without:
             parts += [f"{name} {key}: {a.dtype} {a.shape} {a.stype} {a.data.hex()}" for key, a in arrays.items()]
     return " | ".join(parts)
-
-
-@pytest.fixture(autouse=True)
-def _all_logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries that configure logging disable the loggers that they find, and a test before may have called one."""
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        if name.startswith("fedcdp") and isinstance(logger, logging.Logger):
-            monkeypatch.setattr(logger, "disabled", False)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
