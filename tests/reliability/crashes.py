@@ -2,6 +2,7 @@
 
     python tests/reliability/crashes.py --out results/reliability/crashes.json          # make crashes
     python tests/reliability/crashes.py --short                                         # a few of each, as in CI
+    python tests/reliability/crashes.py --device cuda --points 8 --workers 10           # on a GPU, which starts slowly
 
 | part | what is done |
 | --- | --- |
@@ -27,6 +28,7 @@ import json
 import multiprocessing
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,8 +37,10 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -412,83 +416,108 @@ def _spread(count: int, most: int) -> list[int]:
 # All of it -----------------------------------------------------------------------------------------------------------
 
 
-def experiments(given: argparse.Namespace, place: Path) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Part, name, and what does it."""
-    chance = random.Random(given.seed)
-    names = list(SCENARIOS) if given.scenarios is None else given.scenarios
+def disturb_training(name: str, given: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """One scenario, struck at its calls."""
+    chance = random.Random(f"{given.seed}, calls, {name}")
     most = 3 if given.short else given.points or 10**6
+    trainings = Trainings(name, place / "calls" / name.replace(" ", "-"), given.device)
+    points = [Strike("kill", at) for at in _spread(len(trainings.calls), most)]
+    torn = [at for at, call in enumerate(trainings.calls) if call.startswith("write")]
+    points += [Strike("tear", torn[each]) for each in _spread(len(torn), most)]
+    struck = Counter(trainings.killed_at(point) for point in points)
+    again = [trainings.killed_again(chance, 12) for _ in range(1 if given.short else 3)]
+    full = _spread(len(trainings.calls), most)
+    for at in full:
+        trainings.out_of_space(at)
+    return {"kills": sum(struck.values()), "kills_again": sum(again), "full_disks": len(full), "calls": dict(struck)}
 
-    def of_calls(name: str) -> dict[str, Any]:
-        trainings = Trainings(name, place / "calls" / name.replace(" ", "-"), given.device)
-        points = [Strike("kill", at) for at in _spread(len(trainings.calls), most)]
-        torn = [at for at, call in enumerate(trainings.calls) if call.startswith("write")]
-        points += [Strike("tear", torn[each]) for each in _spread(len(torn), most)]
-        struck = Counter(trainings.killed_at(point) for point in points)
-        again = [trainings.killed_again(chance, 12) for _ in range(1 if given.short else 3)]
-        full = _spread(len(trainings.calls), most)
-        for at in full:
-            trainings.out_of_space(at)
-        return {"kills": sum(struck.values()), "kills_again": sum(again), "full_disks": len(full), "calls": dict(struck)}
 
-    for name in names:
-        yield "calls", name, lambda name=name: of_calls(name)
+def kill_at_moments(name: str, given: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """One scenario, killed at its share of the random moments."""
+    names = given.scenarios
+    share = len(range(names.index(name), given.moments, len(names)))
+    chance = random.Random(f"{given.seed}, moments, {name}")
+    where = place / "moments" / name.replace(" ", "-")
+    return {"kills": share, "landed": moments(name, where, given.device, share, chance)}
+
+
+def disturb_others(place: Path) -> dict[str, dict[str, int]]:
+    """The other commands, one after another."""
+    trained, aside = place / "trained", place / "aside"
+    aside.mkdir()
+    made = run_fork(["train", *SMALL, "--quiet", "--out", str(trained)], trained, None, aside)
+    require(made.status == 0, made.stderr)
+    commands = others(place / "others", trained)
+    return {name: disturb_command(arguments, place / "others", 8) for name, arguments in commands.items()}
+
+
+def experiments(given: argparse.Namespace, place: Path) -> dict[tuple[str, str], Callable[[], dict[str, Any]]]:
+    """What does each part of each scenario."""
+    chosen: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
+        ("calls", name): partial(disturb_training, name, given, place) for name in given.scenarios
+    }
     if not given.short:
-        for number, name in enumerate(names):
-            kills = given.moments // len(names) + (number < given.moments % len(names))
-            where = place / "moments" / str(number)
-            yield "moments", name, lambda name=name, where=where, kills=kills: {
-                "kills": kills, "landed": moments(name, where, given.device, kills, chance)
-            }  # fmt: skip
-        trained, aside = place / "trained", place / "aside"
-        aside.mkdir()
-        yield (
-            "others",
-            "training for export",
-            lambda: {"status": run_fork(["train", *SMALL, "--quiet", "--out", str(trained)], trained, None, aside).status},
-        )
-        for name, arguments in others(place / "others", trained).items():
-            yield "others", name, lambda arguments=arguments: disturb_command(arguments, place / "others", 8)
+        chosen |= {("moments", name): partial(kill_at_moments, name, given, place) for name in given.scenarios}
+    if not given.short and given.device == "cpu":  # where they compute changes nothing about what they write
+        chosen["others", "all"] = partial(disturb_others, place)
+    return chosen
+
+
+def attempted(experiment: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What it found; what was lost, if anything was."""
+    try:
+        return experiment()
+    except CrashError as error:
+        return {"failed": str(error)}
 
 
 def main() -> int:
     """Run, tell, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="A few of each, of the scenarios that are named.")
-    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=None)
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--points", type=int, default=None, help="Calls of a training that are struck. Default: each.")
     parser.add_argument("--moments", type=int, default=50, help="Kills of the command itself, at random times.")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="Scenarios that are disturbed at the same time.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="Where the result goes, as JSON.")
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has spoken to the driver cannot be forked
     # What is loaded and compiled here need not be in every fork.
-    assemble({"data": {"dataset": "cancer"}, "plan": {"rounds": 1, "local_steps": 1, "per_round": 2}}).train(
-        None, quiet=True
-    )
+    settings = {
+        "data": {"dataset": "cancer"},
+        "plan": {"rounds": 1, "local_steps": 1, "per_round": 2},
+        "run": {"device": "cpu"},
+    }
+    assemble(settings).train(None, quiet=True)
     found: dict[str, dict[str, Any]] = {}
-    failures = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["FEDCDP_CACHE"] = str(Path(temporary) / "cache")
-        for part, name, experiment in experiments(given, Path(temporary)):
-            try:
-                found.setdefault(part, {})[name] = experiment()
-            except CrashError as error:
-                failures.append(f"{part}, {name}: {error}".replace(temporary, "TMP"))
-                found.setdefault(part, {})[name] = {"failed": failures[-1]}
-            print(f"{part}, {name}: {found[part][name]}", flush=True)
+        todo = experiments(given, Path(temporary))
+        with ProcessPoolExecutor(given.workers, multiprocessing.get_context("fork")) as pool:
+            begun = {pool.submit(attempted, experiment): about for about, experiment in todo.items()}
+            for done in as_completed(begun):
+                part, name = begun[done]
+                found.setdefault(part, {})[name] = done.result()
+                print(f"{part}, {name}: {done.result()}", flush=True)
+    failures = [
+        f"{part}, {name}: {each['failed']}".replace(temporary, "TMP")
+        for part, those in found.items()
+        for name, each in those.items()
+        if "failed" in each
+    ]
     result = {
-        "command": " ".join(
-            ["python tests/reliability/crashes.py", *(["--points", str(given.points)] if given.points else [])]
-        ),
+        "command": shlex.join(["python", "tests/reliability/crashes.py", *_not_to_the_result(sys.argv[1:])]),
         "seed": given.seed,
         "totals": _totals(found),
         "failures": failures,
         "seconds": round(time.monotonic() - started),
         "machine": describe(torch.device(given.device)) | {"load_average": load_average()},
-        "parts": found,
+        "parts": {part: dict(sorted(those.items())) for part, those in sorted(found.items())},
     }
     print(json.dumps(result["totals"]))
     if given.out:
@@ -496,8 +525,14 @@ def main() -> int:
     return 1 if failures else 0
 
 
+def _not_to_the_result(arguments: list[str]) -> list[str]:
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
+
+
 def _totals(found: dict[str, dict[str, Any]]) -> dict[str, int]:
-    calls, timed, other = (found.get(part, {}).values() for part in ("calls", "moments", "others"))
+    calls, timed = (found.get(part, {}).values() for part in ("calls", "moments"))
+    other = [counts for each in found.get("others", {}).values() for counts in each.values() if isinstance(counts, dict)]
     return {
         "killed at a call, resumed": sum(each.get("kills", 0) for each in calls),
         "killed again and again": sum(each.get("kills_again", 0) for each in calls),
