@@ -2,7 +2,7 @@
 
     python tests/reliability/crashes.py --out results/reliability/crashes.json          # make crashes
     python tests/reliability/crashes.py --short                                         # a few of each, as in CI
-    python tests/reliability/crashes.py --device cuda --points 8 --workers 10           # on a GPU, which starts slowly
+    python tests/reliability/crashes.py --device cuda --points 3 --again 1 --workers 10  # a GPU starts slowly
 
 | part | what is done |
 | --- | --- |
@@ -425,7 +425,7 @@ def disturb_training(name: str, given: argparse.Namespace, place: Path) -> dict[
     torn = [at for at, call in enumerate(trainings.calls) if call.startswith("write")]
     points += [Strike("tear", torn[each]) for each in _spread(len(torn), most)]
     struck = Counter(trainings.killed_at(point) for point in points)
-    again = [trainings.killed_again(chance, 12) for _ in range(1 if given.short else 3)]
+    again = [trainings.killed_again(chance, 12) for _ in range(1 if given.short else given.again)]
     full = _spread(len(trainings.calls), most)
     for at in full:
         trainings.out_of_space(at)
@@ -477,6 +477,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="A few of each, of the scenarios that are named.")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--points", type=int, default=None, help="Calls of a training that are struck. Default: each.")
+    parser.add_argument("--again", type=int, default=3, help="Trainings of a scenario that are killed again and again.")
     parser.add_argument("--moments", type=int, default=50, help="Kills of the command itself, at random times.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="Scenarios that are disturbed at the same time.")
@@ -485,14 +486,11 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has spoken to the driver cannot be forked
-    # What is loaded and compiled here need not be in every fork.
-    settings = {
-        "data": {"dataset": "cancer"},
-        "plan": {"rounds": 1, "local_steps": 1, "per_round": 2},
-        "run": {"device": "cpu"},
-    }
-    assemble(settings).train(None, quiet=True)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has spoken to the driver cannot be forked,
+    if given.device == "cpu":  # and any training on a machine with a GPU does; what is loaded here need not be in every fork
+        assemble({"data": {"dataset": "cancer"}, "plan": {"rounds": 1, "local_steps": 1, "per_round": 2}}).train(
+            None, quiet=True
+        )
     found: dict[str, dict[str, Any]] = {}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
