@@ -39,10 +39,12 @@ DEVICE ?= cpu
 crashes: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/crashes.py --device $(DEVICE) --out results/reliability/crashes.json
 
-# A training watched for hours: flat memory, equally long rounds.
+# A training watched for hours: flat memory, equally long rounds. (ALLOCATOR=returning: without what glibc keeps for itself.)
 HOURS ?= 1
+ALLOCATOR ?= usual
 soak: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/reliability/soak.py --hours $(HOURS) --device $(DEVICE) --out results/reliability/soak.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/reliability/soak.py --hours $(HOURS) --device $(DEVICE) --allocator $(ALLOCATOR) \
+		--out results/reliability/soak$(if $(filter returning,$(ALLOCATOR)),-returning).json
 
 # A deployment of many nodes on this machine, one of which is killed every other round.
 NODES ?= 20

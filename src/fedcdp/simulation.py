@@ -23,15 +23,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedcdp.accounting.charged import Releases
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
-from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.devices import usable_device, wait
 from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
+from fedcdp.evaluation import evaluate
 from fedcdp.files import check_tensors, size_of
 from fedcdp.frozen import split, through
 from fedcdp.interrupts import deferred_interrupts
@@ -50,7 +51,6 @@ from fedcdp.tuning import tuned
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Mode, Privacy
 
-_EVALUATION_BATCH = 1000
 _USUAL_CHUNK = {"cpu": 64, "cuda": 1024}  # where nothing is measured; on a CPU, larger ones fall out of its caches
 
 Progress = Callable[[Row], None]
@@ -212,34 +212,6 @@ def _ledger_of(directory: RunDirectory, simulator: Simulator, rounds_done: int) 
     ledger = Ledger.open_or_create(directory.ledger, written, population, noise)
     ledger.check(written, population, noise, rounds_done)
     return ledger
-
-
-class Releases:
-    """What has been released so far: kept in the run's ledger where there is one, before a release is used."""
-
-    def __init__(self, clients: int, ledger: Ledger | None = None) -> None:
-        self.count = ledger.rounds_charged if ledger else 0
-        self.participations = ledger.participations() if ledger else np.zeros(clients, dtype=np.int64)
-        self._ledger = ledger
-
-    def charge(self, round_: int, chosen: NDArray[np.int64], bound: float) -> None:
-        """Record a round's release; only then may anything of it be used."""
-        before = self.count
-        if self._ledger:
-            self._ledger.charge(round_, chosen, bound)
-        self.count = self._ledger.rounds_charged if self._ledger else self.count + 1
-        if self.count > before:  # not the same release once more, after a crash
-            self.participations[chosen] += 1
-
-    @property
-    def attempt(self) -> int:
-        """How often the round that was charged last had been released before."""
-        return self._ledger.charges[-1].attempt if self._ledger and self._ledger.charges else 0
-
-    def may_go_on(self, round_: int, most: int | None) -> bool:
-        """Whether one more round keeps within the largest number of releases; one that is charged already does."""
-        charged = self._ledger is not None and self._ledger.noise == "seeded" and self._ledger.rounds_charged > round_
-        return most is None or charged or self.count < most
 
 
 def _config_of_python(plan: Plan, federation: Federation) -> str:
@@ -410,18 +382,6 @@ class Simulator:
     def most_clients(self) -> int:
         """How many clients may be trained at once within the budget of memory."""
         return clients_within_budget(self.engine.model, self.examples.inputs[0], self.plan.slots, self.plan.per_example)
-
-
-def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:
-    """Accuracy and mean loss of the global weights on some data."""
-    correct, loss = 0, 0.0
-    for inputs, targets in zip(data.inputs.split(_EVALUATION_BATCH), data.targets.split(_EVALUATION_BATCH), strict=True):
-        outputs = engine.outputs(weights, inputs.to(device))
-        targets = targets.to(device)
-        correct += int((outputs.argmax(-1) == targets).sum())
-        loss += float(engine.loss(outputs.double(), targets)) * len(targets)
-    # JSON has no NaN: a loss that is not finite is written as null.
-    return {"accuracy": correct / len(data), "loss": loss / len(data) if math.isfinite(loss) else None}
 
 
 def _missing(state: State) -> list[bool]:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedcdp.accounting.charged import Releases
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
@@ -21,7 +22,7 @@ from fedcdp.experiment import Experiment, stored
 from fedcdp.files import check_tensors, load_tensors, save_tensors, size_of, write_atomically
 from fedcdp.models import prepare
 from fedcdp.rundir import RunDirectory
-from fedcdp.simulation import Releases, Run
+from fedcdp.simulation import Run
 from fedcdp.untrusted import MOST_SETTINGS, read_bounded
 
 ExportFormat = Literal["safetensors", "torchscript", "onnx", "csv", "tensorboard"]

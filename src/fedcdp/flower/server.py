@@ -23,11 +23,13 @@ import torch
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedcdp.accounting.charged import Releases
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import FedcdpError, PlanError, RunError
+from fedcdp.evaluation import evaluate
 from fedcdp.experiment import Experiment, assemble, read_toml
 from fedcdp.files import check_tensors, write_atomically
 from fedcdp.flower.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
@@ -35,7 +37,6 @@ from fedcdp.flower.strategy import Job, PlanStrategy, deployed, first_state
 from fedcdp.flower.task import Task
 from fedcdp.rundir import Row, RunDirectory, State
 from fedcdp.settings import check_types, option
-from fedcdp.simulation import Releases, evaluate
 from fedcdp.spending import Budget
 from fedcdp.tree import Layout
 

@@ -24,6 +24,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
+from fedcdp.accounting.charged import Releases
 from fedcdp.engine import Loss, engines_for
 from fedcdp.errors import PlanError
 from fedcdp.flower import admission, messages, wire
@@ -39,7 +40,6 @@ from fedcdp.plan import Plan
 from fedcdp.rundir import State
 from fedcdp.sampling import choose_clients
 from fedcdp.server import Aggregate, moving_average, next_clip, server_update
-from fedcdp.simulation import Releases
 from fedcdp.tree import Layout
 
 _LOG = logging.getLogger("flwr.fedcdp")

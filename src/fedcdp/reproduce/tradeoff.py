@@ -28,6 +28,7 @@ from torch.func import functional_call, jacrev, vmap
 from fedcdp.data.dataset import Dataset
 from fedcdp.engine import Batch, Engine, engines_for
 from fedcdp.errors import PlanError
+from fedcdp.evaluation import evaluate
 from fedcdp.methods import METHODS
 from fedcdp.models import prepare
 from fedcdp.reproduce.catalogue import Cell
@@ -36,7 +37,7 @@ from fedcdp.reproduce.training import command, rates_of
 from fedcdp.rundir import State
 from fedcdp.sampling import choose_clients
 from fedcdp.server import Aggregate, server_update
-from fedcdp.simulation import Simulator, evaluate
+from fedcdp.simulation import Simulator
 from fedcdp.trainers import Stepwise
 from fedcdp.tree import Tree, combine
 from fedcdp.tuning import tuned
