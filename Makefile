@@ -69,11 +69,12 @@ types: .venv/.installed
 security: .venv/.installed
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml src benchmarks .ci
 
-# Known vulnerabilities of what is pinned; asks a public service, so it is no part of CI.
+# Known vulnerabilities of what is pinned; asks a public service, so it is no part of CI. A package that it cannot be asked
+# about fails.
 audit-dependencies: .venv/.installed
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
-	build/audit/bin/pip-audit --requirement requirements-ci.txt --require-hashes --disable-pip
+	build/audit/bin/pip-audit --strict --requirement requirements-ci.txt --require-hashes --disable-pip
 
 check: lint types security test
 
