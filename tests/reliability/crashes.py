@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import multiprocessing
 import os
@@ -35,27 +34,22 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from faults import Faults, Strike
-from safetensors.torch import load_file
+from crash_checks import CrashError, examine, require, same, told_in_one_line, whole_files
+from crash_processes import Ended, command, forked, run_fork
+from faults import Strike
 
-from fedcdp import simulation, spending
-from fedcdp.accounting.ledger import Ledger
 from fedcdp.bench.machine import describe, load_average
-from fedcdp.cli import main as fedcdp_main
 from fedcdp.experiment import assemble
-from fedcdp.files import load_tensors, write_atomically
-from fedcdp.rundir import RunDirectory, State
+from fedcdp.files import write_atomically
 
 SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "2"]
 SCENARIOS: dict[str, list[str]] = {
@@ -71,114 +65,6 @@ SCENARIOS: dict[str, list[str]] = {
     "fed-sdp, secure noise": ["--method", "fed-sdp", "--secure-noise", "--clip", "quantile(0.5, 4)"],
 }
 PATIENCE = 120.0
-
-
-class CrashError(AssertionError):
-    """Something was lost, or counted too little."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise CrashError(what)
-
-
-# Running a command in a fork, so that a start costs nothing and faults stay in it ------------------------------------
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended: by itself with a status, or by a signal (negative)."""
-
-    status: int
-    stderr: str
-    calls: tuple[str, ...]
-
-
-def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside: Path) -> Ended:
-    """Run `fedcdp` with faults in everything below `place`; the witness of started rounds is kept in `aside`."""
-    seen, errors, witness = aside / "calls", aside / "stderr", aside / "witness"
-    child = os.fork()
-    if child == 0:
-        status = 70
-        try:
-            output = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            _bear_witness(os.open(witness, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-            spending.statement = lambda _: None  # ε takes longer than all else, and nothing is written any more by then
-            Faults(place, strike, seen).install()
-            sys.argv = ["fedcdp", *arguments]
-            fedcdp_main()
-        except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else 0
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    calls = seen.read_text().splitlines() if seen.exists() else []
-    return Ended(os.waitstatus_to_exitcode(status), errors.read_text(errors="replace"), tuple(calls))
-
-
-def _bear_witness(file: int) -> None:
-    """Write down every round as its training begins, by other means than the ledger's."""
-    real, write = simulation.Simulator.round, os.write
-
-    def witnessed(self: Any, state: State, chosen: Any) -> State:
-        write(file, f"{state.round}\n".encode())
-        return real(self, state, chosen)
-
-    simulation.Simulator.round = witnessed  # type: ignore[method-assign]
-
-
-# What must hold ------------------------------------------------------------------------------------------------------
-
-
-def examine(run: Path, witness: Path, secure: bool) -> None:
-    """Look at a run directory as a kill has left it; raises if anything is broken or counted too little."""
-    directory = RunDirectory(run)
-    begun = [int(line) for line in witness.read_text().split()] if witness.exists() else []
-    charges = Ledger.open(directory.ledger).charges if directory.ledger.exists() else ()
-    charged = Counter(charge.round for charge in charges)
-    for round_, times in Counter(begun).items():
-        needed = times if secure else 1
-        require(charged[round_] >= needed, f"round {round_} began {times} times and is charged {charged[round_]} times")
-    state = directory.load_state()
-    done = state.round if state else 0
-    require(set(range(done)) <= charged.keys(), f"the checkpoint has {done} rounds, the ledger {sorted(charged)}")
-    require(len(charged) <= done + 1, f"the ledger has {sorted(charged)}, the checkpoint {done} rounds")
-    rows = directory.read_metrics()
-    require(len(rows) in (done, done + 1), f"the metrics have {len(rows)} rounds, the checkpoint {done}")
-    require(len(rows) <= len(charged), f"the metrics have {len(rows)} rounds, the ledger {sorted(charged)}")
-    if directory.model.exists():
-        load_tensors(directory.model, "model-1")
-
-
-def same(run: Path, whole: Path, secure: bool, rounds: int) -> None:
-    """A run that was resumed to its end against one that nobody disturbed."""
-    charges = Ledger.open(run / "ledger.jsonl").charges
-    require({charge.round for charge in charges} == set(range(rounds)), "the ledger does not have every round")
-    require(_rounds(run) == list(range(1, rounds + 1)), f"the metrics have rounds {_rounds(run)}")
-    left = {path.name for path in run.iterdir() if path.name.endswith(".partial")}
-    require(left <= {".config.toml.partial"}, f"left behind: {left}")
-    if secure:
-        return
-    require(len(charges) == rounds, f"{len(charges)} charges for {rounds} rounds")
-    require((run / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes(), "the ledgers differ")
-    require(_without_times(run) == _without_times(whole), "the metrics differ")
-    mine, other = load_file(run / "model.safetensors"), load_file(whole / "model.safetensors")
-    require(mine.keys() == other.keys(), "the models have other tensors")
-    for name, value in mine.items():
-        require(torch.equal(value, other[name]), f"{name} differs by {float((value - other[name]).abs().max()):.3g}")
-
-
-def _rounds(run: Path) -> list[int]:
-    return [row["round"] for row in RunDirectory(run).read_metrics()]
-
-
-def _without_times(run: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in RunDirectory(run).read_metrics()]
 
 
 # Trainings -----------------------------------------------------------------------------------------------------------
@@ -248,12 +134,6 @@ class Trainings:
         same(run, self._whole, self.secure, self.rounds)
 
 
-def told_in_one_line(ended: Ended) -> None:
-    require(ended.status == 1, f"a full disk ended it with {ended.status}: {ended.stderr}")
-    require(ended.stderr.startswith("fedcdp: ") and ended.stderr.strip().count("\n") == 0, f"not one line: {ended.stderr}")
-    require("No space left" in ended.stderr, f"the reason is missing: {ended.stderr}")
-
-
 # Random moments of the real command ----------------------------------------------------------------------------------
 
 
@@ -267,7 +147,7 @@ def moments(name: str, place: Path, device: str, kills: int, chance: random.Rand
     longer = ["train", *SMALL[:-1], "40", *SCENARIOS[name], "--device", device, "--quiet"]
     whole, run, landed = place / "whole", place / "run", 0
     lives = {}
-    for start in (_command, _forked):
+    for start in (command, forked):
         shutil.rmtree(whole, ignore_errors=True)
         started = time.monotonic()
         require(start(*longer, "--out", str(whole)).wait(PATIENCE) == 0, "the undisturbed run fails")
@@ -276,7 +156,7 @@ def moments(name: str, place: Path, device: str, kills: int, chance: random.Rand
         if landed == kills:
             break
         shutil.rmtree(run, ignore_errors=True)
-        start = _forked if landed else _command
+        start = forked if landed else command
         process = start(*longer, "--out", str(run))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(chance.uniform(0, lives[start]))
@@ -285,66 +165,12 @@ def moments(name: str, place: Path, device: str, kills: int, chance: random.Rand
         if run.exists():
             examine(run, place / "nobody", secure)
         options = ["train", "--resume", "--quiet"] if (run / "config.toml").exists() else longer
-        require(_forked(*options, "--out", str(run)).wait(PATIENCE) == 0, "it does not go on")
+        require(forked(*options, "--out", str(run)).wait(PATIENCE) == 0, "it does not go on")
         same(run, whole, secure, 40)
     return landed
 
 
-def _command(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "fedcdp", *arguments], stdout=subprocess.DEVNULL)
-
-
-def _forked(*arguments: str) -> _Fork:
-    """The same in a fork, which has imported everything already; as much of a process as is needed here."""
-    process = multiprocessing.get_context("fork").Process(target=_main, args=(arguments,))
-    process.start()
-    return _Fork(process)
-
-
-@dataclass(frozen=True)
-class _Fork:
-    process: multiprocessing.process.BaseProcess
-
-    def wait(self, seconds: float) -> int:
-        self.process.join(seconds)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("a fork", seconds)
-        return self.process.exitcode
-
-    def kill(self) -> None:
-        self.process.kill()
-
-
-def _main(arguments: tuple[str, ...]) -> None:
-    spending.statement = lambda _: None
-    sys.argv = ["fedcdp", *arguments]
-    fedcdp_main()
-
-
 # Other commands ------------------------------------------------------------------------------------------------------
-
-
-def whole_files(place: Path) -> None:
-    """Everything below a place that is not marked as partial can be read."""
-    for path in place.rglob("*"):
-        if path.is_dir() or path.name.endswith(".partial"):
-            continue
-        content = path.read_bytes()
-        if path.suffix == ".json":
-            json.loads(content)
-        elif path.suffix == ".jsonl":
-            [json.loads(line) for line in content.splitlines()]
-        elif path.suffix == ".npz":
-            require(zipfile.ZipFile(io.BytesIO(content)).testzip() is None, f"{path.name} is damaged")
-            dict(np.load(io.BytesIO(content)))
-        elif path.suffix == ".png":
-            from PIL import Image
-
-            Image.open(io.BytesIO(content)).load()
-        elif path.suffix == ".safetensors":
-            load_file(path)
-        elif path.suffix == ".md":
-            require(content.endswith(b"\n"), f"{path.name} is cut short")
 
 
 def others(place: Path, trained: Path) -> dict[str, list[str]]:

@@ -52,7 +52,7 @@ def test_trainings_killed_or_out_of_space_lose_nothing(tmp_path: Path) -> None:
 def test_the_checks_find_a_release_that_is_charged_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A harness that cannot fail shows nothing: the ledger loses a line, and a round begins that was not charged."""
     monkeypatch.syspath_prepend(str(HERE))
-    crashes = pytest.importorskip("crashes")
+    crashes = pytest.importorskip("crash_checks")
     assemble(SMALL).train(tmp_path / "run", quiet=True, most_releases=2)
     witness = tmp_path / "witness"
     witness.write_text("0\n1\n")
