@@ -34,10 +34,12 @@ integration: .venv/.installed
 audits: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/audit_table.py --grid
 
-# Trainings killed at every call that changes a file and at random moments, full disks: about half an hour on two free cores.
+# Trainings killed at every call that changes a file and at random moments, full disks: about twenty minutes of a free core.
+# A GPU takes seconds to start: make crashes DEVICE=cuda CRASHES='--points 3 --again 1 --workers 10'
 DEVICE ?= cpu
 crashes: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/crashes.py --device $(DEVICE) --out results/reliability/crashes.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/crashes.py --device $(DEVICE) $(CRASHES) \
+		--out results/reliability/crashes$(if $(filter cuda%,$(DEVICE)),-gpu).json
 
 # A training watched for hours: flat memory, equally long rounds. (ALLOCATOR=returning: without what glibc keeps for itself.)
 HOURS ?= 1
