@@ -167,6 +167,7 @@ def moments(name: str, place: Path, device: str, kills: int, chance: random.Rand
         options = ["train", "--resume", "--quiet"] if (run / "config.toml").exists() else longer
         require(forked(*options, "--out", str(run)).wait(PATIENCE) == 0, "it does not go on")
         same(run, whole, secure, 40)
+    require(landed == kills, f"only {landed} of {kills} kills came before its end")
     return landed
 
 
