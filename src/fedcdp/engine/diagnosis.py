@@ -37,10 +37,9 @@ def refusal(model: nn.Module, loss: Loss, tried: Batch, error: Exception, are_re
             )
         sentence, cause = "the network cannot be differentiated by torch.func", error
     if are_records:
-        kind = f" ({type(cause).__name__})" if cause is not None else ""
         return ModelError(
-            f"{sentence} on the first client's records{kind}, but not on zeros: is a label beyond its outputs, or an input "
-            "out of its range?"
+            f"{sentence}, on the first client's records though not on zeros"
+            + (f" ({type(cause).__name__}): is an input out of its range?" if cause is not None else "")
         )
     return ModelError(sentence if cause is None else f"{sentence}: {_first_line(cause)}")
 
@@ -67,6 +66,8 @@ def _plain(model: nn.Module, loss: Loss, tried: Batch) -> None:
                 value = loss(outputs, targets)
             except Exception as error:
                 answer = list(outputs.shape)
+                if outputs.dim() == 2 and int(targets.max()) >= answer[1]:
+                    raise _MistakeError(f"the loss fails on a label beyond the network's {answer[1]} outputs") from None
                 raise _MistakeError(f"the loss fails on {several}, with outputs of shape {answer}", error) from None
             if not isinstance(value, torch.Tensor):
                 raise _MistakeError(f"the loss returns {type(value).__name__}, not a tensor")
