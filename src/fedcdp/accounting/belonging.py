@@ -6,8 +6,8 @@
 | the number of clients in `config.toml`, or the clients in `clients.json` | the population |
 | the checkpoint, the model | their plan is that of `config.toml`; each of their rounds is charged |
 
-A ledger that has more rounds than the checkpoint counts too much at worst, and is accepted. What is not there is not compared:
-config and ledger are enough on another machine.
+A ledger that has more rounds than the checkpoint counts too much at worst, and is accepted. A file that is missing is not
+compared: config and ledger are enough on another machine.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class _Client:
                 if accepted is None:
                     raise RefusedError("this task was not accepted here", final=True)
                 _check_again(policy, accepted, data)
-                training = self._training(accepted.task, data, context)
+                training = self._training(accepted.task, data, context, one_by_one=policy.adversary == "example")
                 weights = wire.decode(arrays, training.engine.layout)
                 _charge(policy, ledger, digest, asked)
             sent = training.take_part(weights, asked, max(_number(accepted.task, context), 0))
@@ -116,12 +116,12 @@ class _Client:
         _LOG.info("took part in round %d of run %s", asked.number + 1, accepted.task.run)
         return messages.reply(digest, asked, messages.Update(update, count), training.engine.layout)
 
-    def _training(self, task: Task, data: Dataset, context: Context) -> LocalTraining:
+    def _training(self, task: Task, data: Dataset, context: Context, *, one_by_one: bool) -> LocalTraining:
         network = network_for(task, self._network_of(context))
         if not task.fits(Layout.of(network)) or constants_of(network) != task.constants:
             raise RefusedError("the network has changed since the task was accepted", final=True)
         device = usable_device(str(context.node_config.get("device", "cpu")))
-        return LocalTraining(task, network, data, self._loss, torch.device(device))
+        return LocalTraining(task, network, data, self._loss, torch.device(device), one_by_one=one_by_one)
 
     def _policy_of(self, context: Context) -> ClientPolicy:
         if self._policy is not None:

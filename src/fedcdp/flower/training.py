@@ -14,7 +14,7 @@ from fedcdp.engine import Engine, Loss, engines_for
 from fedcdp.errors import ModelError
 from fedcdp.flower.errors import RefusedError, WireError
 from fedcdp.flower.task import Task
-from fedcdp.methods import METHODS, Moment, Sent
+from fedcdp.methods import METHODS, Moment, NoisedExamples, Sent
 from fedcdp.models import build, mixing_layers, prepare
 from fedcdp.noise import noise_of
 from fedcdp.plan import Plan
@@ -64,10 +64,23 @@ class Round:
 
 
 class LocalTraining:
-    """A client that can train for a task: its network and its records on a device."""
+    """A client that can train for a task: its network and its records on a device.
 
-    def __init__(self, task: Task, network: nn.Module, data: Dataset, loss: Loss, device: torch.device) -> None:
-        self._task, self._device = task, device
+    With `one_by_one`, for a policy against readers on the client itself (`example`), every example's gradient has its noise
+    before anything else touches it. That takes S draws a step instead of one, and as many times the memory.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        network: nn.Module,
+        data: Dataset,
+        loss: Loss,
+        device: torch.device,
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        self._task, self._device, self._one_by_one = task, device, one_by_one
         if mixing_layers(network) and len(data) < task.plan.batch_size:
             raise ModelError(f"layer {mixing_layers(network)[0][0]} mixes examples, and there are fewer than a batch")
         self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
@@ -86,7 +99,8 @@ class LocalTraining:
         sizes = torch.tensor([len(self._examples.targets)], device=device)
         noise = noise_of(plan, self.engine.layout)
         expected = sizes.clamp(max=plan.batch_size)
-        at = Moment(plan, self.engine, noise, asked.number, clients, expected, current_clip=asked.clip)
+        engine = NoisedExamples(self.engine) if self._one_by_one else self.engine
+        at = Moment(plan, engine, noise, asked.number, clients, expected, current_clip=asked.clip)
         draw = choose_records_of_steps(plan, clients, sizes, asked.number)
         local = {name: value.to(device) for name, value in weights.items()}
         return Stepwise(METHODS[plan.method], self.engine, self._examples)(local, draw, at)
