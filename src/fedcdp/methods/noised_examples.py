@@ -1,7 +1,7 @@
 """Per-example gradients that leave the engine with their noise on: for a client on which somebody may read along.
 
-By itself a method asks its engine for clipped gradients, or for their sum, and adds the noise afterwards. That gives the same
-release, but between the two a reader on the client finds gradients that are only clipped. An adversary of type-2 (`example`)
+By itself a method asks its engine for clipped gradients, or for their sum, and adds the noise afterwards. The release is the
+same, but between the two a reader on the client finds gradients that are only clipped. An adversary of type-2 (`example`)
 is such a reader. With `NoisedExamples` as its engine, a method is given no gradient without noise, and no sum of such.
 """
 
@@ -24,9 +24,9 @@ from fedcdp.tree import Group, Tree
 class NoisedExamples:
     """An engine that clips and noises every example's gradient, one by one, before it gives it out, and gives out no other.
 
-    Guarantees: what `released` returns carries an independent N(0, (σC)²) on every coordinate of every slot, also of an empty
-    one; the sum over the slots is distributed as under one draw for the whole step. Raw gradients exist inside the engine
-    only, for the time of one step, and are not kept.
+    Guarantees: what `released` returns carries an independent N(0, (σC)²) on every coordinate of every slot, empty ones
+    included; the sum over the slots is distributed as under one draw for the whole step. Raw gradients exist inside the
+    engine only, for the time of one step, and are not kept.
     """
 
     def __init__(self, engine: Engine) -> None:
