@@ -57,7 +57,7 @@ def policy_text(experiment: Experiment, epsilon: float | None) -> str:
         f'adversary = "{run.adversary}"',
         f'unit = "{run.unit}"',
         f'methods = ["{plan.method}"]',
-        f"smallest_noise_multiplier = {effective_noise(plan) if plan.private else 0.0!r}",  # every digit: it is compared
+        f"smallest_noise_multiplier = {_every_digit(effective_noise(plan) if plan.private else 0.0)}",
         "smallest_cohort = 1",
         f"allow_reproducible = {str(not plan.secure_noise).lower()}",
         f"allow_custom_network = {str(':' in experiment.model.network).lower()}",
@@ -106,6 +106,11 @@ def _rounded_up(value: float) -> float:
     """To two digits, so that a reader sees a number that was chosen, not one that was computed."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit) * unit:.2g}")
+
+
+def _every_digit(value: float) -> str:
+    """A number that is compared with another one: rounded up, it would refuse the plan that it was made for."""
+    return repr(value).removesuffix(".0")
 
 
 def _quoted(value: str | int | float) -> str:
