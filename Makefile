@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration audits crashes soak load fuzz lint types security audit-dependencies check docs wheel clean
+.PHONY: demo test integration audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -60,6 +60,11 @@ fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_campaign.py --cases 10000 --processes 200 --out results/reliability/fuzz.json
 	$(PIP) --constraint constraints.txt 'atheris>=2.3'
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_guided.py --seconds 120 --out results/reliability/fuzz-guided.json
+
+# A server that tries everything to get more out of a client than it grants: 10,000 generated sequences, some twenty minutes.
+SEQUENCES ?= 10000
+rogue: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/flower/rogue_server.py --sequences $(SEQUENCES) --out results/reliability/rogue_server.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -29,7 +29,6 @@ from fedcdp.deploy.certificates import Authority, new_node_key  # noqa: E402
 from fedcdp.deploy.site import Site  # noqa: E402
 from fedcdp.experiment import assemble, read_toml  # noqa: E402
 from fedcdp.files import load_tensors  # noqa: E402
-from fedcdp.flower.budget import Grant  # noqa: E402
 from fedcdp.flower.ledger import ClientLedger  # noqa: E402
 from fedcdp.flower.policy import ClientPolicy  # noqa: E402
 from fedcdp.flower.server import serve  # noqa: E402
@@ -105,12 +104,11 @@ def test_a_clients_ledger_opens_and_nothing_in_it_is_forgotten(released: Path, r
     made = json.loads((path.parent / "client.json").read_text())
     with ClientLedger.held(released) as ledger:
         assert [[digest, len(each.releases)] for digest, each in ledger.tasks.items()] == made
-        counted = ledger.spent()
-        assert sum(each.times for each in counted) == sum(times for _, times in made)
-        grant = Grant(100.0, 1e-5)
-        assert grant.left(counted) == pytest.approx(100.0 - sum(grant.cost(each) for each in counted))
+        assert [each.participations for each in ledger.reservations()] == [times for _, times in made if times]
+        assert [each.place for each in ledger.reservations()] == list(range(1, 6))
         # A task that it accepted may be gone on with, and that is charged.
         digest, times = made[0]
+        ClientPolicy(epsilon=100.0).reserve(digest, ledger, times)
         ledger.charge(digest, times, 0, 4.0)
     with ClientLedger.held(released) as ledger:
         assert len(ledger.tasks[digest].releases) == times + 1

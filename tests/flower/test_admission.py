@@ -43,7 +43,16 @@ def test_the_worst_that_a_client_can_honestly_send_is_admitted(changes: dict[str
     sent = LAYOUT.unflatten(update)
     check_size(Update(sent, None), plan, LAYOUT, FIRST, records)
     with pytest.raises(WireError, match="enormous"):
-        check_size(Update({name: 20 * value for name, value in sent.items()}, None), plan, LAYOUT, FIRST, records)
+        check_size(Update({name: 40 * value for name, value in sent.items()}, None), plan, LAYOUT, FIRST, records)
+
+
+@pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS.keys())
+def test_an_honest_client_with_more_records_than_the_fewest_stays_below_the_bound(changes: dict[str, Any]) -> None:
+    """The bound is that of the fewest records, and no client with more makes larger updates."""
+    plan = experiment(**changes).plan
+    bounds = [largest_norm(plan, LAYOUT, FIRST, records) for records in range(1, 40)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[plan.batch_size - 1 :] == [bounds[-1]] * len(bounds[plan.batch_size - 1 :])
 
 
 def test_a_server_that_clips_itself_admits_any_size() -> None:

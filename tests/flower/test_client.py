@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.errors import DataError
 from fedcdp.flower import client, messages, wire
-from fedcdp.flower.budget import Grant, Participation
+from fedcdp.flower.budget import Grant, Reservation
 from fedcdp.flower.client import client_app
 from fedcdp.flower.data import _file
 from fedcdp.flower.ledger import ClientLedger
@@ -55,7 +55,7 @@ def ask(task: Task, round_: int, attempt: int = 0, **weights: torch.Tensor) -> R
 
 def spent(tmp_path: Path) -> int:
     with ClientLedger.held(tmp_path / "client-0") as ledger:
-        return sum(each.times for each in ledger.spent())
+        return sum(len(each.releases) for each in ledger.tasks.values())
 
 
 @pytest.fixture
@@ -175,14 +175,14 @@ def test_a_client_at_its_budget_declines_and_the_run_ends_cleanly(tmp_path: Path
     task = Job(
         plan=deployed(wanted.plan, False), network=NETWORK, network_name="mlp", shape=(30,), classes=2, clients=4
     ).task()
-    limit = Grant(1.0, 1e-5).cost(Participation(task, 20, 1, 4)) * 1.001
+    limit = Grant(1.0, 1e-5).cost(Reservation(task, 20, 1, 4)) * 1.001
     nodes = make_nodes(tmp_path, OPEN)
     nodes[102] = make_nodes(tmp_path, ClientPolicy(epsilon=limit))[102]
     outcome = serve(LocalGrid(nodes), wanted, tmp_path / "run", settings())
     assert (outcome.ended, outcome.rounds) == ("too-few-clients", 5)
     assert [json.loads(row)["clients"] for row in (tmp_path / "run" / "metrics.jsonl").open()] == [4, 4, 4, 4, 3]
     with ClientLedger.held(tmp_path / "client-2") as ledger:
-        assert [each.times for each in ledger.spent()] == [4]
+        assert [len(each.releases) for each in ledger.tasks.values()] == [4]
     # Another run of the same federation finds one client too few.
     assert serve(LocalGrid(nodes), wanted, tmp_path / "again", settings(subscribe_timeout=0.2)).rounds == 0
     assert serve(LocalGrid(nodes), wanted.__class__(data=wanted.data, plan=wanted.plan.but(per_round=3, rounds=1)),
@@ -251,3 +251,28 @@ def test_labels_of_text_that_are_not_one_a_record_are_refused(tmp_path: Path, la
     np.savez(tmp_path / "own.npz", x=np.zeros((2, 3)), y=labels)
     with pytest.raises(DataError, match="one whole number a record"):
         _file(tmp_path / "own.npz")
+
+
+@pytest.mark.parametrize("clip", [1e-45, 1e-20, 4e-6 * (1 - 1e-9), 4e6 * (1 + 1e-9), 1e300, 5e-324])
+def test_a_clip_bound_far_from_the_start_is_refused_and_costs_nothing(clip: float, node: Node, tmp_path: Path) -> None:
+    """Under a bound that float32 has no digits for, clipped gradients keep norms of up to twice the bound."""
+    task = job(clip="quantile(0.5, 4)").task()
+    send(node, messages.publish(task), "query.subscribe")
+    weights = wire.dense({name: p.detach() for name, p in NETWORK.named_parameters()})
+    answer = send(node, messages.ask(task.digest(), Round(0, 0, clip), weights), "train")
+    assert "a millionth to a million" in str(answer.config_records["refused"]["reason"])
+    assert spent(tmp_path) == 0
+    for round_, allowed in enumerate((4e-6, 4.0, 4e6)):
+        reply = send(node, messages.ask(task.digest(), Round(round_, 0, allowed), weights), "train")
+        assert "update" in reply.array_records
+    assert spent(tmp_path) == 3
+
+
+@pytest.mark.parametrize("clip", [float("nan"), float("inf"), -4.0, -0.0, 0.0, 4, True, "4"])
+def test_a_clip_bound_is_a_positive_number(clip: Any, node: Node, tmp_path: Path) -> None:
+    task = job(clip="quantile(0.5, 4)").task()
+    send(node, messages.publish(task), "query.subscribe")
+    content = ask(task, 0)
+    content.config_records["round"]["clip"] = clip
+    assert set(send(node, content, "train")) == {"refused"}
+    assert spent(tmp_path) == 0

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ledgers import written_by_0_1_0
 from test_policy import task
 
 from fedcdp.errors import RunError
+from fedcdp.flower.budget import Grant, Reservation
 from fedcdp.flower.errors import RefusedError
 from fedcdp.flower.ledger import ClientLedger
+from fedcdp.flower.policy import ClientPolicy
 
 TASK = task()
 TEST = task(reproducible=True)
@@ -24,6 +30,7 @@ def releases(directory: Path, of: str) -> list[tuple[int, int]]:
 def charged(directory: Path, published: object = TASK) -> str:
     with ClientLedger.held(directory) as ledger:
         ledger.accept(published, 100)  # type: ignore[arg-type]
+        ledger.reserve(published.digest(), 1, 4)  # type: ignore[attr-defined]
         for round_ in (0, 2):
             ledger.charge(published.digest(), round_, 0, 4.0)  # type: ignore[attr-defined]
     return published.digest()  # type: ignore[attr-defined, no-any-return]
@@ -85,8 +92,9 @@ def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     damaged = [
-        b"", b"{}\n", lines[0] + lines[2] + lines[3], lines[0] + lines[1] + lines[3],
-        b"".join(lines).replace(b"4.0", b"5.0"), b"".join([*lines, lines[3]]), b"".join(lines[1:]),
+        b"", b"{}\n", lines[0] + lines[2] + lines[3], lines[0] + lines[1] + lines[3], b"".join(lines[:3]) + lines[4],
+        b"".join(lines).replace(b"4.0", b"5.0"), b"".join([*lines, lines[4]]), b"".join(lines[1:]),
+        b"".join(lines).replace(b'"participations":4', b'"participations":9'), b"".join([*lines[:3], *lines[2:]]),
         b"".join(lines) + b"\x00",
     ]  # fmt: skip
     for content in damaged:
@@ -104,12 +112,87 @@ def test_a_client_is_known_by_another_name_in_every_task(tmp_path: Path) -> None
         assert one.name_in(TASK) in names
 
 
-def test_tasks_without_a_release_take_no_share_of_delta(tmp_path: Path) -> None:
+def test_tasks_without_a_reservation_take_no_share_of_delta(tmp_path: Path) -> None:
     with ClientLedger.held(tmp_path) as ledger:
         for number in range(3):
             ledger.accept(task(run=str(number) * 32), 100)
-        for number in (2, 0):
-            ledger.charge(task(run=str(number) * 32).digest(), 0, 0, 4.0)
+        for place, number in enumerate((2, 0), start=1):
+            ledger.reserve(task(run=str(number) * 32).digest(), place, 5)
     with ClientLedger.held(tmp_path) as ledger:
-        assert {each.task.run[0]: each.place for each in ledger.spent()} == {"2": 1, "0": 2}
-        assert ledger.once_more(task(run="1" * 32), 100).place == 3
+        assert {each.task.run[0]: each.place for each in ledger.reservations()} == {"2": 1, "0": 2}
+        assert ledger.next_place == 3
+
+
+def test_no_release_without_a_reservation(tmp_path: Path) -> None:
+    digest = charged(tmp_path)
+    with ClientLedger.held(tmp_path) as ledger:
+        for round_ in (3, 4):
+            ledger.charge(digest, round_, 0, 4.0)
+        with pytest.raises(RefusedError, match="no participation is reserved"):
+            ledger.charge(digest, 5, 0, 4.0)
+        with pytest.raises(RefusedError, match="has the next place"):
+            ledger.reserve(digest, 1, 4)  # what was reserved is not reserved again
+        ledger.reserve(digest, 2, 1)
+        ledger.charge(digest, 5, 0, 4.0)
+        with pytest.raises(RefusedError, match="has the next place"):
+            ledger.reserve(digest, 2, 3)
+    with ClientLedger.held(tmp_path) as ledger:
+        assert [(each.place, each.participations) for each in ledger.reservations()] == [(1, 4), (2, 1)]
+
+
+@pytest.mark.parametrize(("place", "participations"), [(0, 1), (3, 1), (-1, 1), (2, 0), (2, -5), (1, 9)])
+def test_a_reservation_out_of_place_is_refused(place: int, participations: int, tmp_path: Path) -> None:
+    digest = charged(tmp_path)
+    other = task(run="1" * 32)
+    with ClientLedger.held(tmp_path) as ledger:
+        ledger.accept(other, 100)
+        with pytest.raises(RefusedError, match="a reservation"):
+            ledger.reserve(other.digest(), place, participations)
+        with pytest.raises(RefusedError, match="a reservation"):
+            ledger.reserve(digest, 2, 5)  # some are left
+
+
+def test_releases_without_a_reservation_count_as_many_as_they_are(tmp_path: Path) -> None:
+    first, second = task(), task(run="1" * 32)
+    written_by_0_1_0(tmp_path, [(first, 3), (second, 2)])
+    with ClientLedger.held(tmp_path) as ledger:
+        assert [(each.place, each.participations) for each in ledger.reservations()] == [(1, 3), (2, 2)]
+        with pytest.raises(RefusedError, match="no participation is reserved"):
+            ledger.charge(first.digest(), 3, 0, 4.0)
+        with pytest.raises(RefusedError, match="larger than what was released"):
+            ledger.reserve(first.digest(), 1, 3)
+        ledger.reserve(first.digest(), 1, 12)
+        ledger.charge(first.digest(), 3, 0, 4.0)
+        ledger.reserve(second.digest(), 3, 1)
+    with ClientLedger.held(tmp_path) as ledger:
+        assert sorted((each.place, each.participations) for each in ledger.reservations()) == [(1, 12), (2, 2), (3, 1)]
+
+
+def _greedy(directory: Path, epsilon: float, name: str, together: Any, made: Any) -> None:
+    """Take part in a task as often as may be."""
+    policy, mine, times = ClientPolicy(epsilon=epsilon), task(run=name * 32), 0
+    together.wait()
+    with contextlib.suppress(RefusedError):
+        for round_ in range(10):
+            with ClientLedger.held(directory) as ledger:
+                ledger.accept(mine, 100)
+                policy.reserve(mine.digest(), ledger, round_)
+                ledger.charge(mine.digest(), round_, 0, 4.0)
+            times += 1
+    made.put(times)
+
+
+def test_processes_that_ask_at_once_do_not_spend_the_same_budget_twice(tmp_path: Path) -> None:
+    grant = Grant(1.0, 1e-5)
+    epsilon = grant.cost(Reservation(task(), 100, 1, 12)) + grant.cost(Reservation(task(), 100, 2, 2)) * 1.0001
+    fork = multiprocessing.get_context("fork")
+    together, made = fork.Barrier(3), fork.Queue()
+    processes = [fork.Process(target=_greedy, args=(tmp_path, epsilon, name, together, made)) for name in "abc"]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(120)
+    assert sorted(made.get(timeout=1) for _ in processes) == [0, 2, 10]
+    with ClientLedger.held(tmp_path) as ledger:
+        assert [each.participations for each in sorted(ledger.reservations(), key=lambda each: each.place)] == [12, 2]
+        assert Grant(epsilon, 1e-5).covers(grant.costs(ledger.reservations()))

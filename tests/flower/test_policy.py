@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from ledgers import written_by_0_1_0
 
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Usage, state
 from fedcdp.errors import FedcdpError, PlanError
-from fedcdp.flower.budget import Grant, Participation
-from fedcdp.flower.errors import PolicyError, TaskError
+from fedcdp.flower.budget import Grant, Reservation, most_participations, wanted_participations
+from fedcdp.flower.errors import PolicyError, RefusedError, TaskError
 from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.policy import ClientPolicy, Facts
+from fedcdp.flower.policy import ClientPolicy, Facts, effective_noise
 from fedcdp.flower.task import Task
 from fedcdp.plan import MethodName, Plan
 
@@ -47,7 +48,7 @@ TABLE: dict[str, tuple[dict[str, Any], Task, Facts, str | None]] = {
     "type-2": ({"adversary": "example"}, task(noise_multiplier=50.0), FACTS, None),
     "a row that there is not": ({"adversary": "example", "unit": "client"}, task(), FACTS, "has no row example/client"),
     "no noise": ({}, task(noise_multiplier=0.0), FACTS, "clipping alone protects nothing"),
-    "little noise": ({"smallest_noise_multiplier": 1.0}, task(noise_multiplier=0.5), FACTS, "0.5 is below"),
+    "little noise": ({"smallest_noise_multiplier": 1.0}, task(noise_multiplier=0.5), FACTS, "0.5, is below"),
     "more than is granted": ({"epsilon": 0.01}, task(), FACTS, "the budget of ε = 0.01 against server"),
     "a small cohort": ({"smallest_cohort": 3}, task(), FACTS, "as small as 2; at least 3"),
     "a published seed": ({}, task(reproducible=True), FACTS, "can subtract the noise"),
@@ -77,7 +78,7 @@ def test_a_client_accepts_or_says_why_not(
 
 
 def _cost(grant: Grant, times: int, place: int = 1, published: Task | None = None) -> float:
-    return grant.cost(Participation(published or task(), 100, place, times))
+    return grant.cost(Reservation(published or task(), 100, place, times))
 
 
 @pytest.mark.parametrize(("adversary", "unit"), [("server", "record"), ("example", "record"), ("server", "client")])
@@ -104,21 +105,102 @@ def test_repeats_are_counted_at_the_least_noise_of_any_round() -> None:
 
 def test_tasks_add_up_and_later_ones_have_less_delta() -> None:
     grant = Grant(1.0, 1e-5)
-    first, second = (Participation(task(run=str(n) * 32), 100, n, 3) for n in (1, 2))
-    assert grant.left([first, second]) == pytest.approx(1.0 - grant.cost(first) - grant.cost(second))
-    assert grant.cost(second) > grant.cost(first)
+    costs = grant.costs(Reservation(task(run=str(n) * 32), 100, n, 3) for n in (1, 2))
+    assert costs[1] > costs[0]
+    assert Grant(math.fsum(costs), 1e-5).covers(costs)
+    assert not Grant(math.fsum(costs) * (1 - 1e-9), 1e-5).covers(costs)
+
+
+def reserved(ledger: ClientLedger) -> list[tuple[int, int]]:
+    return [(each.place, each.participations) for each in ledger.reservations()]
 
 
 def test_a_client_takes_part_as_often_as_its_budget_allows_and_no_more(tmp_path: Path) -> None:
-    policy = ClientPolicy(epsilon=_cost(Grant(1.0, 1e-5), 4) * 1.0001)
+    policy, digest = ClientPolicy(epsilon=_cost(Grant(1.0, 1e-5), 4) * 1.0001), task().digest()
     with ClientLedger.held(tmp_path) as ledger:
         ledger.accept(task(), 100)
         for round_ in range(4):
-            assert policy.unaffordable(ledger.once_more(task(), 100), ledger) is None
-            ledger.charge(task().digest(), round_, 0, 4.0)
-        assert "allows no further" in (policy.unaffordable(ledger.once_more(task(), 100), ledger) or "")
-        other = task(run="1" * 32)
-        assert "allows no further" in policy.decide(other, FACTS, ledger).reason
+            policy.reserve(digest, ledger, round_)
+            assert reserved(ledger) == [(1, 4)]
+            ledger.charge(digest, round_, 0, 4.0)
+        with pytest.raises(RefusedError, match="allows no further"):
+            policy.reserve(digest, ledger, 4)
+        assert "allows no further" in policy.decide(task(run="1" * 32), FACTS, ledger).reason
+
+
+def test_a_whole_task_is_reserved_and_another_gets_what_is_left(tmp_path: Path) -> None:
+    """Tasks that run at the same time: the second is not given what the first may still use."""
+    grant, first, second = Grant(1.0, 1e-5), task(), task(run="1" * 32)
+    wanted = wanted_participations(first.plan)
+    policy = ClientPolicy(epsilon=_cost(grant, wanted) + _cost(grant, 3, 2) * 1.0001)
+    with ClientLedger.held(tmp_path) as ledger:
+        for each in (first, second):
+            assert policy.decide(each, FACTS, ledger).accepts
+            ledger.accept(each, 100)
+        for round_ in range(3):
+            for each in (first, second):
+                policy.reserve(each.digest(), ledger, round_)
+                ledger.charge(each.digest(), round_, 0, 4.0)
+        assert reserved(ledger) == [(1, wanted), (2, 3)]
+        with pytest.raises(RefusedError, match="allows no further"):
+            policy.reserve(second.digest(), ledger, 3)
+        policy.reserve(first.digest(), ledger, 3)
+
+
+def test_a_client_that_joins_late_reserves_the_rounds_that_are_left(tmp_path: Path) -> None:
+    with ClientLedger.held(tmp_path) as ledger:
+        ledger.accept(task(), 100)
+        ClientPolicy(epsilon=50.0).reserve(task().digest(), ledger, 7)
+        assert reserved(ledger) == [(1, wanted_participations(task().plan, 7))] == [(1, 3 + 2)]
+
+
+@pytest.mark.parametrize("epsilon", [50.0, math.inf])
+def test_a_policy_may_cap_the_participations_in_a_task(epsilon: float, tmp_path: Path) -> None:
+    policy, digest = ClientPolicy(epsilon=epsilon, participations=2), task().digest()
+    with ClientLedger.held(tmp_path) as ledger:
+        ledger.accept(task(), 100)
+        for round_ in range(2):
+            policy.reserve(digest, ledger, round_)
+            ledger.charge(digest, round_, 0, 4.0)
+        assert reserved(ledger) == [(1, 2)]
+        with pytest.raises(RefusedError, match="at most 2 participations"):
+            policy.reserve(digest, ledger, 2)
+        assert "at most 2" in policy.decide(task(), FACTS, ledger).reason
+        replace(policy, participations=3).reserve(digest, ledger, 2)
+        assert reserved(ledger) == [(1, 2), (2, 1)]
+
+
+def test_a_stricter_policy_refuses_what_was_reserved_before(tmp_path: Path) -> None:
+    with ClientLedger.held(tmp_path) as ledger:
+        ledger.accept(task(), 100)
+        ClientPolicy(epsilon=50.0).reserve(task().digest(), ledger, 0)
+        with pytest.raises(RefusedError, match="allows no further"):
+            ClientPolicy(epsilon=0.01).reserve(task().digest(), ledger, 0)
+        ledger.charge(task().digest(), 0, 0, 4.0)
+        with pytest.raises(RefusedError, match="at most 1 participations"):
+            ClientPolicy(epsilon=50.0, participations=1).reserve(task().digest(), ledger, 0)
+
+
+def test_releases_of_an_earlier_version_are_widened_to_the_whole_task_if_that_is_affordable(tmp_path: Path) -> None:
+    grant, first, second = Grant(1.0, 1e-5), task(), task(run="1" * 32)
+    wanted = wanted_participations(first.plan)
+    for name, epsilon, blocks in (
+        ("all of it", _cost(grant, wanted) * 1.0001, [(1, wanted)]),
+        ("some of it", (_cost(grant, 3) + _cost(grant, 2, 2)) * 1.0001, [(1, 3), (2, 2)]),
+    ):
+        written_by_0_1_0(tmp_path / name, [(first, 3)])
+        with ClientLedger.held(tmp_path / name) as ledger:
+            ClientPolicy(epsilon=epsilon).reserve(first.digest(), ledger, 3)
+            assert reserved(ledger) == blocks
+    written_by_0_1_0(tmp_path / "two", [(first, 3), (second, 3)])
+    with ClientLedger.held(tmp_path / "two") as ledger, pytest.raises(RefusedError, match="allows no further"):
+        ClientPolicy(epsilon=_cost(grant, wanted)).reserve(first.digest(), ledger, 3)
+
+
+@pytest.mark.parametrize("most", range(12))
+def test_the_largest_affordable_number_is_found(most: int) -> None:
+    for wanted in range(-1, 12):
+        assert most_participations(lambda times: times <= most, wanted) == max(0, min(most, wanted))
 
 
 def test_a_task_that_is_accepted_is_not_accepted_with_other_data(tmp_path: Path) -> None:
@@ -157,6 +239,38 @@ def test_a_policy_file(tmp_path: Path) -> None:
     assert policy == ClientPolicy(epsilon=math.inf, delta=1e-6, methods=("fed-cdp",), smallest_cohort=5)
     with pytest.raises(PolicyError, match="cannot be read"):
         ClientPolicy.read(tmp_path / "none.toml")
+
+
+NOISE: list[tuple[dict[str, Any], float]] = [
+    ({}, 6.0),
+    ({"noise": "batch"}, 6.0),
+    ({"noise": "cohort"}, 6.0 / 4),
+    ({"clip": "linear(2, 6)"}, 6.0),
+    ({"clip": "linear(2, 6)", "noise_follows_clip": False}, 2.0),
+    ({"clip": "proportional(4)", "learning_rate": "linear(0.1, 0.4)", "noise_follows_clip": False}, 1.5),
+    ({"clip": "cosine(6, 2)", "noise_follows_clip": False}, 6.0),
+    ({"clip": "exponential(2, 6)", "noise_follows_clip": False, "noise": "cohort"}, 0.5),
+    ({"clip": "quantile(0.5, 4)"}, 6.0),
+    ({"method": "fed-sdp", "noise": "cohort", "noise_at": "client"}, 6.0),
+]
+
+
+@pytest.mark.parametrize(("plan", "noise"), NOISE)
+def test_the_smallest_noise_multiplier_is_that_of_every_round_and_every_sum(plan: dict[str, Any], noise: float) -> None:
+    """A plan may say σ = 6 and have less: a bound that grows under noise that stays, a K_t-th of the noise."""
+    published = task(**plan)
+    assert effective_noise(published.plan) == pytest.approx(noise)
+    assert ClientPolicy(smallest_noise_multiplier=noise * (1 - 1e-9)).objection(published) is None
+    reason = ClientPolicy(smallest_noise_multiplier=noise * (1 + 1e-9)).objection(published)
+    assert reason is not None
+    assert "is below" in reason
+
+
+def test_a_server_that_adds_the_noise_can_promise_no_smallest_cohort() -> None:
+    published = task(method="fed-sdp", cohort=3)
+    assert ClientPolicy(smallest_cohort=1).objection(published) is None
+    assert "no smallest cohort" in (ClientPolicy(smallest_cohort=2).objection(published) or "")
+    assert ClientPolicy(smallest_cohort=2).objection(task(method="fed-sdp", noise_at="client", cohort=3)) is None
 
 
 # The task ------------------------------------------------------------------------------------------------------------
@@ -203,6 +317,68 @@ def test_a_task_that_is_not_sound_is_refused(field: str, value: object) -> None:
     written = json.loads(task().to_json())
     with pytest.raises(TaskError):
         Task.from_json(json.dumps(written | {field: value}))
+
+
+def _with(plan: dict[str, Any]) -> str:
+    written = json.loads(task(clip="linear(6, 2)").to_json())
+    return json.dumps(written | {"plan": written["plan"] | plan})
+
+
+CANONICAL = task(clip="linear(6, 2)").to_json()
+ALIASES = {
+    "tensors in another order": replace(task(), tensors=dict(reversed(TENSORS.items()))).to_json(),
+    "a negative zero": _with({"momentum": -0.0}),
+    "another negative zero": _with({"compression": -0.0}),
+    "a whole number for a fraction": _with({"noise_multiplier": 6}),
+    "zero for a fraction": _with({"ema": 0}),
+    "a schedule without a space": _with({"clip": "linear(6,2)"}),
+    "a schedule with more digits": _with({"clip": "linear(6.0, 2.0)"}),
+    "a schedule in other words": _with({"clip": "linear(6, 2e0)"}),
+    "a number for a schedule": _with({"learning_rate": 0.05}),
+    "a derived field left out": _with({"slots": None}),
+    "other digits": CANONICAL.replace("6.0", "6.00"),
+    "an exponent": CANONICAL.replace("6.0", "0.6e1"),
+    "no spaces": json.dumps(json.loads(CANONICAL), separators=(",", ":")),
+    "keys in another order": json.dumps(dict(reversed(json.loads(CANONICAL).items()))),
+    "a key twice": CANONICAL.replace('{"activation": null', '{"activation": "relu", "activation": null'),
+    "a letter by its number": CANONICAL.replace("mlp", "\\u006dlp"),
+    "a space in front": " " + CANONICAL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ALIASES.values(), ids=ALIASES.keys())
+def test_a_task_has_one_written_form(text: str, tmp_path: Path) -> None:
+    """Another form of a task is refused, as text or as it does not fit; no two forms hide each other's spending."""
+    assert text not in (CANONICAL, task().to_json())
+    try:
+        read = Task.from_json(text)
+    except TaskError:
+        return
+    with ClientLedger.held(tmp_path) as ledger:  # the order of tensors is the network's, which only the client knows
+        assert "in another order" in ClientPolicy().decide(read, FACTS, ledger).reason
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, True, "6", [6.0], None])
+@pytest.mark.parametrize("field", ["noise_multiplier", "momentum", "delta", "rounds"])
+def test_a_number_of_a_plan_is_a_finite_number(field: str, value: object) -> None:
+    with pytest.raises(TaskError):
+        Task.from_json(_with({field: value}))
+
+
+def test_tasks_are_told_apart_by_their_digest_alone(tmp_path: Path) -> None:
+    """Tasks that compare equal and have other digests, as version 0.1.0 accepted them: each counts."""
+    reordered = replace(task(), tensors=dict(reversed(TENSORS.items())))
+    assert reordered == task()
+    assert reordered.digest() != task().digest()
+    written_by_0_1_0(tmp_path, [(task(), 3), (reordered, 4)])
+    with ClientLedger.held(tmp_path) as ledger:
+        assert reserved(ledger) == [(1, 3), (2, 4)]
+        grant = Grant(1.0, 1e-5)
+        spent = _cost(grant, 3) + _cost(grant, 4, 2)
+        assert math.fsum(grant.costs(ledger.reservations())) == pytest.approx(spent)
+        for each in (task(), reordered):
+            with pytest.raises(RefusedError, match="allows no further"):
+                ClientPolicy(epsilon=spent).reserve(each.digest(), ledger, 4)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "x" * 2**21])

@@ -130,6 +130,7 @@ def client_ledger(place: Path) -> Attempt:
     state = place / "client-state"
     with ClientLedger.held(state) as ledger:
         accepted = ledger.accept(TASK, 100)
+        ledger.reserve(accepted.task.digest(), 1, 5)
         for round_ in range(3):
             ledger.charge(accepted.task.digest(), round_, 0, 4.0)
     path = state / "ledger.jsonl"
@@ -139,8 +140,7 @@ def client_ledger(place: Path) -> Attempt:
     def attempt(case: Random, _where: Path) -> None:
         path.write_bytes(mutate_bytes(case, content) if case.random() < 0.4 else rechained(_changed_lines(case, lines)))
         with ClientLedger.held(state) as ledger:
-            ledger.spent()
-            ledger.once_more(TASK, 100)
+            ledger.reservations()
 
     return attempt
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedcdp.accounting.belonging import check_ledger
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Mode, Privacy, Usage, state
@@ -13,10 +14,11 @@ from fedcdp.rundir import RunDirectory
 
 
 def spent(directory: Path | str, mode: Mode = "tight") -> tuple[Plan, Privacy]:
-    """The plan of a run, and its privacy statement for the rounds released so far."""
+    """The plan of a run, and its privacy statement for the rounds released so far. Refuses the ledger of another run."""
     run = RunDirectory(directory)
     run.require()
     ledger = Ledger.open(run.ledger)
+    check_ledger(run, ledger)
     try:
         plan, population = Plan(**ledger.plan), Population.read(ledger.population)
     except (TypeError, FedcdpError) as error:

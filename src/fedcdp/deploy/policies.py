@@ -12,9 +12,6 @@ from fedcdp.accounting.described import population_of
 from fedcdp.errors import PlanError
 from fedcdp.experiment import Experiment
 
-# Rounds that may be repeated after crashes: each is another release, and must be paid for.
-_REPEATED_ROUNDS, _SHARE_REPEATED = 2, 0.1
-
 
 def node_text(experiment: Experiment, number: int) -> str:
     """`node.toml`: the node's configuration for Flower. Client k of the simulator is node k + 1 here."""
@@ -48,6 +45,8 @@ def node_text(experiment: Experiment, number: int) -> str:
 
 def policy_text(experiment: Experiment, epsilon: float | None) -> str:
     """`policy.toml`: what the client grants; without an `epsilon`, what the plan costs it in all its rounds."""
+    from fedcdp.flower.policy import effective_noise
+
     plan, run = experiment.plan, experiment.run
     granted = needed_epsilon(experiment) if epsilon is None else epsilon
     limit = "inf" if granted == math.inf else f"{granted:g}"
@@ -58,7 +57,7 @@ def policy_text(experiment: Experiment, epsilon: float | None) -> str:
         f'adversary = "{run.adversary}"',
         f'unit = "{run.unit}"',
         f'methods = ["{plan.method}"]',
-        f"smallest_noise_multiplier = {plan.noise_multiplier if plan.private else 0.0:g}",
+        f"smallest_noise_multiplier = {_every_digit(effective_noise(plan) if plan.private else 0.0)}",
         "smallest_cohort = 1",
         f"allow_reproducible = {str(not plan.secure_noise).lower()}",
         f"allow_custom_network = {str(':' in experiment.model.network).lower()}",
@@ -70,14 +69,15 @@ def policy_text(experiment: Experiment, epsilon: float | None) -> str:
 
 def needed_epsilon(experiment: Experiment) -> float:
     """The ε by a client's own account for every round of the plan and some repeated ones, rounded up; ∞ if there is none."""
-    rounds = experiment.plan.rounds
-    cost = epsilon_of(experiment, rounds + max(_REPEATED_ROUNDS, math.ceil(_SHARE_REPEATED * rounds)))
+    from fedcdp.flower.budget import wanted_participations
+
+    cost = epsilon_of(experiment, wanted_participations(experiment.plan))
     return cost if cost in (0.0, math.inf) else _rounded_up(cost)
 
 
 def epsilon_of(experiment: Experiment, releases: int) -> float:
     """The ε by a client's own account (`flower.budget`) for so many releases of its first task."""
-    from fedcdp.flower.budget import Grant, Participation
+    from fedcdp.flower.budget import Grant, Reservation
     from fedcdp.flower.task import Task
 
     plan, run = experiment.plan, experiment.run
@@ -97,7 +97,7 @@ def epsilon_of(experiment: Experiment, releases: int) -> float:
         reproducible=not plan.secure_noise,
     )
     try:
-        return Grant(1.0, plan.delta, run.adversary, run.unit).cost(Participation(task, population.records, 1, releases))
+        return Grant(1.0, plan.delta, run.adversary, run.unit).cost(Reservation(task, population.records, 1, releases))
     except PlanError as error:
         raise PlanError(f"{error}; choose another --adversary or --unit for the nodes' policies") from None
 
@@ -106,6 +106,11 @@ def _rounded_up(value: float) -> float:
     """To two digits, so that a reader sees a number that was chosen, not one that was computed."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit) * unit:.2g}")
+
+
+def _every_digit(value: float) -> str:
+    """A number that is compared with another one: rounded up, it would refuse the plan that it was made for."""
+    return repr(value).removesuffix(".0")
 
 
 def _quoted(value: str | int | float) -> str:

@@ -4,6 +4,13 @@ A client may be broken or hostile. What is not finite, has other shapes or belon
 (`messages.read_reply`); here, what is too large. An update that passes may still be poison within those bounds: that is not
 what this is against.
 
+Nothing that a client says moves its own bound. A step's sum is divided by min(B, N_i), so a client with few records makes larger
+updates, and one that only says so would be admitted with up to B times the norm. So the bound is that of a client with
+`smallest_records` records, the same for all clients: the server sets this number, and takes on no client with fewer. An honest
+client has at least as many, divides by at least as much, fills at most S slots, and so stays below the bound. Whether a
+client lies about its own records changes nothing here. It changes nothing in the server's ε, either, which is stated for a
+client with `smallest_records` records (`server`): to say more lowers nobody's ε, to say less ends in a refusal.
+
 | method | the largest norm that is admitted |
 | --- | --- |
 | Fed-CDP | what L steps of clipped, noised gradients can sum up to, but for a chance of 1e-9 |
@@ -36,16 +43,16 @@ def is_counted(plan: Plan) -> bool:
     return plan.quantile is not None and (plan.per_example or plan.noise_at == "client")
 
 
-def check_size(sent: Update, plan: Plan, layout: Layout, asked: Round, records: int) -> None:
-    """Refuse an update, or a count, that a client with so many records cannot have made (`WireError`)."""
-    norm, most = norm_of(sent.update), largest_norm(plan, layout, asked, records)
+def check_size(sent: Update, plan: Plan, layout: Layout, asked: Round, smallest_records: int) -> None:
+    """Refuse an update, or a count, that no client with so many records or more can have made (`WireError`)."""
+    norm, most = norm_of(sent.update), largest_norm(plan, layout, asked, smallest_records)
     if norm > most:
         raise WireError(f"its update is enormous: its norm is {norm:.3g}, and the method's at most {most:.3g}")
-    if sent.count is not None and abs(sent.count) > (allowed := largest_count(plan, records)):
+    if sent.count is not None and abs(sent.count) > (allowed := largest_count(plan)):
         raise WireError(f"its count is enormous: {sent.count:.3g}, and the method's at most {allowed:.3g}")
 
 
-def largest_norm(plan: Plan, layout: Layout, asked: Round, records: int) -> float:
+def largest_norm(plan: Plan, layout: Layout, asked: Round, smallest_records: int) -> float:
     """The largest norm that an update of this plan has, but for a chance of 1e-9; infinite where there is no bound."""
     if not plan.private or (plan.method == "fed-sdp" and plan.noise_at == "server"):
         return math.inf
@@ -54,18 +61,18 @@ def largest_norm(plan: Plan, layout: Layout, asked: Round, records: int) -> floa
     spread = math.sqrt(layout.size) + _TAIL
     if plan.method == "fed-sdp":
         return _ROUNDING * (together + plan.noise_scale_at(asked.number, asked.clip) * spread)
-    clipped = plan.local_steps * min(plan.slots, records) * together
+    clipped = plan.local_steps * plan.slots * together
     noise = math.sqrt(plan.local_steps) * deviation_of_step_sum(plan, asked.number, asked.clip) * spread
     # Under momentum a step's gradient counts again in the steps after it: 1 + β + β² + … times in all, at most.
-    rate = plan.learning_rate_at(asked.number) / min(plan.batch_size, records) / (1 - plan.momentum)
+    rate = plan.learning_rate_at(asked.number) / min(plan.batch_size, smallest_records) / (1 - plan.momentum)
     return _ROUNDING * rate * (clipped + noise)
 
 
-def largest_count(plan: Plan, records: int) -> float:
+def largest_count(plan: Plan) -> float:
     """The largest sum of indicators, each from −½ to ½, that a client sends, but for a chance of 1e-9."""
     if plan.method == "fed-sdp":
         return 0.5 + plan.quantile_noise * _TAIL
-    return min(plan.slots, records) / 2 + deviation_of_count(plan) * _TAIL
+    return plan.slots / 2 + deviation_of_count(plan) * _TAIL
 
 
 def outliers(updates: Mapping[int, Update], plan: Plan, ratio: float) -> dict[int, str]:

@@ -104,9 +104,9 @@ class _Client:
                 if accepted is None:
                     raise RefusedError("this task was not accepted here", final=True)
                 _check_again(policy, accepted, data)
-                training = self._training(accepted.task, data, context)
+                training = self._training(accepted.task, data, context, one_by_one=policy.adversary == "example")
                 weights = wire.decode(arrays, training.engine.layout)
-                _charge(policy, ledger, accepted, asked)
+                _charge(policy, ledger, digest, asked)
             sent = training.take_part(weights, asked, max(_number(accepted.task, context), 0))
         except Exception as error:
             final = isinstance(error, RefusedError) and error.final
@@ -116,12 +116,12 @@ class _Client:
         _LOG.info("took part in round %d of run %s", asked.number + 1, accepted.task.run)
         return messages.reply(digest, asked, messages.Update(update, count), training.engine.layout)
 
-    def _training(self, task: Task, data: Dataset, context: Context) -> LocalTraining:
+    def _training(self, task: Task, data: Dataset, context: Context, *, one_by_one: bool) -> LocalTraining:
         network = network_for(task, self._network_of(context))
-        if tensors_of(Layout.of(network)) != dict(task.tensors) or constants_of(network) != task.constants:
+        if not task.fits(Layout.of(network)) or constants_of(network) != task.constants:
             raise RefusedError("the network has changed since the task was accepted", final=True)
         device = usable_device(str(context.node_config.get("device", "cpu")))
-        return LocalTraining(task, network, data, self._loss, torch.device(device))
+        return LocalTraining(task, network, data, self._loss, torch.device(device), one_by_one=one_by_one)
 
     def _policy_of(self, context: Context) -> ClientPolicy:
         if self._policy is not None:
@@ -145,15 +145,14 @@ def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset) -> Non
         raise RefusedError("the data have changed since the task was accepted", final=True)
 
 
-def _charge(policy: ClientPolicy, ledger: ClientLedger, accepted: Accepted, asked: Round) -> None:
+def _charge(policy: ClientPolicy, ledger: ClientLedger, digest: str, asked: Round) -> None:
     """Write the release into the ledger, if the budget has room for it."""
-    plan, digest = accepted.task.plan, accepted.task.digest()
-    if (asked.clip is not None) != (plan.quantile is not None):
-        raise WireError("a clip bound goes with a round if, and only if, it follows a quantile")
+    accepted = ledger.tasks[digest]
+    plan = accepted.task.plan
+    asked.check(plan)
+    ledger.check(digest, asked.number, asked.attempt)
     if not accepted.is_the_last_again(asked.number, asked.attempt):
-        wanted = ledger.once_more(accepted.task, accepted.records)
-        if (reason := policy.unaffordable(wanted, ledger)) is not None:
-            raise RefusedError(reason, final=True)
+        policy.reserve(digest, ledger, asked.number)
     ledger.charge(digest, asked.number, asked.attempt, plan.clip_at(asked.number, asked.clip) if plan.private else 0.0)
 
 

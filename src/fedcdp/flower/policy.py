@@ -5,6 +5,7 @@ epsilon = 2.0            # in all, over every task that this client ever takes p
 delta = 1e-5
 adversary = "server"
 methods = ["fed-cdp", "fed-cdp-decay"]
+participations = 20      # at most, in one task
 smallest_noise_multiplier = 0.5
 smallest_cohort = 5
 ```
@@ -13,17 +14,24 @@ smallest_cohort = 5
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from fedcdp.accounting.adversaries import Adversary
 from fedcdp.errors import PlanError
-from fedcdp.flower.budget import Grant, Participation, why_unprotected
-from fedcdp.flower.errors import PolicyError
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.task import Task
-from fedcdp.plan import MethodName
+from fedcdp.flower.budget import (
+    Grant,
+    Reservation,
+    least_noise_multiplier,
+    most_participations,
+    wanted_participations,
+    why_unprotected,
+)
+from fedcdp.flower.errors import PolicyError, RefusedError
+from fedcdp.flower.ledger import Accepted, ClientLedger
+from fedcdp.flower.task import Task, hides_participation
+from fedcdp.plan import MethodName, Plan
 from fedcdp.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
 _UNITS = ("record", "client")
@@ -66,10 +74,13 @@ class ClientPolicy:
     """Against whom: server, update, example; or model, if the server is trusted with what it reads."""
     unit: str = "record"
     """What is protected: a record, or all that this client holds."""
+    participations: int | None = None
+    """The most participations in one task; None: as many as the task may need and the budget allows."""
     smallest_noise_multiplier: float = 0.0
+    """The least noise, in clip bounds, that any draw and any sum that is released has in any round (`effective_noise`)."""
     methods: tuple[str, ...] = _PRIVATE
     smallest_cohort: int = 1
-    """Fewest updates that the server may put into a model."""
+    """Fewest updates that the server may put into a model; of a server that adds the noise, only 1 can be asked."""
     allow_reproducible: bool = False
     """Whether to take part in a test whose noise anyone can subtract."""
     allow_custom_network: bool = False
@@ -93,6 +104,8 @@ class ClientPolicy:
             f"some of {', '.join(get_args(MethodName))}",
         )
         self._require("smallest_cohort", type(self.smallest_cohort) is int and self.smallest_cohort >= 1, "1 or more")
+        most = self.participations
+        self._require("participations", most is None or (type(most) is int and most >= 1), "1 or more")
         for name in ("allow_reproducible", "allow_custom_network"):
             self._require(name, type(getattr(self, name)) is bool, "true or false")
 
@@ -130,39 +143,96 @@ class ClientPolicy:
             return f"the method {plan.method} is not one of those allowed here: {', '.join(self.methods) or 'none'}"
         if task.reproducible and not self.allow_reproducible:
             return "the task is reproducible: whoever has its seed can subtract the noise"
-        if plan.private and plan.noise_multiplier < self.smallest_noise_multiplier:
-            return f"the noise multiplier {plan.noise_multiplier:g} is below {self.smallest_noise_multiplier:g}"
+        if plan.private and (noise := effective_noise(plan)) < self.smallest_noise_multiplier:
+            return f"the least noise multiplier of a round, {noise:g}, is below {self.smallest_noise_multiplier:g}"
+        if self.adversary == "example" and not (plan.per_example and plan.noise == "example"):
+            return f"no ε against example holds for {plan.method} with {plan.noise} noise: single gradients are only clipped"
         if task.smallest_cohort < self.smallest_cohort:
             return f"a cohort may be as small as {task.smallest_cohort}; at least {self.smallest_cohort} is asked for here"
+        if hides_participation(plan) and self.smallest_cohort > 1:
+            return "a server that adds the noise uses a round whatever arrives, so no smallest cohort can be promised"
         if ":" in task.network and not self.allow_custom_network:
             return f"the network {task.network} would have to be imported by name, which is not allowed here"
         return None
 
+    # The budget (`budget` says why it holds) --------------------------------------------------------------------------
+
     def _cost(self, task: Task, facts: Facts, ledger: ClientLedger) -> str | None:
         """Why not even one participation can be granted, if so."""
-        known = ledger.tasks.get(task.digest())
-        if known is not None and known.records != facts.records:
+        known = ledger.tasks.get(task.digest(), Accepted(task, facts.records))
+        if known.records != facts.records:
             return f"this task was accepted with {known.records} records, and now there are {facts.records}"
-        return self.unaffordable(ledger.once_more(task, facts.records), ledger)
+        return self._all_taken(known) or (self._exceeded(ledger) if known.left else self._affordable(known, ledger, 0)[1])
 
-    def unaffordable(self, wanted: Participation, ledger: ClientLedger) -> str | None:
-        """Why taking part in a task so often exceeds the budget, beside everything else that was spent, if it does."""
-        if (grant := self.grant) is None:
+    def reserve(self, digest: str, ledger: ClientLedger, round_: int) -> None:
+        """See that a participation of the task from this round on is reserved; `RefusedError` where none can be."""
+        accepted = ledger.tasks[digest]
+        if (reason := self._all_taken(accepted) or (self._exceeded(ledger) if accepted.left else None)) is not None:
+            raise RefusedError(reason, final=True)
+        if accepted.left:
+            return
+        wanted, reason = self._affordable(accepted, ledger, round_)
+        if wanted is None:
+            raise RefusedError(reason or self._no_more(), final=True)
+        ledger.reserve(digest, wanted.place, wanted.participations)
+
+    def _all_taken(self, accepted: Accepted) -> str | None:
+        """Why a task gets no further participation whatever is left of the budget, if so."""
+        if self.participations is None or len(accepted.releases) < self.participations:
             return None
+        return f"at most {self.participations} participations in one task are allowed here"
+
+    def _exceeded(self, ledger: ClientLedger) -> str | None:
+        """Why nothing more is granted, if all that was reserved exceeds a policy that has become stricter since."""
+        grant = self.grant
         try:
-            cost = grant.cost(wanted)
-            if cost == math.inf:
-                return f"no finite ε against {self.adversary} holds: {why_unprotected(grant, wanted)}"
-            left = grant.left(ledger.spent(without=wanted.task))
+            return None if grant is None or grant.covers(grant.costs(ledger.reservations())) else self._no_more()
         except PlanError as error:
             return str(error)
-        if cost <= left:
-            return None
+
+    def _affordable(self, accepted: Accepted, ledger: ClientLedger, round_: int) -> tuple[Reservation | None, str | None]:
+        """The reservation to be made for a task, or why there is none."""
+        plan, made, grant = accepted.task.plan, len(accepted.releases), self.grant
+        most = math.inf if self.participations is None else self.participations
+        wanted = int(min(wanted_participations(plan, round_), most - made))
+        new = Reservation(accepted.task, accepted.records, ledger.next_place, wanted)
+        if grant is None:
+            return new, None
+        try:
+            if grant.cost(replace(new, participations=1)) == math.inf:
+                return None, f"no finite ε against {self.adversary} holds: {why_unprotected(grant, new)}"
+            if (open_ := accepted.unreserved) is not None and (whole := min(wanted_participations(plan), most)) > made:
+                widened = replace(new, place=open_.place, participations=open_.participations + int(whole) - made)
+                if grant.covers(grant.costs([*ledger.reservations(but=open_.place), widened])):
+                    return widened, None
+            spent = grant.costs(ledger.reservations())
+            found = most_participations(
+                lambda times: grant.covers([*spent, grant.cost(replace(new, participations=times))]), wanted
+            )
+        except PlanError as error:
+            return None, str(error)
+        return (replace(new, participations=found), None) if found else (None, self._no_more())
+
+    def _no_more(self) -> str:
         return f"the budget of ε = {self.epsilon:g} against {self.adversary} ({self.unit}) allows no further participation"
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise PolicyError(f"{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")
+
+
+def effective_noise(plan: Plan) -> float:
+    """The least noise of a private plan, in clip bounds of its round, over all rounds, draws and released sums.
+
+    | what differs | counts with |
+    | --- | --- |
+    | noise that stays while the bound moves | σ·C_0/C_t of the round with the largest bound |
+    | `example` noise | σ, of one draw; the sum of a step has √S times as much |
+    | `batch` noise; Fed-SDP | σ, of the sum or the update |
+    | `cohort` noise | σ/K_t, which is what the sum of a step has |
+    | a bound that follows a quantile | σ: the noise follows, too |
+    """
+    return least_noise_multiplier(plan) * (min(1.0, plan.noise_on_sum) if plan.per_example else 1.0)
 
 
 def _is_number(value: object) -> bool:
@@ -177,6 +247,6 @@ def _misfit(task: Task, facts: Facts) -> str | None:
         return f"some label here is not one of the task's {task.classes} classes"
     if facts.constants != task.constants:
         return f"what is frozen in the network {task.network} differs from the server's"
-    if facts.tensors != dict(task.tensors):
-        return f"the network {task.network} has other tensors here than in the task"
+    if list(facts.tensors.items()) != list(task.tensors.items()):
+        return f"the network {task.network} has other tensors here than in the task, or in another order"
     return None

@@ -80,23 +80,25 @@ def load_roster(path: Path) -> Roster:
 # Sending and receiving -----------------------------------------------------------------------------------------------
 
 
-def exchange(grid: Grid, outgoing: list[Message], timeout: float) -> Iterator[Message]:
+def exchange(grid: Grid, outgoing: list[Message], timeout: float, *, in_full: bool = False) -> Iterator[Message]:
     """Send messages, and give out each reply as it arrives, until all have or the time is up.
 
-    Unlike `Grid.send_and_receive`, a reply that cannot be read at all costs no other reply.
+    Unlike `Grid.send_and_receive`, a reply that cannot be read at all costs no other reply. With `in_full` it takes all the
+    time, however few are asked and however soon they answer.
     """
+    end = time.monotonic() + timeout
     waiting = {each for each in grid.push_messages(outgoing) if each} if outgoing else set()
-    return _replies(grid, waiting, timeout)  # all is sent before the first is asked for
+    return _replies(grid, waiting, end, in_full)  # all is sent before the first is asked for
 
 
-def _replies(grid: Grid, waiting: set[str], timeout: float) -> Iterator[Message]:
-    end, pause = time.monotonic() + timeout, _SOON
-    while waiting:
-        for reply in _pull(grid, waiting):
+def _replies(grid: Grid, waiting: set[str], end: float, in_full: bool) -> Iterator[Message]:
+    pause = _SOON
+    while waiting or in_full:
+        for reply in _pull(grid, waiting) if waiting else ():
             if reply.metadata.reply_to_message_id in waiting:
                 waiting.discard(reply.metadata.reply_to_message_id)
                 yield reply
-        if not waiting or time.monotonic() >= end:
+        if not (waiting or in_full) or time.monotonic() >= end:
             return
         time.sleep(min(pause, max(end - time.monotonic(), 0)))
         pause = min(1.5 * pause, _LATE)
@@ -122,8 +124,8 @@ def _pull(grid: Grid, waiting: set[str]) -> list[Message]:
 class Subscribing:
     """Publishes a task to every node that is connected, and gathers the answers."""
 
-    def __init__(self, grid: Grid, task: Task) -> None:
-        self._grid, self._task = grid, task
+    def __init__(self, grid: Grid, task: Task, smallest_records: int = 1) -> None:
+        self._grid, self._task, self._smallest_records = grid, task, smallest_records
         self.accepted: dict[int, Subscription] = {}
         """By node."""
         self.declined: dict[int, str] = {}
@@ -161,6 +163,10 @@ class Subscribing:
             _LOG.warning(
                 "node %d is left out: it shares a ledger with node %d; each needs a state-dir of its own", node, twin
             )
+        elif answer.accepts and answer.records < self._smallest_records:
+            self.declined[node] = "it has too few records"
+            _LOG.warning("node %d is left out: it has %d records, and smallest-records is %d", node, answer.records,
+                         self._smallest_records)  # fmt: skip
         elif answer.accepts:
             self.accepted[node] = answer
             _LOG.info("node %d accepts, with %d records", node, answer.records)
@@ -169,9 +175,12 @@ class Subscribing:
             _LOG.info("node %d declines: %s", node, answer.reason)
 
 
-def subscribe(grid: Grid, task: Task, expected: int, timeout: float) -> Roster:
-    """The clients of a new run: as many as accept, until there are as many as `expected` or the time is up."""
-    subscribing = Subscribing(grid, task)
+def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_records: int | None = None) -> Roster:
+    """The clients of a new run: as many as accept, until there are as many as `expected` or the time is up.
+
+    A client with fewer than `smallest_records` records (default: a batch) is left out.
+    """
+    subscribing = Subscribing(grid, task, task.plan.batch_size if smallest_records is None else smallest_records)
     subscribing.gather(lambda accepted: len(accepted) >= expected, timeout)
     accepted = list(subscribing.accepted.items())[:expected]
     if not task.reproducible:

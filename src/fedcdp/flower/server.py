@@ -5,8 +5,12 @@ round is charged in its ledger before a message goes out, and kept before the ne
 killed at any point goes on with the same run when it is started again with the same `out`.
 
 Run configuration: `experiment` (a configuration file of fedcdp), `out` (the run directory), and the settings below, written
-with hyphens: `min-clients`, `min-cohort`, `round-timeout`, `subscribe-timeout`, `reproducible`, `largest-ratio`,
-`most-failed-rounds`.
+with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `round-timeout`, `subscribe-timeout`, `reproducible`,
+`largest-ratio`, `most-failed-rounds`.
+
+The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on: what clients say
+of their own records neither raises nor lowers it. Where the server adds the noise, the ε of the model's readers rests on
+nobody knowing who took part: every round then takes all of `round-timeout`, and no number of clients or seconds is written.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from fedcdp.accounting.charged import Releases
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
-from fedcdp.data.dataset import Dataset
+from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.evaluation import evaluate
@@ -36,7 +41,7 @@ from fedcdp.experiment import Experiment, assemble, read_toml
 from fedcdp.files import check_tensors, write_atomically
 from fedcdp.flower.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
 from fedcdp.flower.strategy import Job, PlanStrategy, deployed, first_state
-from fedcdp.flower.task import Task
+from fedcdp.flower.task import Task, hides_participation
 from fedcdp.rundir import Row, RunDirectory, State
 from fedcdp.settings import check_types, option
 from fedcdp.spending import Budget
@@ -51,6 +56,9 @@ class ServerSettings:
 
     min_clients: int | None = option(None, "Fewest clients to start, and to go on, with. Default: all that are expected.")
     min_cohort: int = option(1, "Fewest updates that are put into the model in a round.")
+    smallest_records: int | None = option(
+        None, "Fewest records of a client, for which ε is stated. Default: as the experiment deals its own data out."
+    )
     round_timeout: float = option(600.0, "Seconds until a client that has not answered in a round is left out.")
     subscribe_timeout: float = option(300.0, "Seconds to wait for clients to subscribe.")
     reproducible: bool = option(False, "Take noise and sampling from the published seed: for tests; it protects nobody.")
@@ -62,6 +70,7 @@ class ServerSettings:
         for name in (
             "min_clients",
             "min_cohort",
+            "smallest_records",
             "round_timeout",
             "subscribe_timeout",
             "largest_ratio",
@@ -121,10 +130,23 @@ def serve(
         directory.create(experiment.to_toml())
     with directory.locked():
         splits = experiment.splits(quiet=True)
+        dealt = _dealt(experiment, splits)
+        if settings.smallest_records is None:
+            settings = replace(settings, smallest_records=dealt.smallest if dealt else experiment.plan.batch_size)
         job = replace(_job(directory, experiment, splits.train.shape, splits.train.classes, settings), loss=loss)
         # Clients that hold a part of a benchmark hold the copies that its deal makes; others are taken to hold their own.
-        copies = experiment.federation(splits).copies if experiment.data.dataset else 1
+        copies = dealt.copies if dealt and experiment.data.dataset else 1
         return _Server(grid, directory, experiment, job, splits.validation, copies, settings).run()
+
+
+def _dealt(experiment: Experiment, splits: Splits) -> Federation | None:
+    """The server's own data as its experiment deals them out; None where they are too few, being a sample of no client's."""
+    try:
+        return experiment.federation(splits)
+    except FedcdpError:
+        if experiment.data.dataset:
+            raise
+        return None
 
 
 def _stored(directory: RunDirectory, given: Experiment, reproducible: bool) -> Experiment:
@@ -156,6 +178,7 @@ def _job(
         classes=classes,
         clients=experiment.data.clients,
         smallest_cohort=settings.min_cohort,
+        smallest_records=settings.smallest_records,
         reproducible=settings.reproducible,
     )
     path = directory.path / "task.json"
@@ -188,6 +211,7 @@ class _Server:
         self._grid, self._directory, self._experiment, self._job = grid, directory, experiment, job
         self._validation, self._copies, self._settings = validation, copies, settings
         self._least = settings.min_clients or job.clients
+        self._hidden = hides_participation(job.plan)
 
     def run(self) -> Outcome:
         """Everything that is left of the run."""
@@ -201,6 +225,7 @@ class _Server:
             return self._end("too-few-clients", state, _too_few(present, fewest))
         save_roster(self._roster_path, roster)
         population = self._population(roster)
+        self._job = replace(self._job, smallest_records=population.records)
         releases = Releases(len(roster), self._ledger(population, state.round))
         budget = Budget(self._experiment, population)
         strategy = PlanStrategy(
@@ -233,10 +258,11 @@ class _Server:
         started, before = time.perf_counter(), strategy.state
         number = before.round + 1
         out = strategy.configure_train(number, strategy.arrays(), ConfigRecord(), self._grid)
-        replies = exchange(self._grid, list(out), self._settings.round_timeout)
+        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden)
         moved, _ = strategy.aggregate_train(number, replies)
         row = self._measure(strategy, before)
-        row["seconds"] = round(time.perf_counter() - started, 4)
+        if not self._hidden:
+            row["seconds"] = round(time.perf_counter() - started, 4)
         self._directory.append_metrics(row)
         self._directory.save_state(strategy.state, self._job.plan.digest())
         told = {name: row[name] for name in ("clients", "accuracy") if row.get(name) is not None}
@@ -247,7 +273,7 @@ class _Server:
         """What is written of a round: nothing that comes from a client but through the mechanism."""
         plan, state, every = self._job.plan, strategy.state, self._experiment.run.evaluate_every
         row: Row = {"round": state.round}
-        if not plan.hides_cohort:
+        if not self._hidden:
             row["clients"] = len(strategy.admitted)
         row["learning_rate"] = plan.learning_rate_at(before.round)
         if plan.private:
@@ -285,13 +311,28 @@ class _Server:
             return find_again(self._grid, task, load_roster(self._roster_path), timeout)
         if self._directory.ledger.exists():
             raise RunError(f"{self._roster_path} is missing: the ledger counts by the numbers in it")
-        roster = subscribe(self._grid, task, self._job.clients, timeout)
+        roster = subscribe(self._grid, task, self._job.clients, timeout, self._job.smallest_records)
         return roster, len(roster)
 
     def _population(self, roster: Roster) -> Population:
+        """What ε is stated for: clients with the fewest records that are allowed, and with as many as they say.
+
+        The row is that of the worst of these, so a client that misstates its number cannot lower the ε of another.
+        A run that version 0.1.0 began is stated for the fewest that its clients said they have, as it was then.
+        """
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
-        sizes = sorted({member.records for member in roster})
-        return Population(len(roster), sizes[0], min(self._copies, len(roster)), layers, tuple(sizes[1:] and sizes))
+        said = sorted({member.records for member in roster})
+        allowed = min(said[0], self._job.smallest_records or said[0])
+        if self._directory.ledger.exists():
+            allowed = Population.read(Ledger.open(self._directory.ledger).population).records
+            if allowed > said[0]:
+                raise RunError(
+                    f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said[0]}"
+                )
+        if allowed < said[0]:
+            _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said[0], said[0])
+        sizes = sorted({allowed, *said})
+        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, tuple(sizes[1:] and sizes))
 
     def _ledger(self, population: Population, rounds_done: int) -> Ledger:
         noise: NoiseKind = "seeded" if self._job.reproducible else "secure"

@@ -31,7 +31,7 @@ from fedcdp.flower import admission, messages, wire
 from fedcdp.flower.errors import RefusedError, WireError
 from fedcdp.flower.messages import Update
 from fedcdp.flower.roster import Member, Roster
-from fedcdp.flower.task import Task, constants_of, tensors_of
+from fedcdp.flower.task import Task, constants_of, hides_participation, tensors_of
 from fedcdp.flower.training import Round
 from fedcdp.methods import METHODS, Moment, Sent
 from fedcdp.models import prepare
@@ -60,6 +60,8 @@ class Job:
     clients: int
     """How many clients are expected to subscribe."""
     smallest_cohort: int = 1
+    smallest_records: int | None = None
+    """Fewest records of a client, by which the largest update is admitted (`admission`). None: a batch."""
     reproducible: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(16))
     loss: Loss = F.cross_entropy
@@ -94,7 +96,9 @@ class PlanStrategy(Strategy):
 
     What a client sends is left out, with a line in the log, if it comes too late, cannot be read, is not of this round, or
     could not have been made by the method (`admission`). With fewer than `smallest_cohort` updates a round is charged all
-    the same, and leaves the model as it is.
+    the same, and leaves the model as it is. Where the server adds the noise, it does so in every round, to the sum of
+    whatever came, and divides by the planned number: a model that stood still would show that few were drawn, and the ε of
+    its readers rests on nobody knowing that (`task.hides_participation`). Then no number of clients is told, either.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class PlanStrategy(Strategy):
         """Whose updates the last round used."""
         self._noise = noise_of(job.plan, self.engine.layout)
         self._largest_ratio, self._lifetime = largest_ratio, message_lifetime
+        self._smallest_records = job.plan.batch_size if job.smallest_records is None else job.smallest_records
         self._pending: list[tuple[Message, Member]] = []
         self._asked = Round(0, 0, None)
 
@@ -163,8 +168,9 @@ class PlanStrategy(Strategy):
             self._leave_out(self.roster[number], reason)
             del updates[number]
         self.admitted = sorted(updates)
-        counted = MetricRecord({"clients": len(updates)})
-        if len(updates) < self.job.smallest_cohort and self._asked_anyone(len(updates)):
+        hidden = hides_participation(self.job.plan)
+        counted = MetricRecord({} if hidden else {"clients": len(updates)})
+        if not hidden and len(updates) < self.job.smallest_cohort and self._asked_anyone(len(updates)):
             _LOG.warning("round %d leaves the model as it is: %d updates are too few, %d are needed", server_round,
                          len(updates), self.job.smallest_cohort)  # fmt: skip
             self.state = replace(self.state, round=self.state.round + 1)
@@ -204,7 +210,7 @@ class PlanStrategy(Strategy):
                 continue
             try:
                 sent = messages.read_reply(reply, self.task, self._asked, self.engine.layout, admission.is_counted(plan))
-                admission.check_size(sent, plan, self.engine.layout, self._asked, member.records)
+                admission.check_size(sent, plan, self.engine.layout, self._asked, self._smallest_records)
                 updates[member.number] = sent
             except RefusedError as error:
                 self._leave_out(member, f"it refuses: {error}")

@@ -3,6 +3,11 @@
 It says what the data must look like, which network is trained, and the whole plan: rounds, batch, learning rate, local
 steps, method and privacy parameters. A client that accepts keeps it; what the server asks for later names the task by its
 digest, so that the plan cannot change under way.
+
+A task has one written form, and the digest is a digest of it: keys in alphabetical order, numbers of their field's type, no
+negative zero, schedules as this program prints them, tensors in the order of the network's layout. Any other form is
+refused. Tasks are compared by their digests only: values that compare equal (0.0 and −0.0, two dictionaries in different
+orders) may have different digests, and a ledger that took one task for another would count too little.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ class Task:
     """A digest of what is not trained (frozen parameters, buffers), which is never sent: a client must have the same."""
     plan: Plan
     smallest_cohort: int
-    """With fewer updates than this, the server does not use a round."""
+    """With fewer updates than this, the server does not use a round, unless it adds the noise (`hides_participation`)."""
     reproducible: bool = False
     """Noise and sampling come from the published seed, so that anyone can subtract the noise: for tests only."""
 
@@ -73,7 +78,7 @@ class Task:
 
     def to_json(self) -> str:
         """The task as it is published. The seed is in it only if the task is reproducible: it decides who is drawn."""
-        plan = {key: value for key, value in self.plan.written().items() if key != "seed" or self.reproducible}
+        plan = {key: _unsigned(value) for key, value in self.plan.written().items() if key != "seed" or self.reproducible}
         written = {
             "format": FORMAT,
             "run": self.run,
@@ -92,7 +97,16 @@ class Task:
 
     @staticmethod
     def from_json(text: str) -> Task:
-        """The task that a server published; anything but a whole and sound one is refused."""
+        """The task that a server published; anything but a whole and sound one in its one written form is refused."""
+        task = Task.from_ledger(text)
+        if task.to_json() != text:
+            raise TaskError("the task is not in its one written form: keys in order, 1.0 for a fraction, no -0.0, no spaces "
+                            "that this program does not print")  # fmt: skip
+        return task
+
+    @staticmethod
+    def from_ledger(text: str) -> Task:
+        """A task that was accepted before, also in a form that is refused today: what it cost is still to be counted."""
         if len(text) > _LONGEST:
             raise TaskError(f"the task is {len(text)} characters long; at most {_LONGEST} are read")
         try:
@@ -108,7 +122,24 @@ class Task:
 
     def digest(self) -> str:
         """The task's name: different for whatever differs in it."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+        return digest_of(self.to_json())
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether these are the tensors of a network: the same names, of the same shapes, in the same order."""
+        return list(self.tensors.items()) == list(tensors_of(layout).items())
+
+
+def digest_of(text: str) -> str:
+    """The name of a task that is written so."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def hides_participation(plan: Plan) -> bool:
+    """Whether the ε against the model rests on nobody but the server knowing who took part: the server adds the noise.
+
+    Such a round is used whatever arrives, takes equally long, and nothing that is written or sent of it says how many came.
+    """
+    return plan.method == "fed-sdp" and plan.noise_at == "server"
 
 
 def tensors_of(layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -125,6 +156,11 @@ def constants_of(network: nn.Module) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32] if constants else ""
+
+
+def _unsigned(value: str | int | float | bool) -> str | int | float | bool:
+    """Zero in the place of negative zero; anything else as it is."""
+    return value + 0.0 if type(value) is float else value
 
 
 def _read(written: Mapping[str, Any]) -> Task:

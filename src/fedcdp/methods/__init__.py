@@ -4,6 +4,7 @@ from fedcdp.methods.base import Local, Method, Moment, Sent, leave, take_part, t
 from fedcdp.methods.dssgd import DSSGD
 from fedcdp.methods.fedcdp import FedCDP
 from fedcdp.methods.fedsdp import FedSDP
+from fedcdp.methods.noised_examples import NoisedExamples
 from fedcdp.methods.nonprivate import NonPrivate
 from fedcdp.plan import MethodName
 
@@ -23,6 +24,7 @@ __all__ = [
     "Local",
     "Method",
     "Moment",
+    "NoisedExamples",
     "NonPrivate",
     "Sent",
     "leave",

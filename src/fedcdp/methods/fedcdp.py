@@ -5,12 +5,12 @@ Fed-CDP(decay) is the same algorithm under a plan whose clip bound decays.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fedcdp.clipping import clip
 from fedcdp.engine.base import Batch
 from fedcdp.methods.base import Method, Moment
+from fedcdp.methods.noised_examples import NoisedExamples, noise_each
 from fedcdp.methods.quantile import count_examples
 from fedcdp.noise import noised
 from fedcdp.plan import Plan
@@ -36,6 +36,12 @@ class FedCDP(Method):
     def counted_sum(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
         """The sum of a step's sanitised gradients; in the first step, also of the indicators of a quantile clip."""
         counted = at.plan.quantile is not None and at.step == 0
+        if isinstance(at.engine, NoisedExamples):  # somebody may read along on this client: lines 6-14 inside the engine
+            released, within = at.engine.released(weights, batch, at, counted)
+            at.show("type2", released)
+            if within is not None:
+                at.show("type2-count", {"within": within})
+            return _sum(released), None if within is None else within.sum(1)
         if at.tap is None and not counted:  # nobody looks at a single example: lines 6-12 at once, then line 14
             return _noised(at.engine.clipped_sum(weights, batch, at.groups, at.clip_bound), at), None
         gradients = at.engine.per_example_gradients(weights, batch)  # lines 6-7
@@ -50,7 +56,7 @@ class FedCDP(Method):
 
 def _noised_sum(clipped: Tree, at: Moment) -> Tree:
     if at.plan.noise == "example" and at.tap is not None:
-        released = _noise_each(clipped, at)  # line 14, one by one, for somebody reads the examples
+        released = noise_each(clipped, at)  # line 14, one by one, for somebody reads the examples
         at.show("type2", released)
         return _sum(released)
     at.show("type2", clipped)
@@ -60,16 +66,6 @@ def _noised_sum(clipped: Tree, at: Moment) -> Tree:
 def _noised(total: Tree, at: Moment) -> Tree:
     """Line 14, in one draw of the summed variance."""
     return noised(total, at.noise.for_step(at.round, at.clients, at.step, at.step_deviation))
-
-
-def _noise_each(clipped: Tree, at: Moment) -> Tree:
-    """Noise on every slot of the step, also on the trailing empty ones that the batch left out."""
-    noise = at.noise.for_examples(at.round, at.clients, at.step, at.plan.slots, at.noise_scale)
-    slots = {}
-    for name, value in clipped.items():
-        clients, filled, *shape = value.shape
-        slots[name] = torch.cat([value, value.new_zeros(clients, at.plan.slots - filled, *shape)], dim=1)
-    return noised(slots, noise)
 
 
 def _sum(examples: Tree) -> Tree:
