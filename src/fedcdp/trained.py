@@ -65,7 +65,7 @@ class Trained:
             raise RunError(f"{self.directory.ledger} is of {ledger.population['clients']} clients, not {federation.clients}")
         metrics, released = self.directory.read_metrics(), Releases(federation.clients, ledger)
         return Run(
-            self.experiment.plan, federation, self.model, metrics, 0.0, 0, released.count, released.participations,
+            self.experiment.plan, federation, self.model, metrics, 0.0, 0, tuple(released.charges), released.participations,
             self.directory.path,
         )  # fmt: skip
 

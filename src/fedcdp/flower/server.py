@@ -191,7 +191,7 @@ class _Server:
         save_roster(self._roster_path, roster)
         population = self._population(roster)
         releases = Releases(len(roster), self._ledger(population, state.round))
-        most = Budget(self._experiment, population).most_releases
+        budget = Budget(self._experiment, population)
         strategy = PlanStrategy(
             self._job,
             roster,
@@ -201,9 +201,9 @@ class _Server:
             message_lifetime=self._settings.round_timeout + 60,
         )
         strategy.summary()
-        return self._rounds(strategy, most)
+        return self._rounds(strategy, budget)
 
-    def _rounds(self, strategy: PlanStrategy, most: int | None) -> Outcome:
+    def _rounds(self, strategy: PlanStrategy, budget: Budget) -> Outcome:
         plan, failed = self._job.plan, 0
         self._directory.forget_metrics_after(strategy.state.round)
         while strategy.state.round < plan.rounds:
@@ -212,7 +212,7 @@ class _Server:
                 return self._end("too-few-clients", strategy.state, _too_few(remaining, self._least))
             if failed >= self._settings.most_failed_rounds:
                 return self._end("too-few-clients", strategy.state, f"{failed} rounds in a row had too few updates")
-            if not strategy.releases.may_go_on(strategy.state.round, most):
+            if not strategy.releases.may_go_on(strategy.state.round, budget.allows):
                 return self._end("budget", strategy.state, "one more round would exceed max_epsilon")
             failed = 0 if self._round(strategy) else failed + 1
         return self._end("done", strategy.state, "all rounds are done")
@@ -279,15 +279,15 @@ class _Server:
 
     def _population(self, roster: Roster) -> Population:
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
-        fewest = min(member.records for member in roster)
-        return Population(len(roster), fewest, min(self._copies, len(roster)), layers)
+        sizes = sorted({member.records for member in roster})
+        return Population(len(roster), sizes[0], min(self._copies, len(roster)), layers, tuple(sizes[1:] and sizes))
 
     def _ledger(self, population: Population, rounds_done: int) -> Ledger:
         noise: NoiseKind = "seeded" if self._job.reproducible else "secure"
         # Not the seed: a ledger may be handed to an accountant, and who is drawn next is nobody's to know.
         plan = {key: value for key, value in self._job.plan.written().items() if key != "seed"}
-        ledger = Ledger.open_or_create(self._directory.ledger, plan, asdict(population), noise)
-        ledger.check(plan, asdict(population), noise, rounds_done)
+        ledger = Ledger.open_or_create(self._directory.ledger, plan, population.written(), noise)
+        ledger.check(plan, population.written(), noise, rounds_done)
         return ledger
 
     def _end(self, ended: str, state: State, sentence: str) -> Outcome:
