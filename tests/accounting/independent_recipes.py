@@ -101,10 +101,11 @@ class Recipes:
         return [self.multiplier(round_) for round_ in ledger.rounds]
 
     def _evaluate(self, row: Row | None, ledger: Ledger | None) -> tuple[float, float, float]:
-        if row is None:
-            return math.inf, math.inf, math.inf
+        if row is None:  # nobody who did not take part has spent anything
+            return math.inf, math.inf if ledger and any(ledger.participations[:1]) else 0.0, math.inf
         rounds = [self.multiplier(t) for t in range(self.plan.rounds)]
-        before, worst = self._composed(row.chosen, rounds), self._composed(row.every, rounds)
+        worst = self._composed(row.every, rounds)
+        before = min(self._composed(row.chosen, rounds), worst)  # to take part in every round is the worst that can happen
         if ledger is None:
             return before, math.nan, worst
         charged = sorted(self.released(ledger))
@@ -162,18 +163,16 @@ class Recipes:
         plan = self.plan
         exposed = [("example", 1.0, "zero-out"), ("example", 0.5, "replace-one")] if plan.noise == "example" else []
         rows: dict[Key, tuple[str, list[list[Row | None]]]] = {}
-        summed = self._for_sizes(lambda size: [self.known(self._steps(size, self.draws, self._hidden))])
+        summed = self._for_sizes(lambda size: [self.known(once) for once in self._summed(size)])
         rows["server", "record", "zero-out"] = rows["update", "record", "zero-out"] = "server", summed
         credit = "credited" if self.credited() else "server"
         rows["model", "record", "zero-out"] = (
             credit,
-            self._for_sizes(
-                lambda size: self._model(self._steps(size, self.draws, self._hidden), self.cohort_rate(size), 1.0)
-            ),
+            self._for_sizes(lambda size: self._model(self._summed(size), self.cohort_rate(size), 1.0)),
         )
         whole = self.known(self._every_step(self.draws / plan.slots))
         rows["server", "client", "zero-out"] = "client", [[whole]]
-        rows["model", "client", "zero-out"] = credit, [self._model(whole.once, self.client_rate, plan.slots)]
+        rows["model", "client", "zero-out"] = credit, [self._model([whole.once], self.client_rate, plan.slots)]
         for who, weight, relation in exposed:
             rows[who, "record", relation] = (
                 "seen",
@@ -184,7 +183,7 @@ class Recipes:
         if self.federation.copies > 1:
             rows["server", "unique", "zero-out"] = (
                 "unique",
-                self._for_sizes(lambda size: [self.unique(self._steps(size, self.draws, self._hidden))]),
+                self._for_sizes(lambda size: [self.unique(once) for once in self._summed(size)]),
             )
             if exposed:
                 rows["example", "unique", "zero-out"] = (
@@ -210,6 +209,18 @@ class Recipes:
             return together([(first, 1), (later, self._uses(size) - 1)])
 
         return participation
+
+    def _summed(self, size: int) -> list[Made]:
+        """One participation in the sums of its steps: with secret sampling; and with sampling that is known.
+
+        A record that is zeroed out keeps its slot, so that known sampling moves a sum by one sensitivity. The dominating
+        pairs of `fixed` sampling and of slots that overflow move it by two, and may cost more than secrecy saves.
+        """
+        secret = self._steps(size, self.draws, self._hidden)
+        plan = self.plan
+        if plan.record_sampling == "fixed" or (plan.record_sampling == "poisson" and size > plan.slots):
+            return [secret, self._steps(size, self.draws, lambda _, mu: Shift(mu))]
+        return [secret]
 
     def _every_step(self, weight: float) -> Made:
         def participation(sigma: float) -> Release:
@@ -254,17 +265,17 @@ class Recipes:
         secret = 1.0 if self.plan.record_sampling == "partition" else self.record_rate(size)
         return self.client_rate * secret
 
-    def _model(self, once: Made, rate: float, examples: float) -> list[Row | None]:
-        """The server's row, and where others' noise counts one more. In full participation a unit moves the sum by its own
+    def _model(self, participations: list[Made], rate: float, examples: float) -> list[Row | None]:
+        """The server's rows, and where others' noise counts one more. In full participation a unit moves the sum by its own
         `examples`; otherwise whoever is drawn in its client's place moves it by two whole steps of S."""
-        server = self.known(once)
+        server: list[Row | None] = [self.known(once) for once in participations]
         if not self.credited():
-            return [server]
+            return server
         weight = self.draws * math.sqrt(self.plan.per_round)
         if self.client_rate == 1:
-            return [server, self.known(lambda sigma: Shift(self.distance(sigma, weight / examples)))]
-        slots = 2 * self.plan.slots
-        return [server, self._secret(rate, lambda sigma: self.distance(sigma, weight / slots), once)]
+            return [*server, self.known(lambda sigma: Shift(self.distance(sigma, weight / examples)))]
+        slots, once = 2 * self.plan.slots, participations[0]
+        return [*server, self._secret(rate, lambda sigma: self.distance(sigma, weight / slots), once)]
 
     def _secret(self, rate: float, mu: Callable[[float], float], once: Made) -> Row:
         return Row(lambda sigma: Exchanged(rate, mu(sigma)), once, once, hidden=True)
