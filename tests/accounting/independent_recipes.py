@@ -163,12 +163,12 @@ class Recipes:
         plan = self.plan
         exposed = [("example", 1.0, "zero-out"), ("example", 0.5, "replace-one")] if plan.noise == "example" else []
         rows: dict[Key, tuple[str, list[list[Row | None]]]] = {}
-        summed = self._for_sizes(lambda size: [self.known(once) for once in self._summed(size)])
+        summed = self._for_sizes(lambda size: [self.known(once) for once in self.summed(size)])
         rows["server", "record", "zero-out"] = rows["update", "record", "zero-out"] = "server", summed
         credit = "credited" if self.credited() else "server"
         rows["model", "record", "zero-out"] = (
             credit,
-            self._for_sizes(lambda size: self._model(self._summed(size), self.cohort_rate(size), 1.0)),
+            self._for_sizes(lambda size: self._model(self.summed(size), self.cohort_rate(size), 1.0)),
         )
         whole = self.known(self._every_step(self.draws / plan.slots))
         rows["server", "client", "zero-out"] = "client", [[whole]]
@@ -183,7 +183,7 @@ class Recipes:
         if self.federation.copies > 1:
             rows["server", "unique", "zero-out"] = (
                 "unique",
-                self._for_sizes(lambda size: [self.unique(once) for once in self._summed(size)]),
+                self._for_sizes(lambda size: [self.unique(once) for once in self.summed(size)]),
             )
             if exposed:
                 rows["example", "unique", "zero-out"] = (
@@ -210,7 +210,7 @@ class Recipes:
 
         return participation
 
-    def _summed(self, size: int) -> list[Made]:
+    def summed(self, size: int) -> list[Made]:
         """One participation in the sums of its steps: with secret sampling; and with sampling that is known.
 
         A record that is zeroed out keeps its slot, so that known sampling moves a sum by one sensitivity. The dominating
