@@ -29,7 +29,7 @@ from independent_recipes import Made, Recipes
 RDP = "mode rdp: a Rényi bound, looser than a table of losses by its nature"
 SAMPLING = "needlessly loose: secret sampling is paid for over twice the distance, where known sampling would cost less"
 SIZES = "needlessly loose: one bound for all clients that hold more records than slots"
-TABLE = "table of losses: each release rounded up to 1e-4 at most, which shows in a small ε"
+TABLE = "table of losses: every release is rounded up to the table's step, which shows in a small ε"
 UNEXPLAINED = "unexplained"
 
 
@@ -52,9 +52,7 @@ def reason(case: Case, found: Comparison) -> str:
     literal = case.recomputed(LiteralRecipes)[found.key]
     if explained({"epsilon": literal.epsilon, "used": literal.used, "worst": literal.worst}[found.figure]):
         return SAMPLING
-    plan = case.plan
-    releases = max(plan.rounds, len(case.ledger.rounds)) * plan.local_steps * case.federation.copies
-    if found.printed - found.recomputed <= releases * 1e-4:
+    if found.printed - found.recomputed <= _rounded_up(case):
         return TABLE
     if len(case.federation.sizes) > 1:
         alone = []
@@ -64,6 +62,15 @@ def reason(case: Case, found: Comparison) -> str:
         if explained(max(each or 0.0 for each in alone)):
             return SIZES
     return UNEXPLAINED
+
+
+def _rounded_up(case: Case) -> float:
+    """What rounding may add: the step of the package's table, 1e-4 or an 8,000th of the losses' range, for each release."""
+    plan, recipes = case.plan, Recipes(case.plan, case.federation)
+    quietest = min(recipes.multiplier(t) for t in range(plan.rounds))
+    mu = 2 * recipes.distance(quietest, 1.0 if plan.method == "fed-sdp" else recipes.draws)
+    releases = max(plan.rounds, len(case.ledger.rounds)) * plan.local_steps * case.federation.copies
+    return releases * max(1e-4, (16 * mu + 12 * mu * mu) / 8000)
 
 
 def attempt(number: int) -> dict[str, Any]:
