@@ -32,7 +32,7 @@ from fedcdp.devices import usable_device, wait
 from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
-from fedcdp.evaluation import evaluate
+from fedcdp.evaluation import evaluate, is_binary
 from fedcdp.files import check_tensors, size_of
 from fedcdp.frozen import split, through
 from fedcdp.interrupts import deferred_interrupts
@@ -168,8 +168,7 @@ def simulate(
             if not torch.isfinite(value).all():
                 raise ModelError(f"{name} holds a weight that is not finite; nothing can be trained from there")
         simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
-        if loss is F.cross_entropy:
-            _check_outputs(simulator, weights)
+        _check_outputs(simulator, weights, loss)
         fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
         simulator.trainer, simulator.chunk = tuned(simulator, engines, fresh, chunk, engine)
         if directory is None:
@@ -196,13 +195,16 @@ def _at_most(releases: int, budget: Allows | None) -> Allows:
     return lambda rounds: len(rounds) <= releases and (budget is None or budget(rounds))
 
 
-def _check_outputs(simulator: Simulator, weights: Tree) -> None:
-    """Refuse a network that has no output for some class: the first client, which is tried, need not hold it."""
+def _check_outputs(simulator: Simulator, weights: Tree, loss: Loss) -> None:
+    """Refuse a network that cannot name some class: the first client, which is tried, need not hold it."""
     tried = simulator.batch_of_first_client().inputs[0]  # not a single example, which BatchNorm does not take
     outputs, classes = simulator.engine.outputs(weights, tried), simulator.federation.train.classes
+    if is_binary(outputs) and classes == 2 and loss is not F.cross_entropy:
+        return
     if outputs.dim() != 2 or outputs.shape[-1] < classes:
-        found = "x".join(map(str, outputs.shape[1:])) or "no"
-        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; it needs one for each")
+        found = "x".join(map(str, outputs.shape[1:])) or "1"
+        needed = "it needs one for each" + (", or a single one and a binary loss" if classes == 2 else "")
+        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; {needed}")
 
 
 def _kept_engine(

@@ -137,12 +137,15 @@ class _Records:
         return Lottery(Gaussian(z), self.rate)
 
 
+_EXACT_SIZES = 5
+
+
 def _sizes_that_count(plan: Plan, population: Population) -> list[_Records]:
     """The clients that may be worst off, the one with the fewest records first.
 
     A record of a smaller client is used more often, so the smallest client is the worst off, with one exception: slots of a
-    Poisson step overflow only where a client holds more than S records. Hence the smallest client, the smallest one above
-    S, and one bound for all others above S, whose rate is that of the smallest among them.
+    Poisson step overflow only where a client holds more than S records. Hence the smallest client, some of the smallest
+    above S, and one bound for all others above S, whose rate is that of the smallest among them.
     """
     smallest, slots = _Records(plan, population.records), plan.slots
     if plan.record_sampling != "poisson":
@@ -151,9 +154,8 @@ def _sizes_that_count(plan: Plan, population: Population) -> list[_Records]:
         overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
         return [smallest, _Records(plan, max(population.records, slots) + 1, overflow)]
     above = [size for size in population.sizes if size > max(slots, population.records)]
-    if population.records <= slots and above:
-        return [smallest, _Records(plan, above[0]), *_all_of(plan, above[1:])]
-    return [smallest, *_all_of(plan, above)]
+    exact = [_Records(plan, size) for size in above[:_EXACT_SIZES]]
+    return [smallest, *exact, *_all_of(plan, above[_EXACT_SIZES:])]
 
 
 def _all_of(plan: Plan, sizes: list[int]) -> list[_Records]:

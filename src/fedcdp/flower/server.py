@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -28,6 +29,7 @@ from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset
+from fedcdp.engine import Loss
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.evaluation import evaluate
 from fedcdp.experiment import Experiment, assemble, read_toml
@@ -85,21 +87,30 @@ class Outcome:
 
 
 def server_app(
-    experiment: Experiment | None = None, *, out: Path | str | None = None, settings: ServerSettings | None = None
+    experiment: Experiment | None = None,
+    *,
+    out: Path | str | None = None,
+    settings: ServerSettings | None = None,
+    loss: Loss = F.cross_entropy,
 ) -> ServerApp:
-    """A ServerApp for an experiment; what is not given here is read from the run configuration."""
+    """A ServerApp for an experiment; what is not given here is read from the run configuration.
+
+    The server evaluates the model by `loss`, which must be the clients'.
+    """
     app = ServerApp()
 
     def main(grid: Grid, context: Context) -> None:
         config = context.run_config
         wanted = experiment or assemble(read_toml(_text(config, "experiment")))
-        serve(grid, wanted, out or _text(config, "out"), settings or ServerSettings.of(config))
+        serve(grid, wanted, out or _text(config, "out"), settings or ServerSettings.of(config), loss)
 
     app.main()(main)
     return app
 
 
-def serve(grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings) -> Outcome:
+def serve(
+    grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings, loss: Loss = F.cross_entropy
+) -> Outcome:
     """Train an experiment over the clients that a grid connects, or go on with the run that is in the directory."""
     directory = RunDirectory(out)
     if directory.config.is_file():
@@ -110,7 +121,7 @@ def serve(grid: Grid, experiment: Experiment, out: Path | str, settings: ServerS
         directory.create(experiment.to_toml())
     with directory.locked():
         splits = experiment.splits(quiet=True)
-        job = _job(directory, experiment, splits.train.shape, splits.train.classes, settings)
+        job = replace(_job(directory, experiment, splits.train.shape, splits.train.classes, settings), loss=loss)
         # Clients that hold a part of a benchmark hold the copies that its deal makes; others are taken to hold their own.
         copies = experiment.federation(splits).copies if experiment.data.dataset else 1
         return _Server(grid, directory, experiment, job, splits.validation, copies, settings).run()
