@@ -24,7 +24,8 @@ from typing import Any
 
 from independent_epsilon import UnresolvedError
 from independent_plans import ABOVE, BELOW, Case, Comparison, compare, random_case, rows_of
-from independent_recipes import Made, Recipes
+from independent_recipes import Recipes
+from independent_rows import Made
 
 RDP = "mode rdp: a Rényi bound, looser than a table of losses by its nature"
 SAMPLING = "needlessly loose: secret sampling is paid for over twice the distance, where known sampling would cost less"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from independent_recipes import Federation, Figures, Key, Ledger, Recipes
+from independent_recipes import Recipes
+from independent_rows import Federation, Figures, Key, Ledger
 
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Mode, Privacy, Usage, state

@@ -9,122 +9,19 @@ do one thing wrong on purpose; the tests compare it with this one.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import combinations_with_replacement
 
-from independent_epsilon import epsilon
-from independent_losses import Chance, Exchanged, Release, Sampled, Shift, slotted, together
-from scipy.stats import binom, hypergeom
-
-from fedcdp.plan import Plan
-
-Key = tuple[str, str, str]
-Made = Callable[[float], Release]
+from independent_losses import Exchanged, Release, Sampled, Shift, slotted, together
+from independent_rows import Key, Made, Row, Rows, lottery
 
 
-@dataclass(frozen=True)
-class Federation:
-    """K clients, the different numbers of records that they hold, copies of a record, groups that are clipped apart."""
-
-    clients: int
-    sizes: tuple[int, ...]
-    copies: int
-    layers: int
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Every released round, in any order, repeats included; and how often the most-used clients took part, descending."""
-
-    rounds: tuple[int, ...]
-    participations: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The three ε of a row, and what kind of row it is."""
-
-    epsilon: float
-    used: float | None
-    worst: float
-    kind: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one adversary sees of one unit in a round, as functions of the round's noise multiplier σ_t."""
-
-    chosen: Made
-    """Over the choice of the round's clients."""
-    once: Made
-    """One participation of one client that holds the unit."""
-    every: Made
-    """If as many clients that hold the unit as possible take part."""
-    most: int = 1
-    """How many clients that hold the unit may take part in one round."""
-    holders: int = 1
-    """How many clients hold the unit."""
-    hidden: bool = False
-    """Whether nobody knows who took part, so that `chosen` is also what a released round has cost."""
-
-
-class Recipes:
-    """The rows of one plan in one federation."""
-
-    def __init__(self, plan: Plan, federation: Federation) -> None:
-        self.plan, self.federation = plan, federation
-        self.client_rate = plan.per_round / federation.clients
-        self.draws = {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1 / plan.per_round}[plan.noise]
-
-    def figures(self, ledger: Ledger | None = None) -> dict[Key, Figures]:
-        """Every row: the worst over clients of different size; of two rows that both hold, the smaller ε."""
-        found: dict[Key, Figures] = {}
-        for key, (kind, clients) in self._rows().items():
-            each = [[self._evaluate(row, ledger) for row in alternatives] for alternatives in clients]
-            smallest = [[min(values) for values in zip(*client, strict=True)] for client in each]
-            before, spent, worst = (max(values) for values in zip(*smallest, strict=True))
-            found[key] = Figures(before, None if ledger is None else spent, worst, kind)
-        return found
-
-    # Rounds ----------------------------------------------------------------------------------------------------------
-
-    def multiplier(self, round_: int) -> float:
-        """σ_t: the noise of a round over its clip bound, exactly."""
-        plan = self.plan
-        if plan.noise_follows_clip:
-            return plan.noise_multiplier
-        return plan.noise_multiplier * plan.clip_at(0) / plan.clip_at(round_)
-
-    def released(self, ledger: Ledger) -> list[float]:
-        """The noise multiplier of every release in a ledger."""
-        return [self.multiplier(round_) for round_ in ledger.rounds]
-
-    def _evaluate(self, row: Row | None, ledger: Ledger | None) -> tuple[float, float, float]:
-        if row is None:  # nobody who did not take part has spent anything
-            return math.inf, math.inf if ledger and any(ledger.participations[:1]) else 0.0, math.inf
-        rounds = [self.multiplier(t) for t in range(self.plan.rounds)]
-        worst = self._composed(row.every, rounds)
-        before = min(self._composed(row.chosen, rounds), worst)  # to take part in every round is the worst that can happen
-        if ledger is None:
-            return before, math.nan, worst
-        charged = sorted(self.released(ledger))
-        if row.hidden:
-            return before, self._composed(row.chosen, charged), worst
-        taken = sum(ledger.participations[: row.holders])
-        quietest = [sigma for sigma in charged for _ in range(row.most)][:taken]
-        return before, self._composed(row.once, quietest), worst
-
-    def _composed(self, made: Made, sigmas: Sequence[float]) -> float:
-        return self.epsilon(together([(made(sigma), count) for sigma, count in Counter(sigmas).items()]))
-
-    def epsilon(self, release: Release) -> float:
-        """ε of a release at the plan's δ."""
-        return epsilon(release, self.plan.delta)
+class Recipes(Rows):
+    """The recipes, row by row."""
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
-    def _rows(self) -> dict[Key, tuple[str, list[list[Row | None]]]]:
+    def rows(self) -> dict[Key, tuple[str, list[list[Row | None]]]]:
         """For each row its kind and, for each size of a client, those that hold; None: no guarantee."""
         plan = self.plan
         if plan.method in ("nonprivate", "dssgd") or plan.noise_multiplier == 0:
@@ -133,29 +30,6 @@ class Recipes:
 
     def _for_sizes(self, make: Callable[[int], list[Row | None]]) -> list[list[Row | None]]:
         return [make(size) for size in self.federation.sizes]
-
-    def known(self, once: Made) -> Row:
-        """A reader who may know which clients took part."""
-        return Row(lambda sigma: _lottery(once(sigma), self.client_rate), once, once)
-
-    def unique(self, once: Made) -> Row:
-        """One person, whose record lies at several clients."""
-        clients, copies, chosen = self.federation.clients, self.federation.copies, self.plan.per_round
-        poisson = self.plan.client_sampling == "poisson"
-        most = copies if poisson else min(copies, chosen)
-        law = binom(copies, self.client_rate) if poisson else hypergeom(clients, copies, chosen)
-        shares = [float(law.pmf(number)) for number in range(most + 1)]
-
-        def drawn(sigma: float) -> Release:
-            one = once(sigma)
-            return Chance(tuple((share, together([(one, number)])) for number, share in enumerate(shares) if number))
-
-        return Row(drawn, once, lambda sigma: together([(once(sigma), most)]), most, copies)
-
-    def distance(self, sigma: float, weight: float, first: bool = True) -> float:
-        """μ for noise of `weight` draws over the unit's examples; the first step also counts norms, under noise σ_b."""
-        mu = math.sqrt(self.federation.layers) / (sigma * weight)
-        return math.hypot(mu, 0.5 / (self.plan.quantile_noise * weight)) if first and self.plan.quantile else mu
 
     # Fed-CDP ---------------------------------------------------------------------------------------------------------
 
@@ -183,7 +57,7 @@ class Recipes:
         if self.federation.copies > 1:
             rows["server", "unique", "zero-out"] = (
                 "unique",
-                self._for_sizes(lambda size: [self.unique(once) for once in self.summed(size)]),
+                self._copied(),
             )
             if exposed:
                 rows["example", "unique", "zero-out"] = (
@@ -241,7 +115,21 @@ class Recipes:
     def _seen(self, size: int, mu: float) -> Release:
         """A noised gradient, for a reader who knows whose it is."""
         rate = 1.0 if self.plan.record_sampling == "partition" else self.record_rate(size)
-        return _lottery(Shift(mu), rate)
+        return lottery(Shift(mu), rate)
+
+    def _copied(self) -> list[list[Row | None]]:
+        """One person, with all copies at clients of one size; and, where no size is always the worst, at clients of several.
+
+        Slots overflow only at large clients and smaller clients draw more often, so that neither dominates the other.
+        Then one copy at each may cost more than two at either.
+        """
+        sizes, plan = self.federation.sizes, self.plan
+        rows = self._for_sizes(lambda size: [self.unique(once) for once in self.summed(size)])
+        if plan.record_sampling == "poisson" and sizes[-1] > plan.slots:
+            for held in combinations_with_replacement(sizes, self.federation.copies):
+                if len(set(held)) > 1:
+                    rows.append([self.mixed([self.summed(size)[way] for size in held]) for way in (0, -1)])
+        return rows
 
     # Secure aggregation ----------------------------------------------------------------------------------------------
 
@@ -333,7 +221,3 @@ class Recipes:
         if self.client_rate == 1:
             return [server, self.known(self._update(weight * all_noise))]
         return [server, self._secret(self.client_rate, lambda sigma: self.distance(sigma, all_noise / 2), update)]
-
-
-def _lottery(release: Release, rate: float) -> Release:
-    return release if rate == 1 else Chance(((rate, release),))

@@ -9,7 +9,8 @@ from fractions import Fraction
 
 from independent_losses import Chance, Exchanged, Release, Sampled, Several, Shift, Swapped, Times, gaussian_epsilon
 from independent_plans import Case
-from independent_recipes import Federation, Ledger, Recipes
+from independent_recipes import Recipes
+from independent_rows import Federation, Ledger, Row
 from scipy.stats import binom
 
 from fedcdp.plan import Plan
@@ -52,6 +53,13 @@ class FewestRecordsIsWorst(Recipes):
 
     def __init__(self, plan: Plan, federation: Federation) -> None:
         super().__init__(plan, replace(federation, sizes=federation.sizes[:1]))
+
+
+class CopiesAtOneSize(Recipes):
+    """All copies of a record lie at clients that hold equally many records."""
+
+    def _copied(self) -> list[list[Row | None]]:
+        return super()._copied()[: len(self.federation.sizes)]
 
 
 class RatesOfWholeMillionths(Recipes):
@@ -151,3 +159,11 @@ MISTAKES: dict[type[Recipes], Case] = {
     ),
 }  # fmt: skip
 """For each mistake a plan in which it shows: the corners of the specification."""
+
+COPIES = Case(
+    Plan(local_steps=1, rounds=1, per_round=2, batch_size=2, slots=3, noise="batch", noise_multiplier=0.937, delta=7.4e-8),
+    Federation(clients=2, sizes=(3, 53), copies=2, layers=1),
+    Ledger((0,), (1, 1)),
+    "tight",
+)
+"""A person at two clients, one of whose slots never overflow: 8.13, where two copies at either cost 7.62."""

@@ -6,7 +6,8 @@ The clients' own code trains, noises and prunes; the server's own code adds up; 
 from __future__ import annotations
 
 import pytest
-from independent_recipes import Federation, Recipes
+from independent_recipes import Recipes
+from independent_rows import Federation
 from independent_sabotage import AmplifiedInAFixedOrder, CreditedDespitePruning, CreditedDespiteSmallClients
 
 from fedcdp.audit.grid import LAYERS, Case, run, secure_corners

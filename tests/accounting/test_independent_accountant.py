@@ -26,7 +26,8 @@ from independent_losses import (
     table,
     together,
 )
-from independent_recipes import Federation, Ledger, Recipes
+from independent_recipes import Recipes
+from independent_rows import Federation, Ledger
 from scipy.stats import binom
 
 from fedcdp.plan import Plan
@@ -36,7 +37,7 @@ EXACT = 1e-3
 
 def test_it_shares_nothing_with_what_it_checks() -> None:
     imported = set()
-    for name in ("losses", "epsilon", "recipes"):
+    for name in ("losses", "epsilon", "rows", "recipes"):
         source = (Path(__file__).parent / f"independent_{name}.py").read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
             modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []

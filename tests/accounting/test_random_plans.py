@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from independent_plans import Case, compare, random_case, rows_of, rows_of_recipes
 from independent_recipes import Recipes
-from independent_sabotage import MISTAKES
+from independent_sabotage import COPIES, MISTAKES, CopiesAtOneSize
 
 from fedcdp.errors import PlanError
 
@@ -41,6 +41,11 @@ def test_the_comparison_finds_every_old_mistake(recipes: type[Recipes]) -> None:
     case = MISTAKES[recipes]
     wrong = compare(rows_of_recipes(case.recomputed(recipes)), case.recomputed())
     assert any(each.too_small for each in wrong)
+
+
+def test_the_comparison_finds_copies_that_are_taken_to_be_at_one_size() -> None:
+    wrong = compare(rows_of_recipes(COPIES.recomputed(CopiesAtOneSize)), COPIES.recomputed())
+    assert [(each.key[1], each.figure) for each in wrong if each.too_small] == [("unique", "epsilon"), ("unique", "worst")]
 
 
 def test_a_figure_half_a_per_cent_too_small_is_found_and_a_quarter_is_not() -> None:
