@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from pathlib import Path
 
@@ -281,12 +282,76 @@ def test_batch_norm_is_refused_where_a_small_client_would_leave_slots_empty():
         train(Mixing(nn.BatchNorm2d(4)), images(11), [8, 3])
 
 
-@pytest.mark.parametrize("dropout", [nn.Dropout(0.9), nn.Dropout2d(0.9), nn.AlphaDropout(0.9)])
-def test_dropout_is_switched_off(dropout):
-    prepared = prepare(Mixing(dropout), Plan(), "cpu")
-    inputs = images(4)[0]
-    silent = copy.deepcopy(prepared).eval()
-    assert torch.equal(prepared(inputs), silent(inputs))
+SEQUENCE = torch.rand(4, 6, 8)  # of a batch of 4, or, to a layer that takes the batch second, of one of 6
+RANDOM = {
+    "Dropout": (nn.Dropout(0.9), SEQUENCE),
+    "Dropout1d": (nn.Dropout1d(0.9), SEQUENCE),
+    "Dropout2d": (nn.Dropout2d(0.5), SEQUENCE[..., None]),
+    "Dropout3d": (nn.Dropout3d(0.5), SEQUENCE[..., None, None]),
+    "AlphaDropout": (nn.AlphaDropout(0.9), SEQUENCE),
+    "FeatureAlphaDropout": (nn.FeatureAlphaDropout(0.9), SEQUENCE),
+    "RReLU": (nn.RReLU(), SEQUENCE - 0.5),
+    "MultiheadAttention": (nn.MultiheadAttention(8, 2, dropout=0.9), (SEQUENCE,) * 3),
+    "TransformerEncoderLayer": (nn.TransformerEncoderLayer(8, 2, 16), SEQUENCE),
+    "TransformerDecoderLayer": (nn.TransformerDecoderLayer(8, 2, 16), (SEQUENCE,) * 2),
+    "Transformer": (nn.Transformer(8, 2, 2, 2, 16), (SEQUENCE,) * 2),
+    "RNN": (nn.RNN(8, 5, 2, dropout=0.9), SEQUENCE),
+    "RNNBase": (nn.LSTM(8, 5, 3, dropout=0.9, batch_first=True), SEQUENCE),
+    "LSTM": (nn.LSTM(8, 5, 2, dropout=0.9, bidirectional=True), SEQUENCE),
+    "GRU": (nn.GRU(8, 5, 2, dropout=0.9), SEQUENCE),
+}
+
+
+class Inside(nn.Module):
+    """A layer somewhere inside a network, whose answer is a tensor or starts with one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.body, self.weight = nn.ModuleDict({"layer": layer}), nn.Parameter(torch.ones(()))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        answer = self.body["layer"](*inputs)
+        return self.weight * (answer if isinstance(answer, Tensor) else answer[0])
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_dropout_is_switched_off(name):
+    layer, inputs = RANDOM[name]
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    model = Inside(layer).train()
+    assert not torch.equal(model(*inputs), model(*inputs))  # it is random, so that the next lines can fail
+    prepared = prepare(model, Plan(), "cpu")
+    answers = prepared(*inputs)
+    assert torch.equal(answers, prepared(*inputs))
+    torch.testing.assert_close(answers, copy.deepcopy(model).eval()(*inputs))
+    assert not torch.equal(model(*inputs), model(*inputs))  # the given one is left as it is
+
+
+def test_every_layer_of_torch_with_dropout_is_among_those_tested():
+    layers = {name: kind for name, kind in vars(nn).items() if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    dropping = {
+        name for name, kind in layers.items()
+        if "dropout" in inspect.signature(kind.__init__).parameters or "dropout" in (inspect.getdoc(kind) or "").lower()
+    }  # fmt: skip
+    assert dropping - {"TransformerEncoder", "TransformerDecoder"} <= RANDOM.keys()  # those are made of the layers above
+    assert len(dropping) > 10
+
+
+def test_attention_at_its_defaults_can_be_trained():
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.head(self.layer(inputs.flatten(1).unflatten(1, (-1, 8))).mean(1))
+
+    data = (SEQUENCE.repeat(2, 1, 1), torch.arange(8) % 2)
+    plan = Plan(rounds=1, per_round=2, local_steps=2, batch_size=2)
+    federation, model = partition(data, clients=2, scheme="iid"), Attending()
+    first, again = (simulate(model, federation, plan).model for _ in range(2))
+    assert same_weights(first, again)
+    assert not same_weights(first, model)
 
 
 def frozen_network() -> nn.Module:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 import fedcdp.sampling as sampling_module
 from fedcdp.plan import Plan
-from fedcdp.sampling import Draw, choose_clients, choose_records, choose_records_of_steps
+from fedcdp.sampling import Draw, choose_clients, choose_records, choose_records_of_steps, words_below
 
 
 def draw_one(plan: Plan, size: int, round_: int = 0, step: int = 0, client: int = 0) -> list[int]:
@@ -220,3 +223,12 @@ def test_all_steps_at_once_draw_what_each_draws(sampling, at_once, monkeypatch):
         alone = choose_records(plan, clients, sizes, 3, step)
         assert torch.equal(together.positions[step], alone.positions)
         assert torch.equal(together.present[step], alone.present)
+
+
+@given(st.integers(1, 10**6), st.lists(st.integers(1, 10**7), min_size=1, max_size=20))
+def test_no_record_joins_a_step_more_often_than_its_rate(batch_size: int, sizes: list[int]) -> None:
+    """The accountant amplifies by q = B/N, so rounding must never raise the real rate above it."""
+    below = words_below(batch_size, torch.tensor(sizes)).tolist()
+    for size, words in zip(sizes, below, strict=True):
+        rate = min(Fraction(1), Fraction(batch_size, size))
+        assert rate - Fraction(1, 2**32) < Fraction(words, 2**32) <= rate

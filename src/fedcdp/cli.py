@@ -143,7 +143,7 @@ def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | Non
     budget = spending.Budget(experiment, experiment.population(splits))
     try:
         with output.training_progress(experiment.plan, quiet, done, budget.shown_after) as progress:
-            return experiment.train(out, resume=resume, splits=splits, most_releases=budget.most_releases, progress=progress)
+            return experiment.train(out, resume=resume, splits=splits, budget=budget.allows, progress=progress)
     except KeyboardInterrupt:
         raise StoppedError(f"stopped; fedcdp train --resume --out {out} goes on from the last whole round") from None
     except StorageError as error:

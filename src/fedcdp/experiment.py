@@ -15,6 +15,7 @@ from torch import nn
 
 import fedcdp
 from fedcdp import consent, presets
+from fedcdp.accounting.charged import Allows
 from fedcdp.accounting.population import Population
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Splits
@@ -140,6 +141,7 @@ class Experiment:
         data_dir: Path | str | None = None,
         quiet: bool = False,
         most_releases: int | None = None,
+        budget: Allows | None = None,
         progress: Progress | None = None,
         splits: Splits | None = None,
     ) -> Run:
@@ -159,6 +161,7 @@ class Experiment:
             config=self.to_toml(),
             resume=resume,
             most_releases=most_releases,
+            budget=budget,
             progress=progress,
         )
 

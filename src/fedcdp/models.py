@@ -21,6 +21,8 @@ NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)  # layers that draw random numbers in training mode, and only there
+_WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)  # layers that read a dropout rate of their own in `forward`
 
 
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
@@ -132,7 +134,9 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
       coarsely that no guarantee holds.
     - Layers that mix examples (BatchNorm) are refused under a private method: one example's gradient would hold the
       others' data. Without privacy they use the statistics of the batch at hand, always.
-    - Dropout is switched off: its randomness is not derived from the plan's seed.
+    - Dropout is switched off, also inside attention and recurrent layers, and so is the random slope of RReLU: their
+      randomness is not derived from the plan's seed. Dropout in a `forward` of your own is refused later, by
+      `Engine.check`.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the network has no trainable parameter")
@@ -157,8 +161,10 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
     ready = copy.deepcopy(model).to(device).train()
     torch.func.replace_all_batch_norm_modules_(ready)
     for module in ready.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _RANDOM):
             module.eval()
+        elif isinstance(module, _WITH_DROPOUT):
+            module.dropout = 0.0  # not `eval`, in which attention takes another path, one that `torch.func` cannot transform
     return ready
 
 

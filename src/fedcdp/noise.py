@@ -33,7 +33,7 @@ def deviation_of_step_sum(plan: Plan, round_: int, current: float | None = None)
     | --- | --- | --- |
     | `example` (the paper's Algorithm 2) | each of the S slots, empty or not | σC·√S |
     | `batch` (the authors' released code) | the sum | σC |
-    | `cohort` (what fits the paper's printed accuracy) | the sum, 1/K_t of it | σC / K_t |
+    | `cohort` (fits the accuracy that the paper prints for K ≥ 1000) | the sum, 1/K_t of it | σC / K_t |
 
     It never depends on how many records a step drew: noise whose energy shows the batch size would void the
     amplification by sampling. `current` is the bound, where it follows a quantile.

@@ -63,10 +63,15 @@ def choose_records(plan: Plan, clients: Tensor, sizes: Tensor, round_: int, step
     lowest, positions = torch.topk(drawn * 2**30 + record, min(plan.slots, longest), largest=False, sorted=True)
     threshold = torch.full_like(sizes, 2**32)
     if plan.record_sampling == "poisson":
-        threshold = (plan.batch_size / sizes.double() * 2**32).round().long().clamp(max=2**32)
+        threshold = words_below(plan.batch_size, sizes)
     empty = (0, plan.slots - positions.shape[1])
     present = lowest >> 30 < threshold[:, None]
     return Draw(torch.nn.functional.pad(positions, empty), torch.nn.functional.pad(present, empty))
+
+
+def words_below(batch_size: int, sizes: Tensor) -> Tensor:
+    """How many of the 2^32 words draw a record: at most q·2^32 with q = B/N_i, so that no record joins more often than q."""
+    return (batch_size * 2**32 // sizes).clamp(max=2**32)
 
 
 def choose_records_of_steps(plan: Plan, clients: Tensor, sizes: Tensor, round_: int) -> Draw:

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcdp.accounting.charged import Releases
-from fedcdp.accounting.ledger import Ledger
+from fedcdp.accounting.charged import Allows, Releases
+from fedcdp.accounting.ledger import Charge, Ledger
 from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.data.partition import Federation
@@ -32,7 +32,7 @@ from fedcdp.devices import usable_device, wait
 from fedcdp.engine import Batch, Engine, EngineName, Loss, engines_for
 from fedcdp.engine.memory import clients_within_budget
 from fedcdp.errors import ModelError, PlanError, RunError
-from fedcdp.evaluation import evaluate
+from fedcdp.evaluation import evaluate, is_binary
 from fedcdp.files import check_tensors, size_of
 from fedcdp.frozen import split, through
 from fedcdp.interrupts import deferred_interrupts
@@ -68,9 +68,9 @@ class Run:
     seconds: float
     """Time spent in this process."""
     client_steps: int
-    """Local iterations of single clients computed in this process."""
-    releases: int
-    """Rounds released so far; under secure noise, a round that was repeated after a crash counts again."""
+    """Local iterations of single clients computed in this process; where the cohort is hidden, those that were planned."""
+    charges: tuple[Charge, ...] = field(repr=False)
+    """Every release so far; under secure noise, a round that was repeated after a crash is there again."""
     participations: NDArray[np.int64] = field(repr=False)
     """In how many of them each client took part."""
     directory: Path | None = None
@@ -78,6 +78,11 @@ class Run:
     """What computed the gradients in this process."""
     chunk: int = 1
     """How many clients it trained at once."""
+
+    @property
+    def releases(self) -> int:
+        """How many releases there were; under secure noise, a round that was repeated after a crash counts again."""
+        return len(self.charges)
 
     @property
     def rounds(self) -> int:
@@ -96,8 +101,9 @@ class Run:
 
         population = Population.of(self.federation, Layout.of(self.model), self.plan)
         most_used = np.sort(self.participations)[::-1][: population.copies]
-        usage = Usage(self.releases, tuple(int(count) for count in most_used))
-        return state(self.plan, population, mode=mode, rounds=self.releases, usage=usage)
+        released = tuple(charge.round for charge in self.charges)
+        usage = Usage(released, tuple(int(count) for count in most_used))
+        return state(self.plan, population, mode=mode, rounds=released, usage=usage)
 
     @property
     def us_per_client_step(self) -> float | None:
@@ -122,6 +128,7 @@ def simulate(
     config: str | None = None,
     resume: bool = False,
     most_releases: int | None = None,
+    budget: Allows | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Train `model` over `federation` by `plan`; `rounds` and `per_round` override the plan's.
@@ -130,9 +137,11 @@ def simulate(
     every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
     at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
     bounded amount of memory, and a resumed one keeps to what it had. `tf32` lets a GPU round the factors of products to 10
-    bits, which is faster; norms, clipping and noise stay as they are. With `most_releases`, training ends before one more
-    round would be released (see `accounting.calibrate.rounds_within`), with the model so far.
+    bits, which is faster; norms, clipping and noise stay as they are. Training ends, with the model so
+    far, before there are more than `most_releases`, and before a round that `budget` does not allow after those released.
     """
+    if most_releases is not None:
+        budget = _at_most(most_releases, budget)
     changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
     plan = plan.but(**changes) if changes else plan
     plan.check_clients(federation.clients)
@@ -159,12 +168,11 @@ def simulate(
             if not torch.isfinite(value).all():
                 raise ModelError(f"{name} holds a weight that is not finite; nothing can be trained from there")
         simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=plan.per_example)
-        if loss is F.cross_entropy:
-            _check_outputs(simulator, weights)
+        _check_outputs(simulator, weights, loss)
         fresh = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
         simulator.trainer, simulator.chunk = tuned(simulator, engines, fresh, chunk, engine)
         if directory is None:
-            return simulator.run(network, fresh, None, Releases(federation.clients), most_releases, evaluate_every, progress)
+            return simulator.run(network, fresh, None, Releases(federation.clients), budget, evaluate_every, progress)
         if resume:
             directory.require()
         else:
@@ -180,16 +188,23 @@ def simulate(
             computing = (simulator.trainer.name, simulator.chunk)
             if directory.load_engine(device.type) != computing:
                 directory.save_engine(device.type, *computing)
-            return simulator.run(network, fresh, directory, releases, most_releases, evaluate_every, progress)
+            return simulator.run(network, fresh, directory, releases, budget, evaluate_every, progress)
 
 
-def _check_outputs(simulator: Simulator, weights: Tree) -> None:
-    """Refuse a network that has no output for some class: the first client, which is tried, need not hold it."""
+def _at_most(releases: int, budget: Allows | None) -> Allows:
+    return lambda rounds: len(rounds) <= releases and (budget is None or budget(rounds))
+
+
+def _check_outputs(simulator: Simulator, weights: Tree, loss: Loss) -> None:
+    """Refuse a network that cannot name some class: the first client, which is tried, need not hold it."""
     tried = simulator.batch_of_first_client().inputs[0]  # not a single example, which BatchNorm does not take
     outputs, classes = simulator.engine.outputs(weights, tried), simulator.federation.train.classes
+    if is_binary(outputs) and classes == 2 and loss is not F.cross_entropy:
+        return
     if outputs.dim() != 2 or outputs.shape[-1] < classes:
-        found = "x".join(map(str, outputs.shape[1:])) or "no"
-        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; it needs one for each")
+        found = "x".join(map(str, outputs.shape[1:])) or "1"
+        needed = "it needs one for each" + (", or a single one and a binary loss" if classes == 2 else "")
+        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; {needed}")
 
 
 def _kept_engine(
@@ -206,7 +221,7 @@ def _kept_engine(
 def _ledger_of(directory: RunDirectory, simulator: Simulator, rounds_done: int) -> Ledger:
     plan = simulator.plan
     noise: NoiseKind = "secure" if plan.secure_noise else "seeded"
-    population = asdict(Population.of(simulator.federation, simulator.engine.layout, plan))
+    population = Population.of(simulator.federation, simulator.engine.layout, plan).written()
     # Not the seed: a ledger may be handed to an accountant, and knowing which records were drawn undoes what sampling hides.
     written = {key: value for key, value in plan.written().items() if key != "seed"}
     ledger = Ledger.open_or_create(directory.ledger, written, population, noise)
@@ -259,7 +274,7 @@ class Simulator:
         state: State,
         directory: RunDirectory | None,
         releases: Releases,
-        most_releases: int | None,
+        budget: Allows | None,
         every: int,
         progress: Progress | None,
     ) -> Run:
@@ -270,16 +285,17 @@ class Simulator:
         started, steps = time.perf_counter(), 0
         metrics = directory.forget_metrics_after(state.round) if directory else []
         state = _to(state, self.device)
-        while state.round < self.plan.rounds and releases.may_go_on(state.round, most_releases):
+        while state.round < self.plan.rounds and releases.may_go_on(state.round, budget):
             round_started = time.perf_counter()
             before = state
             chosen = choose_clients(self.draws, self.federation.clients, state.round)
             releases.charge(state.round, chosen, self.plan.clip_at(state.round, state.clip) if self.plan.private else 0.0)
             state = self.round(state, torch.from_numpy(chosen))
-            steps += len(chosen) * self.plan.local_steps
+            steps += (self.plan.per_round if self.plan.hides_cohort else len(chosen)) * self.plan.local_steps
             row = self._measure(before, state, torch.from_numpy(chosen), every)
             wait(self.device)
-            row["seconds"] = round(time.perf_counter() - round_started, 4)
+            if not self.plan.hides_cohort:  # how long a round took tells how many clients it had
+                row["seconds"] = round(time.perf_counter() - round_started, 4)
             metrics.append(row)
             if directory:
                 directory.append_metrics(row)
@@ -299,7 +315,7 @@ class Simulator:
             metrics,
             seconds,
             steps,
-            releases.count,
+            tuple(releases.charges),
             releases.participations,
             kept,
             self.trainer.name,

@@ -1,4 +1,4 @@
-"""ε while training: the largest number of releases that a budget allows, and what has been spent so far.
+"""ε while training: whether a budget allows one more release, and what has been spent so far.
 
 Training does not need dp-accounting; where it is missing, ε is not shown, and a budget is refused.
 """
@@ -37,7 +37,7 @@ class Budget:
         self._experiment, self._population = experiment, population
         self._latest = ""
         self._started, self._computing = time.perf_counter(), 0.0
-        self.most_releases: int | None = None
+        self._most_rounds: int | None = None
         if not accounting_is_installed():
             if experiment.run.max_epsilon is not None:
                 raise PlanError("max_epsilon: needs dp-accounting; install it with pip install dp-accounting")
@@ -47,9 +47,18 @@ class Budget:
         limit, plan = experiment.run.max_epsilon, experiment.plan
         self._target = Target(1.0 if limit is None else limit, experiment.run.adversary, experiment.run.unit)
         if limit is not None:
-            self.most_releases = rounds_within(plan, population, self._target)
-            if self.most_releases == 0:
+            self._most_rounds = rounds_within(plan, population, self._target)
+            if self._most_rounds == 0:
                 raise PlanError(f"max_epsilon: {limit:g} is exceeded by the very first round; take more noise")
+
+    def allows(self, rounds: tuple[int, ...]) -> bool:
+        """Whether releases of these rounds, repeats included, keep within the limit, where there is one."""
+        if self._most_rounds is None:
+            return True
+        plan = self._experiment.plan
+        if plan.noise_follows_clip or rounds == tuple(range(len(rounds))):  # each costs the same, or none is a repeat
+            return len(rounds) <= self._most_rounds
+        return self._target.reached(plan, self._population, rounds) <= self._target.epsilon
 
     def shown_after(self, rounds: int) -> str:
         """ε so far, for people; computed only as often as it costs little beside the training."""

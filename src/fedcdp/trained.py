@@ -18,6 +18,7 @@ from fedcdp.accounting.ledger import Ledger
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.errors import RunError
+from fedcdp.evaluation import predictions
 from fedcdp.experiment import Experiment, stored
 from fedcdp.files import check_tensors, load_tensors, save_tensors, size_of, write_atomically
 from fedcdp.models import prepare
@@ -65,7 +66,7 @@ class Trained:
             raise RunError(f"{self.directory.ledger} is of {ledger.population['clients']} clients, not {federation.clients}")
         metrics, released = self.directory.read_metrics(), Releases(federation.clients, ledger)
         return Run(
-            self.experiment.plan, federation, self.model, metrics, 0.0, 0, released.count, released.participations,
+            self.experiment.plan, federation, self.model, metrics, 0.0, 0, tuple(released.charges), released.participations,
             self.directory.path,
         )  # fmt: skip
 
@@ -78,9 +79,9 @@ class Trained:
         return found
 
     def correct(self, data: Dataset) -> Tensor:
-        """Which examples the model classifies rightly."""
+        """Which examples the model classifies correctly."""
         with torch.no_grad():
-            answers = [self.model(inputs).argmax(-1) for inputs in data.inputs.split(_BATCH)]
+            answers = [predictions(self.model(inputs)) for inputs in data.inputs.split(_BATCH)]
         return torch.cat(answers) == data.targets
 
     def evaluate(self, split: str = "validation", per_client: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fedcdp.plan import Plan
 
 ALONE = Population(clients=1000, records=500, copies=1, layers=3)
 COPIED = Population(clients=1000, records=500, copies=10, layers=3)
-TEN_TIMES = Usage(rounds=100, participations=(10,))
+TEN_TIMES = Usage(rounds=tuple(range(100)), participations=(10,))
 
 
 def close(value: float | None, expected: float) -> bool:

@@ -389,7 +389,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     "a filter for one": ({"victims": 1, "attack": "matched-filter"}, PlanError, "victims: 1"),
     "no network": ({"model": None}, PlanError, "model, federation"),
     "no federation": ({"federation": None}, PlanError, "model, federation"),
-    "another network": ({"model": build("cpl", (1, 28, 28), 2)}, ModelError, "the network cannot be"),
+    "another network": ({"model": build("cpl", (1, 28, 28), 2)}, ModelError, "the network fails on"),
     "a network of words": ({"model": Words()}, ModelError, "model: its answer"),
     "an answer that is always the same": (
         {"model": nn.Sequential(nn.Linear(30, 2), nn.Softmax(1), nn.Hardtanh(2, 3)), "attack": "cpl"},

@@ -230,7 +230,7 @@ def test_the_same_seed_gives_the_same_answer_and_no_more_than_asked_are_used() -
         (lambda: infer([1.0, 2.0], []), "empty"),
         (lambda: infer_membership(Told(), told([1.0] * 4), told([1.0] * 4), most=0), "not 0"),
         (lambda: infer_membership(Told(), told([1.0] * 4), Dataset(torch.zeros(4, 2), torch.zeros(4).long(), 2)), "shape"),
-        (lambda: infer_membership(nn.Flatten(0), told([1.0] * 4), told([1.0] * 4)), "shape"),
+        (lambda: infer_membership(nn.Unflatten(1, (-1, 1)), told([1.0] * 4), told([1.0] * 4)), "shape"),
     ],
 )
 def test_what_cannot_be_attacked_is_refused_in_a_sentence(call: Callable[[], Membership], words: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
 pytest.importorskip("flwr")
 
@@ -115,12 +116,17 @@ def settings(**changes: Any) -> ServerSettings:
     return ServerSettings(**SETTINGS | changes)
 
 
-def make_nodes(base: Path, policy: ClientPolicy | None = OPEN, **twists: Twist) -> dict[int, Node]:
+def make_nodes(
+    base: Path,
+    policy: ClientPolicy | None = OPEN,
+    loss: Callable[..., Any] = F.cross_entropy,
+    **twists: Twist,
+) -> dict[int, Node]:
     """Nodes 100, 101, … with the simulator's clients 0, 1, …; the same node has the same state, whenever it is made."""
     dealt = {"dataset": "cancer", "num-partitions": CLIENTS, "partition": "iid", "records": 20, "partition-seed": 5}
     return {
         100 + number: Node(
-            client_app(policy=policy),
+            client_app(policy=policy, loss=loss),
             dealt | {"partition-id": number, "state-dir": str(base / f"client-{number}")},
             twists.get(f"client{number}"),
         )

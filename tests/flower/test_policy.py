@@ -84,13 +84,14 @@ def _cost(grant: Grant, times: int, place: int = 1, published: Task | None = Non
 @pytest.mark.parametrize(("adversary", "unit"), [("server", "record"), ("example", "record"), ("server", "client")])
 def test_the_cost_of_a_task_is_what_the_statement_says_of_so_many_participations(adversary: str, unit: str) -> None:
     plan = task().plan.but(delta=0.5e-5)
-    row = state(plan, Population(50, 100, 1, 2), usage=Usage(10, (7,))).row(adversary, unit)
+    row = state(plan, Population(50, 100, 1, 2), usage=Usage(tuple(range(10)), (7,))).row(adversary, unit)
     assert _cost(Grant(1.0, 1e-5, adversary, unit), 7) == pytest.approx(row.epsilon_used, rel=1e-9)
 
 
 def test_the_choice_of_clients_is_not_counted_on() -> None:
     server = task(method="fed-sdp")
-    worst = state(server.plan.but(delta=0.5e-5), Population(4, 100, 1, 2), usage=Usage(10, (10,))).row("model", "client")
+    usage = Usage(tuple(range(10)), (10,))
+    worst = state(server.plan.but(delta=0.5e-5), Population(4, 100, 1, 2), usage=usage).row("model", "client")
     assert _cost(Grant(1.0, 1e-5, "model", "client"), 10, published=server) == pytest.approx(worst.epsilon_worst, rel=1e-9)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_grid import LocalGrid, experiment, make_nodes, settings
+import torch.nn.functional as F
+from local_grid import OPEN, LocalGrid, experiment, make_nodes, settings
 
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.experiment import ModelSettings
@@ -17,6 +18,7 @@ from fedcdp.files import load_tensors
 from fedcdp.flower.ledger import ClientLedger
 from fedcdp.flower.server import serve
 from fedcdp.flower.task import hides_participation
+from fedcdp.simulation import simulate
 
 PLANS: dict[str, dict[str, Any]] = {
     "nonprivate": {"method": "nonprivate"},
@@ -76,6 +78,22 @@ def test_a_network_of_fixed_features_ends_in_the_simulators_model_too(grid: Loca
     assert float(model["2.weight"].abs().max()) > 1e-3
     for name, value in run.model.state_dict().items():
         torch.testing.assert_close(model[name], value, rtol=0, atol=1e-5)
+
+
+def test_a_single_output_is_scored_as_in_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "single_output.py").write_text("from torch import nn\n\n\ndef network():\n    return nn.Linear(30, 1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wanted = replace(experiment(method="nonprivate"), model=ModelSettings(network="single_output:network"))
+    policy = replace(OPEN, allow_custom_network=True)
+    nodes = make_nodes(tmp_path, policy, loss=F.binary_cross_entropy_with_logits)
+    serve(LocalGrid(nodes), wanted, tmp_path / "run", settings(reproducible=True), F.binary_cross_entropy_with_logits)
+    splits = wanted.splits(quiet=True)
+    run = simulate(
+        wanted.network(splits), wanted.federation(splits), wanted.plan, loss=F.binary_cross_entropy_with_logits
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in run.metrics]
+    assert rows[-1]["accuracy"] > 0.8  # the commoner class is .63 of them
 
 
 def test_the_ledgers_of_server_and_clients_agree_with_the_simulators(grid: LocalGrid, tmp_path: Path) -> None:

@@ -13,22 +13,24 @@ Relations: `zero-out` (the unit's contribution is replaced by nothing) and `repl
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from fedcdp.accounting.releases import Release, repeated, sequence
+import numpy as np
+
+from fedcdp.accounting.releases import Gaussian, Release, repeated, sequence
 from fedcdp.plan import Plan
 
 Adversary = Literal["server", "update", "example", "model"]
 Unit = Literal["record", "client", "unique"]
 Relation = Literal["zero-out", "replace-one"]
 
-# A bound that decays under noise that stays gives a noise multiplier of its own to every round. They are rounded down to
-# steps of this ratio, so that a long run has few distinct releases; the ε printed is the larger for it.
-_ROUNDING = 1.1
+# A clip bound that decays under noise that stays gives every round its own noise multiplier. Multipliers are rounded down to
+# at most this many values, so that a long run composes few distinct releases. Rounding down makes the printed ε larger.
+_DISTINCT = 24
+_DISTINCT_GAUSSIANS = 4096  # Gaussian releases add up in closed form
 
 
 @dataclass(frozen=True)
@@ -51,35 +53,62 @@ class View:
     """How many clients that hold the unit may take part in one round."""
     fallback: View | None = None
     """A row that holds as well; the smaller ε of the two is printed."""
+    others: tuple[View, ...] = ()
+    """The same row for clients that hold other numbers of records; the largest ε of all is printed."""
 
-    def before(self, multipliers: list[float]) -> Release:
+    def before(self, multipliers: Iterable[float]) -> Release:
         """All that rounds with these noise multipliers will show, before it is known who takes part."""
-        return sequence([repeated(self.a_priori(sigma), times) for sigma, times in Counter(multipliers).items()])
+        return _over_rounds(self.a_priori, Counter(multipliers))
 
-    def worst(self, multipliers: list[float]) -> Release:
+    def worst(self, multipliers: Iterable[float]) -> Release:
         """The same if the unit takes part in every round."""
-        return sequence([repeated(self.taken(sigma), times) for sigma, times in Counter(multipliers).items()])
+        return _over_rounds(self.taken, Counter(multipliers))
 
-    def used(self, multipliers: list[float], participations: int) -> Release:
+    def used(self, multipliers: Iterable[float], participations: int) -> Release:
         """What so many participations have shown: those with the least noise, as it is not said which they were."""
         if self.hidden:
             return self.before(multipliers)
-        once = self.participation or self.taken
-        parts, left = [], participations
+        counted, left = Counter[float](), participations
         for sigma, rounds in sorted(Counter(multipliers).items()):
-            parts.append(repeated(once(sigma), min(left, rounds * self.at_once)))
-            left -= min(left, rounds * self.at_once)
-        return sequence(parts)
+            counted[sigma] = min(left, rounds * self.at_once)
+            left -= counted[sigma]
+        return _over_rounds(self.participation or self.taken, counted)
 
 
-def noise_multipliers(plan: Plan, releases: int | None = None) -> list[float]:
-    """σ_t, noise over the clip bound, of the first rounds' releases (default: one for each round of the plan).
+def noise_multipliers(plan: Plan, rounds: int | Iterable[int] | None = None) -> list[float]:
+    """σ_t, noise over the clip bound, of each released round.
 
-    Releases beyond the plan's rounds are repeats under fresh noise, after a crash; each counts as the costliest there is.
+    `rounds` lists the released rounds, and a round that was released twice stands there twice. A number stands for the
+    first so many rounds; the default is all rounds of the plan. A round beyond the plan counts as the costliest.
     """
-    releases = plan.rounds if releases is None else releases
+    rounds = plan.rounds if rounds is None else rounds
+    released = range(rounds) if isinstance(rounds, int) else list(rounds)
     if plan.noise_follows_clip:
-        return [plan.noise_multiplier] * releases
-    exact = [plan.noise_scale_at(t) / plan.clip_at(t) for t in range(min(releases, plan.rounds))]
-    rounded = [_ROUNDING ** math.floor(math.log(value, _ROUNDING) + 1e-9) if value else 0.0 for value in exact]
-    return rounded + [min(rounded, default=0.0)] * (releases - len(rounded))
+        return [plan.noise_multiplier] * len(released)
+    of_round = [plan.noise_scale_at(t) / plan.clip_at(t) for t in range(plan.rounds)]
+    return [of_round[t] if t < plan.rounds else min(of_round) for t in released]
+
+
+def _over_rounds(release: Callable[[float], Release], counted: Counter[float]) -> Release:
+    """The releases of all rounds, one after the other; `counted` holds how many rounds have each noise multiplier."""
+    counted = +counted  # without the multipliers of no round
+    if not counted:
+        return sequence([])
+    gaussian = isinstance(release(next(iter(counted))), Gaussian)
+    few = _rounded_down(counted, _DISTINCT_GAUSSIANS if gaussian else _DISTINCT)
+    return sequence([repeated(release(sigma), times) for sigma, times in few.items()])
+
+
+def _rounded_down(counted: Counter[float], most: int) -> Counter[float]:
+    """The same counts with at most `most` distinct multipliers: each is rounded down to a step of a geometric ladder."""
+    if len(counted) <= most:
+        return counted
+    values = np.array(list(counted))
+    least, largest = values.min(), values.max()
+    step = np.log(largest / least) / most
+    rungs = np.minimum(np.floor(np.log(values / least) / step), most - 1)
+    rounded = np.minimum(least * np.exp(rungs * step), values)
+    few = Counter[float]()
+    for value, times in zip(rounded.tolist(), counted.values(), strict=True):
+        few[value] += times
+    return few

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedcdp.accounting.adversaries import View
@@ -39,8 +40,10 @@ class Target:
         rows = ", ".join(f"{view.adversary}/{view.unit}/{view.relation}" for view in known)
         raise PlanError(f"adversary: {plan.method} has no row {self.adversary}/{self.unit}/{self.relation}; it has {rows}")
 
-    def reached(self, plan: Plan, population: Population, rounds: int | None = None, mode: Mode = "tight") -> float:
-        """The ε of a plan after so many rounds (default: all)."""
+    def reached(
+        self, plan: Plan, population: Population, rounds: int | Sequence[int] | None = None, mode: Mode = "tight"
+    ) -> float:
+        """The ε of a plan after the first so many rounds, or those listed (default: all)."""
         return epsilon_after(self.view(plan, population), plan, plan.rounds if rounds is None else rounds, mode)
 
 

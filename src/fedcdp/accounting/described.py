@@ -17,7 +17,8 @@ def population_of(
     data, plan = experiment.data, experiment.plan
     if data.file is not None:
         found = experiment.population(experiment.splits())
-        return Population(found.clients, records or found.records, copies or found.copies, layers or found.layers)
+        sizes = () if records else found.sizes
+        return Population(found.clients, records or found.records, copies or found.copies, layers or found.layers, sizes)
     benchmark = BENCHMARKS.get(data.dataset or "")
     if benchmark is None:
         raise PlanError(f"dataset: {data.dataset!r} is not one of {', '.join(BENCHMARKS)}")

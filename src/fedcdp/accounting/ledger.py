@@ -39,6 +39,8 @@ MOST_LISTED = 2**20
 _VERSION = 1
 _HEADER_KEYS = ("ledger", "plan", "population", "noise")
 _CHARGE_KEYS = ("round", "attempt", "clients", "bound")
+_ADDED: dict[str, set[str]] = {"plan": set(), "population": {"sizes"}, "noise": set()}
+"""What ledgers of the first release lack. Such a ledger is continued as it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ class Ledger(Journal):
         mine: dict[str, Any] = {"plan": self.plan, "population": self.population, "noise": {"noise": self.noise}}
         for part, given in (("plan", plan), ("population", population), ("noise", {"noise": noise})):
             now = json.loads(json.dumps(dict(given)))  # as it would have been written
-            for key in sorted(mine[part].keys() | now.keys()):
+            for key in sorted((mine[part].keys() | now.keys()) - (_ADDED[part] - mine[part].keys())):
                 if mine[part].get(key) != now.get(key):
                     differs = f"{key} = {mine[part].get(key)!s:.60}, not {now.get(key)!s:.60}"
                     raise RunError(f"{self.path} belongs to another run: its {part} has {differs}")
@@ -129,6 +131,11 @@ class Ledger(Journal):
     def charges(self) -> tuple[Charge, ...]:
         """Every release so far, in order."""
         return tuple(self._charges)
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """The round of every release, in order; a round that was released twice stands there twice."""
+        return tuple(charge.round for charge in self._charges)
 
     @property
     def rounds_charged(self) -> int:

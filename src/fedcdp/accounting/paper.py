@@ -16,7 +16,7 @@ from fedcdp.accounting.releases import PoissonGaussian, repeated
 from fedcdp.accounting.renyi import Curve, curve_of_event
 from fedcdp.plan import Plan
 
-BANNER = "paper mode: the paper's printed figures, not a guarantee; an attack exceeds them (see docs/guarantees.md)"
+BANNER = "paper mode: the paper's figures, not a guarantee; an attack on single gradients exceeds them (docs/guarantees.md)"
 ORDERS: Curve = np.array(
     [1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *range(5, 64), 128, 256, 512], dtype=np.float64
 )

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from scipy.stats import binom, hypergeom
+import numpy as np
+from scipy.stats import binom, hypergeom, poisson
 
 from fedcdp.accounting.adversaries import Adversary, Relation, Unit, View
 from fedcdp.accounting.population import Population
@@ -19,6 +20,7 @@ from fedcdp.accounting.releases import (
     Draws,
     Gaussian,
     Lottery,
+    OverfullPoisson,
     PoissonGaussian,
     Release,
     SlottedPoisson,
@@ -45,7 +47,10 @@ def views(plan: Plan, population: Population) -> list[View]:
     if plan.noise_multiplier == 0:
         reason = "the noise multiplier is 0, and clipping alone protects nothing"
         return [_without(adversary, reason) for adversary in get_args(Adversary)]
-    return (_fed_sdp if plan.method == "fed-sdp" else _fed_cdp)(plan, population)
+    if plan.method == "fed-sdp":
+        return _fed_sdp(plan, population)
+    smallest, *larger = (_fed_cdp(plan, population, records) for records in _sizes_that_count(plan, population))
+    return [replace(row, others=tuple(same)) for row, *same in zip(smallest, *larger, strict=True)]
 
 
 # One participation ---------------------------------------------------------------------------------------------------
@@ -83,22 +88,24 @@ class _Mechanism:
 
 @dataclass(frozen=True)
 class _Records:
-    """How often, and how secretly, a record is used in one participation of its client."""
+    """How often, and how secretly, a record is used in one participation of its client, which holds `held` records."""
 
     plan: Plan
-    population: Population
+    held: int
+    overflow: float | None = None
+    """Not None: this stands for all clients with at least `held` records; their slots overflow with at most this chance."""
 
     @property
     def rate(self) -> float:
         """q_l: the share of a client's records in a step."""
-        return min(1.0, self.plan.batch_size / self.population.records)
+        return min(1.0, self.plan.batch_size / self.held)
 
     @property
     def steps(self) -> int:
         """In how many of a round's steps a record may be used."""
         if self.plan.record_sampling != "partition":
             return self.plan.local_steps
-        return min(self.plan.local_steps, math.ceil(self.plan.local_steps * self.plan.batch_size / self.population.records))
+        return min(self.plan.local_steps, -(-self.plan.local_steps * self.plan.batch_size // self.held))
 
     @property
     def assumption(self) -> str:
@@ -112,20 +119,52 @@ class _Records:
 
     def hidden(self, z: float) -> Release:
         """A step's sum, for a reader who does not see which records were drawn."""
-        plan, records = self.plan, self.population.records
+        plan = self.plan
         if plan.record_sampling == "partition" or self.rate == 1:
             return Gaussian(z)
         if plan.record_sampling == "fixed":
             return WithoutReplacement(self.rate, z / 2)
-        if records <= plan.slots:
+        if self.overflow is not None:
+            return OverfullPoisson(self.rate, self.overflow, z)
+        if self.held <= plan.slots:
             return PoissonGaussian(self.rate, z)
-        return SlottedPoisson(records, self.rate, plan.slots, z)
+        return SlottedPoisson(self.held, self.rate, plan.slots, z)
 
     def seen(self, z: float) -> Release:
         """A noised gradient, for a reader who sees whether the record was drawn."""
         if self.plan.record_sampling == "partition" or self.rate == 1:
             return Gaussian(z)
         return Lottery(Gaussian(z), self.rate)
+
+
+_EXACT_SIZES = 5
+
+
+def _sizes_that_count(plan: Plan, population: Population) -> list[_Records]:
+    """The clients that may be worst off, the one with the fewest records first.
+
+    A record of a smaller client is used more often, so the smallest client is the worst off, with one exception: slots of a
+    Poisson step overflow only where a client holds more than S records. Hence the smallest client, some of the smallest
+    above S, and one bound for all others above S, whose rate is that of the smallest among them.
+    """
+    smallest, slots = _Records(plan, population.records), plan.slots
+    if plan.record_sampling != "poisson":
+        return [smallest]
+    if population.sizes is None:  # sizes that are not known: all above, with the overflow of the limit of large clients
+        overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
+        return [smallest, _Records(plan, max(population.records, slots) + 1, overflow)]
+    above = [size for size in population.sizes if size > max(slots, population.records)]
+    exact = [_Records(plan, size) for size in above[:_EXACT_SIZES]]
+    return [smallest, *exact, *_all_of(plan, above[_EXACT_SIZES:])]
+
+
+def _all_of(plan: Plan, sizes: list[int]) -> list[_Records]:
+    """One bound for clients that hold so many records each, all above S."""
+    if not sizes:
+        return []
+    held = np.array(sizes)
+    overflow = binom.sf(plan.slots - 1, held - 1, np.minimum(1.0, plan.batch_size / held))
+    return [_Records(plan, sizes[0], float(overflow.max()))]
 
 
 @dataclass(frozen=True)
@@ -188,8 +227,9 @@ def _without(adversary: Adversary, reason: str, unit: Unit = "record") -> View:
 # Fed-CDP -------------------------------------------------------------------------------------------------------------
 
 
-def _fed_cdp(plan: Plan, population: Population) -> list[View]:
-    records, clients = _Records(plan, population), _Clients(plan, population)
+def _fed_cdp(plan: Plan, population: Population, records: _Records) -> list[View]:
+    """Every row, for clients that hold so many records."""
+    clients = _Clients(plan, population)
 
     def mechanism(weight: float) -> _Mechanism:
         return _Mechanism(plan, population.layers, weight)
@@ -199,39 +239,83 @@ def _fed_cdp(plan: Plan, population: Population) -> list[View]:
     rows = [server, replace(server, adversary="update")]
     if population.copies > 1:
         rows.append(clients.view("server", "unique", "zero-out", records.assumption, in_the_sum))
-    rows.append(_model_of_fed_cdp(plan, population, server, records.rate))
+    rows.append(_model_of_fed_cdp(plan, population, server, records))
     if plan.noise == "example":
-        one_by_one = "every noised gradient of the record is seen, and that it is the record's"
         exposed = mechanism(1.0).participation(records.seen, records.steps)
         replaced = mechanism(0.5).participation(records.seen, records.steps)
-        rows.append(clients.view("example", "record", "zero-out", one_by_one, exposed))
-        rows.append(clients.view("example", "record", "replace-one", one_by_one, replaced))
+        rows.append(clients.view("example", "record", "zero-out", _ONE_BY_ONE, exposed))
+        rows.append(clients.view("example", "record", "replace-one", _ONE_BY_ONE, replaced))
         if population.copies > 1:
-            rows.append(clients.view("example", "unique", "zero-out", one_by_one, exposed))
+            rows.append(clients.view("example", "unique", "zero-out", _ONE_BY_ONE, exposed))
     else:
         rows.append(_without("example", f"{plan.noise} noise goes onto the batch's sum; single gradients are only clipped"))
     whole = mechanism(plan.noise_on_sum / plan.slots).participation(Gaussian, plan.local_steps)
     client = clients.view("server", "client", "zero-out", "all of a client's records, in every slot of every step", whole)
-    return [*rows, client, _model_of_fed_cdp(plan, population, client, 1.0)]
+    return [*rows, client, _model_of_fed_cdp(plan, population, client, records)]
 
 
-def _model_of_fed_cdp(plan: Plan, population: Population, server: View, rate: float) -> View:
+_ONE_BY_ONE = (
+    "every noised gradient of the record is seen, and that it is the record's; only where each gradient is noised before "
+    "the sum: in a tapped simulation, or on a deployed client whose policy names `example`"
+)
+
+
+def _model_of_fed_cdp(plan: Plan, population: Population, server: View, records: _Records) -> View:
     """The model alone: as the server's view, unless a single step under secure aggregation lets others' noise count."""
+    reason = _why_others_do_not_count(plan)
     if plan.local_steps > 1:
         reason = "over several local steps a client can repeat what it saw, so other clients' noise does not count"
+    elif reason is None and population.records < plan.batch_size:
+        reason = (
+            "a client with fewer than B records divides by their number, so the energy of the sum's noise shows whether it "
+            "took part, and other clients' noise does not count"
+        )
+    if reason is not None:
         return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
+    noise = plan.noise_on_sum * math.sqrt(plan.per_round)  # on the cohort's sum
+    known, secret = 1.0, plan.per_round / population.clients
+    if server.unit == "client":
+        known = float(plan.slots)
+    elif plan.record_sampling != "partition":  # a batch in a fixed order is used in every participation
+        secret *= records.rate
+    return _with_the_others(
+        server,
+        everyone=plan.per_round == population.clients,
+        chosen=secret,
+        taken=_Mechanism(plan, population.layers, noise / known),
+        replaced=_Mechanism(plan, population.layers, noise / (2 * plan.slots)),
+    )
+
+
+def _why_others_do_not_count(plan: Plan) -> str | None:
+    """Why the noise of other clients cannot be credited to the model, if it cannot, for any method that noises updates."""
     if not plan.secure_aggregation:
-        reason = "without secure aggregation other clients' noise does not count"
-        return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
-    mechanism = _Mechanism(plan, population.layers, plan.noise_on_sum * math.sqrt(plan.per_round) / (2 * plan.slots))
-    chosen = plan.per_round / population.clients * rate
-    return View(
-        "model",
-        server.unit,
-        "zero-out",
-        "secure aggregation holds and nobody knows who took part",
-        lambda sigma: WithoutReplacement(chosen, mechanism.first_z(sigma)),
-        server.taken,
+        return "without secure aggregation other clients' noise does not count"
+    if plan.compression:
+        return "each client prunes its own noise before the sum, so other clients' noise does not count"
+    return None
+
+
+def _with_the_others(server: View, everyone: bool, chosen: float, taken: _Mechanism, replaced: _Mechanism) -> View:
+    """The model's row with the noise of the whole cohort on the sum, which secure aggregation does not open.
+
+    | clients in a round | who must not know what | release |
+    | --- | --- | --- |
+    | all of them | nobody sees a single update | Gaussian: nothing is chosen, so nothing is amplified |
+    | a fixed number | nor who took part | sampling without replacement: another client may stand in the unit's place |
+    """
+    if everyone:
+
+        def together(sigma: float) -> Release:
+            return Gaussian(taken.first_z(sigma))
+
+        assumption = "secure aggregation holds, and every client takes part in every round: no amplification"
+        return replace(server, adversary="model", assumption=assumption, a_priori=together, taken=together, fallback=server)
+    return replace(
+        server,
+        adversary="model",
+        assumption="secure aggregation holds and nobody knows who took part",
+        a_priori=lambda sigma: WithoutReplacement(chosen, replaced.first_z(sigma)),
         hidden=True,
         fallback=server,
     )
@@ -262,7 +346,7 @@ def _fed_sdp_of(unit: Unit, plan: Plan, population: Population, mechanism: _Mech
     if plan.noise_at == "client":
         whole = f"{turned}the whole update of a client is clipped and noised before it leaves"
         server = clients.view("server", unit, "zero-out", whole, update)
-        return [server, replace(server, adversary="update"), _model_of_noisy_clients(plan, clients, server)]
+        return [server, replace(server, adversary="update"), _model_of_noisy_clients(plan, clients, server, mechanism)]
     reads_raw = "the server adds the noise after it has read the raw updates"
     trusted = f"{turned}the server is trusted with raw updates and adds the noise; nobody else knows who took part"
     model = View("model", unit, "zero-out", trusted, lambda sigma: _amplified(unit, clients, update(sigma)), update, True)
@@ -280,21 +364,18 @@ def _amplified(unit: Unit, clients: _Clients, update: Gaussian) -> Release:
     return WithoutReplacement(clients.rate, update.z / 2)
 
 
-def _model_of_noisy_clients(plan: Plan, clients: _Clients, server: View) -> View:
-    if not plan.secure_aggregation:
-        reason = "without secure aggregation other clients' noise does not count"
+def _model_of_noisy_clients(plan: Plan, clients: _Clients, server: View, mechanism: _Mechanism) -> View:
+    reason = _why_others_do_not_count(plan)
+    if reason is not None:
         return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
-    # Of a client as of a record: whoever else is drawn in its place moves the sum by twice its sensitivity.
-    together = _Mechanism(plan, clients.population.layers, math.sqrt(plan.per_round) / 2)
-    return View(
-        "model",
-        server.unit,
-        "zero-out",
-        "secure aggregation holds and nobody knows who took part",
-        lambda sigma: WithoutReplacement(clients.rate, together.first_z(sigma)),
-        server.taken,
-        hidden=True,
-        fallback=server,
+    noise = math.sqrt(plan.per_round)  # on the cohort's sum
+    return _with_the_others(
+        server,
+        everyone=clients.rate == 1,
+        chosen=clients.rate,
+        taken=replace(mechanism, weight=noise * mechanism.weight),
+        # Of a client as of a record: whoever else is drawn in its place moves the sum by twice its sensitivity.
+        replaced=replace(mechanism, weight=noise / 2),
     )
 
 

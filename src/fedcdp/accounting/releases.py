@@ -49,6 +49,18 @@ class SlottedPoisson:
 
 
 @dataclass(frozen=True)
+class OverfullPoisson:
+    """A bound on every `SlottedPoisson` of at most this `rate` whose slots overflow with at most this probability.
+
+    One such bound covers many clients that hold different numbers of records.
+    """
+
+    rate: float
+    overflow: float
+    z: float
+
+
+@dataclass(frozen=True)
 class WithoutReplacement:
     """A fixed-size sample that holds the unit with probability `rate`, in secret; replacing the unit by another moves the
     sum by two sensitivities. `half_z` is the noise over that distance."""
@@ -94,6 +106,7 @@ Release = (
     | Gaussian
     | PoissonGaussian
     | SlottedPoisson
+    | OverfullPoisson
     | WithoutReplacement
     | Lottery
     | Draws

@@ -16,6 +16,7 @@ from fedcdp.accounting.releases import (
     Gaussian,
     Lottery,
     Nothing,
+    OverfullPoisson,
     PoissonGaussian,
     Release,
     Repeated,
@@ -48,8 +49,9 @@ def _curve(release: Release) -> Curve:
             event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
             return curve_of_event(event, ORDERS, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
         case WithoutReplacement(rate, half_z):
-            # The accountant takes the noise multiplier as it stands: the doubled distance is in `half_z` already.
-            sample = Fraction(rate).limit_denominator(10**6)
+            # The accountant takes the noise multiplier as it stands: the doubled distance is in `half_z` already. A float is
+            # a fraction of whole numbers, so the rate is passed on as it is, however small.
+            sample = Fraction(rate)
             event = dp_accounting.SampledWithoutReplacementDpEvent(
                 sample.denominator, sample.numerator, dp_accounting.GaussianDpEvent(half_z)
             )
@@ -62,7 +64,7 @@ def _curve(release: Release) -> Curve:
             return times * _curve(inner)
         case Sequence(parts):
             return np.asarray(np.sum([_curve(part) for part in parts], axis=0), dtype=np.float64)
-        case SlottedPoisson():
+        case SlottedPoisson() | OverfullPoisson():
             raise PlanError(
                 "mode: rdp does not know Poisson record sampling with slots; use mode tight, or another record sampling"
             )

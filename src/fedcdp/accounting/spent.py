@@ -20,13 +20,13 @@ def spent(directory: Path | str, mode: Mode = "tight") -> tuple[Plan, Privacy]:
     ledger = Ledger.open(run.ledger)
     check_ledger(run, ledger)
     try:
-        plan, population = Plan(**ledger.plan), Population(**ledger.population)
+        plan, population = Plan(**ledger.plan), Population.read(ledger.population)
     except (TypeError, FedcdpError) as error:
         raise RunError(f"{run.ledger} holds a plan or population that this program does not know: {error}") from error
-    return plan, state(plan, population, mode=mode, rounds=ledger.rounds_charged, usage=usage_of(ledger, population))
+    return plan, state(plan, population, mode=mode, rounds=ledger.rounds, usage=usage_of(ledger, population))
 
 
 def usage_of(ledger: Ledger, population: Population) -> Usage:
     """How often the most-used clients took part: one, or as many as may hold copies of a record."""
     counts = ledger.busiest(population.copies)
-    return Usage(ledger.rounds_charged, tuple(int(count) for count in counts))
+    return Usage(ledger.rounds, tuple(int(count) for count in counts))

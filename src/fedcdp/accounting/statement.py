@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,10 +22,12 @@ _VACUOUS = 50.0  # an ε from here on says nothing, and the table says so
 
 @dataclass(frozen=True)
 class Usage:
-    """What a ledger has counted so far: releases charged, and how often the most-used clients took part, descending."""
+    """What a ledger has counted so far."""
 
-    rounds: int
+    rounds: tuple[int, ...]
+    """Every round that was released; one that was released twice stands here twice."""
     participations: tuple[int, ...]
+    """How often the most-used clients took part, descending."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,14 @@ class Privacy:
 
 
 def state(
-    plan: Plan, population: Population, *, mode: Mode = "tight", rounds: int | None = None, usage: Usage | None = None
+    plan: Plan,
+    population: Population,
+    *,
+    mode: Mode = "tight",
+    rounds: int | Sequence[int] | None = None,
+    usage: Usage | None = None,
 ) -> Privacy:
-    """The privacy statement of a plan, for all its rounds or the first `rounds`.
+    """The privacy statement of a plan: for all its rounds, the first `rounds`, or the rounds that are listed.
 
     With a ledger's `usage`, also what the most-used client has spent so far.
     """
@@ -112,29 +119,40 @@ def state(
     return Privacy(plan.delta, mode, rows, _notes(plan, population, rows))
 
 
-def epsilon_after(view: View, plan: Plan, rounds: int, mode: Mode = "tight") -> float:
-    """The ε of a row after so many rounds, before it is known who takes part in them."""
-    return _smallest(view, lambda row: row.before(noise_multipliers(plan, rounds)), plan.delta, mode)
-
-
-def _smallest(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
-    """The smallest ε that holds: the row's own, or that of another row which bounds it."""
-    epsilon = tight.epsilon if mode == "tight" else renyi.epsilon
-    rows = [view] if view.fallback is None else [view, view.fallback]
-    return min(epsilon(release(row), delta) for row in rows)
-
-
-def _row(view: View, plan: Plan, population: Population, mode: Mode, rounds: int | None, usage: Usage | None) -> Row:
+def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mode = "tight") -> float:
+    """The ε of a row after these rounds, before it is known who takes part in them."""
     multipliers = noise_multipliers(plan, rounds)
-    worst = _smallest(view, lambda row: row.worst(multipliers), plan.delta, mode)
+    return _epsilon(view, lambda row: row.before(multipliers), plan.delta, mode)
+
+
+def _epsilon(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
+    """The ε of a row: for each client size the smallest that holds, and of all sizes the largest."""
+    epsilon = tight.epsilon if mode == "tight" else renyi.epsilon
+    of_sizes = []
+    for row in (view, *view.others):
+        rows = [row] if row.fallback is None else [row, row.fallback]
+        of_sizes.append(min(epsilon(release(each), delta) for each in rows))
+    return max(of_sizes)
+
+
+def _row(
+    view: View,
+    plan: Plan,
+    population: Population,
+    mode: Mode,
+    rounds: int | Sequence[int] | None,
+    usage: Usage | None,
+) -> Row:
+    multipliers = noise_multipliers(plan, rounds)
+    worst = _epsilon(view, lambda row: row.worst(multipliers), plan.delta, mode)
     used = None
     if usage is not None:
         charged = noise_multipliers(plan, usage.rounds)
         participations = sum(usage.participations[: population.copies if view.unit == "unique" else 1])
-        used = _smallest(view, lambda row: row.used(charged, participations), plan.delta, mode)
+        used = _epsilon(view, lambda row: row.used(charged, participations), plan.delta, mode)
     # To take part in every round is the worst that can happen, so its ε holds before anything has happened, too.
-    epsilon = min(worst, epsilon_after(view, plan, len(multipliers), mode))
-    return Row(view.adversary, view.unit, view.relation, epsilon, used, worst, view.assumption)
+    before = _epsilon(view, lambda row: row.before(multipliers), plan.delta, mode)
+    return Row(view.adversary, view.unit, view.relation, min(worst, before), used, worst, view.assumption)
 
 
 def _as_printed(plan: Plan) -> Privacy:
@@ -163,7 +181,7 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
     if any(_VACUOUS <= row.epsilon < math.inf for row in rows):
         notes.append(f"an ε above {_VACUOUS:g} is no protection at all")
     if plan.private and plan.compression:
-        notes.append("pruning comes after the noise and costs nothing")
+        notes.append("pruning comes after the noise and costs nothing; other clients' noise is not credited beside it")
     return tuple(notes)
 
 

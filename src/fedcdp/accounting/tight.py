@@ -23,6 +23,7 @@ from fedcdp.accounting.releases import (
     Gaussian,
     Lottery,
     Nothing,
+    OverfullPoisson,
     PoissonGaussian,
     Release,
     Repeated,
@@ -38,7 +39,6 @@ _FINEST = 1e-4
 _NEGLIGIBLE = 1e-13
 _POINTS = 8_000  # about how many losses one release is tabulated on: the error stays below one per cent, upwards
 _COARSEST = 1.0  # beyond, a table of losses would cost more ε than the secrecy of sampling saves
-_MOST_LOTTERIES = 64  # distinct ones in one release, between which the tail's probability is shared
 _TAIL = 1e-15  # probability that a composition may move to an infinite loss: far below any δ in use
 
 
@@ -61,31 +61,43 @@ def epsilon(release: Release, delta: float) -> float:
 def _epsilon_of_gaussians(release: Release, delta: float) -> float:
     """An ε that gives up the secrecy of sampling: a bound that holds for any noise, however weak.
 
-    How often a lottery was drawn is bounded with probability 1 − δ/2; what was drawn is then Gaussian.
+    Every lottery in the release is drawn at most so often, except with its share of δ/2. What was drawn is then Gaussian.
+    Under zero-out the record keeps its slot, so a slotted sum moves by one sensitivity, also where slots overflow.
     """
-    precision, lotteries = 0.0, 0
-    for part in release.parts if isinstance(release, Sequence) else (release,):
-        inner, times = (part.inner, part.times) if isinstance(part, Repeated) else (part, 1)
-        lotteries += isinstance(inner, Lottery | Draws)
-        precision += _precision(inner, times, delta / 2 / _MOST_LOTTERIES)
-    if lotteries > _MOST_LOTTERIES:
-        return math.inf
+    lotteries = _lotteries(release)
+    precision = _precision(release, 1, delta / 2 / max(lotteries, 1))
+    if precision == 0:  # but for δ/2, nothing at all is shown
+        return 0.0
     return gaussian_epsilon(1 / math.sqrt(precision), delta / 2 if lotteries else delta)
 
 
-def _precision(release: Release, times: int, tail: float) -> float:
-    """Σ 1/z² of a release so many times, at most, but for a probability of `tail`."""
+def _lotteries(release: Release) -> int:
+    """How many lotteries a release is made of, nested ones included: `_precision` spends one tail for each."""
     match release:
-        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | WithoutReplacement(_, z):
+        case Lottery(inner):
+            return 1 + _lotteries(inner)
+        case Draws(inner) | Repeated(inner):
+            return _lotteries(inner)
+        case Sequence(parts):
+            return sum(_lotteries(part) for part in parts)
+    return 0
+
+
+def _precision(release: Release, times: int, tail: float) -> float:
+    """Σ 1/z² of a release so many times, at most, but for a probability of `tail` for each lottery in it."""
+    match release:
+        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | OverfullPoisson(_, _, z):
             return times / z**2
+        case WithoutReplacement(_, half_z):
+            return times / half_z**2
         case Lottery(inner, rate):
-            return _precision(inner, 1, tail) * float(binom.isf(tail, times, rate))
+            return _precision(inner, int(binom.isf(tail, times, rate)), tail)
         case Draws(inner, probabilities):
-            return _precision(inner, 1, tail) * times * (len(probabilities) - 1)
+            return _precision(inner, times * (len(probabilities) - 1), tail)
         case Repeated(inner, often):
             return _precision(inner, times * often, tail)
         case Sequence(parts):
-            return times * sum(_precision(part, 1, tail) for part in parts)
+            return sum(_precision(part, times, tail) for part in parts)
     return 0.0
 
 
@@ -119,8 +131,10 @@ def _interval(release: Release) -> float:
 
 def _smallest_z(release: Release) -> float:
     match release:
-        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | WithoutReplacement(_, z):
+        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | OverfullPoisson(_, _, z):
             return z
+        case WithoutReplacement(_, half_z):
+            return half_z
         case Lottery(inner) | Draws(inner) | Repeated(inner):
             return _smallest_z(inner)
         case Sequence(parts):
@@ -150,6 +164,8 @@ def _of_one(release: Release, interval: float) -> Distribution:
             return pld.from_truncated_subsampled_gaussian_mechanism(
                 records, rate, slots, z, value_discretization_interval=interval
             )
+        case OverfullPoisson(rate, overflow, z):
+            return _overfull(rate, overflow, z, interval)
         case WithoutReplacement(rate, half_z):
             return _without_replacement(rate, half_z, interval)
         case Lottery(inner, rate):
@@ -157,6 +173,18 @@ def _of_one(release: Release, interval: float) -> Distribution:
         case Draws(inner, probabilities):
             return _draws(_distribution(inner, interval), probabilities, interval)
     raise TypeError(f"{release} has no privacy loss distribution")
+
+
+def _overfull(rate: float, overflow: float, z: float, interval: float) -> Distribution:
+    """Where slots overflow, the record may take another's place: it moves the sum by two sensitivities.
+
+    A record that is drawn and kept although slots overflow is at least drawn, so `rate` bounds that probability, too.
+    """
+    plain = pld.from_gaussian_mechanism(z, sampling_prob=rate, value_discretization_interval=interval)
+    replaced = pld.from_gaussian_mechanism(
+        z / 2, sampling_prob=rate, value_discretization_interval=interval, neighboring_relation=pld.NeighborRel.REPLACE_ONE
+    )
+    return replaced.compute_mixture(plain, overflow)
 
 
 def _without_replacement(rate: float, half_z: float, interval: float) -> Distribution:

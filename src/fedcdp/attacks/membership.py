@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedcdp.audit.bounds import Numbers, upper_limit
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError
+from fedcdp.evaluation import is_binary
 from fedcdp.randomness import numpy_generator
 
 CONFIDENCE = 0.99
@@ -76,7 +77,8 @@ def infer_membership(
     """Attack a trained model with records that it was trained on, and others from the same source.
 
     At most so many of each are used, drawn by `seed`, which also cuts them into halves. What is not finite in the model's
-    answer to a record counts as no confidence at all. The model is not changed; dropout is off.
+    answer to a record counts as no confidence at all. A single output is taken as the logit of class 1. The model is not
+    changed; dropout is off.
     """
     if (fewest := min(len(members), len(others), most)) < 2 or members.shape != others.shape:
         trouble = f"not {fewest}" if fewest < 2 else f"of one shape, not {list(members.shape)} and {list(others.shape)}"
@@ -105,6 +107,8 @@ def infer_membership(
 
 def _confidence(outputs: Tensor, targets: Tensor) -> Numbers:
     """z_y − log Σ_{j≠y} e^{z_j}: the logit of p_y, with no p_y that could round to 0 or 1 on the way."""
+    if is_binary(outputs):  # one logit, that of class 1: the logit of class 0 is 0
+        outputs = torch.stack([torch.zeros_like(outputs.flatten()), outputs.flatten()], 1)
     if outputs.dim() != 2 or outputs.shape[1] <= int(targets.max()):
         raise DataError(f"the network's answer has shape {list(outputs.shape)}, not one number for each class")
     outputs, own = outputs.double(), targets[:, None]

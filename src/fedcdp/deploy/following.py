@@ -61,7 +61,7 @@ class Follower:
         """ε so far, for people; nothing until the server has opened its ledger."""
         if self._budget is None:
             try:
-                population = Population(**Ledger.open(self._run.ledger).population)
+                population = Population.read(Ledger.open(self._run.ledger).population)
             except (RunError, TypeError):
                 return ""
             self._budget = Budget(self._experiment, population)

@@ -30,9 +30,9 @@ class BatchedEngine:
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self._chain = chain_of(model)
         self._reference = FunctionalEngine(model, loss)
-        self.model, self.layout, self.loss = model, self._reference.layout, loss
+        self.model, self.layout, self.loss = model, self._reference.layout, self._reference.loss
         self.outputs, self.check = self._reference.outputs, self._reference.check
-        self._loss_gradients = _of_cross_entropy if loss is F.cross_entropy else _by_autograd(loss)
+        self._loss_gradients = _of_cross_entropy if loss is F.cross_entropy else _by_autograd(self.loss)
         keep_freed_memory()
 
     @torch.no_grad()

@@ -12,7 +12,8 @@ from torch.func import functional_call, grad, vmap
 
 from fedcdp.clipping import clip
 from fedcdp.engine.base import Batch, Loss
-from fedcdp.errors import ModelError
+from fedcdp.engine.diagnosis import refusal
+from fedcdp.engine.losses import on_labels
 from fedcdp.tree import Group, Layout, Tree, masked
 
 
@@ -26,7 +27,7 @@ class FunctionalEngine:
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.layout = Layout.of(model)
         self.model = model
-        self.loss = loss
+        self.loss = on_labels(loss)
         parameters = dict(model.named_parameters())
         frozen = {name: p.detach() for name, p in parameters.items() if name not in self.layout.shapes}
         self._constants: Tree = frozen | dict(model.named_buffers())
@@ -63,18 +64,11 @@ class FunctionalEngine:
         single = {name: value[None] for name, value in weights.items()}
         gradients = self.per_example_gradients if per_example else self.summed_gradients
         nobody = Batch(torch.zeros_like(batch.inputs), torch.zeros_like(batch.targets), batch.present)
-        try:
-            gradients(single, nobody)
-        except Exception as error:
-            first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ModelError(f"the network cannot be differentiated by torch.func: {first_line}") from error
-        try:
-            gradients(single, batch)
-        except Exception as error:  # whose text may quote a record
-            raise ModelError(
-                f"the network cannot be differentiated by torch.func on the first client's records ({type(error).__name__}) "
-                "though it can on zeros: is a label beyond its outputs, or an input out of its range?"
-            ) from None
+        for tried, are_records in ((nobody, False), (batch, True)):
+            try:
+                gradients(single, tried)
+            except Exception as error:
+                raise refusal(self.model, self.loss, tried, error, are_records) from (None if are_records else error)
 
     def _call(self, weights: Tree, inputs: Tensor) -> Tensor:
         outputs: Tensor = functional_call(self.model, (weights, self._constants), (inputs,))
@@ -86,6 +80,8 @@ class FunctionalEngine:
     def _summed_loss(self, weights: Tree, inputs: Tensor, targets: Tensor, present: Tensor) -> Tensor:
         outputs = self._call(weights, inputs)
         losses = vmap(lambda output, target: self.loss(output[None], target[None]))(outputs, targets)
+        if losses.dim() != 1:
+            raise ValueError(f"the loss of one example has shape {list(losses.shape[1:])}; it must be one number")
         return (losses * present).sum()
 
 

@@ -8,9 +8,11 @@ Run configuration: `experiment` (a configuration file of fedcdp), `out` (the run
 with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `round-timeout`, `subscribe-timeout`, `reproducible`,
 `largest-ratio`, `most-failed-rounds`.
 
-The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on: what clients say
-of their own records neither raises nor lowers it. Where the server adds the noise, the ε of the model's readers rests on
-nobody knowing who took part: every round then takes all of `round-timeout`, and no number of clients or seconds is written.
+The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on, so that a client
+that understates its records changes nothing. Sizes that clients state above that count, too: an ε that holds for all of them
+is printed. (It differs only where more records cost more, which a full step's dropped records may do for N_i close to S.)
+Where the server adds the noise, the ε of the model's readers rests on nobody knowing who took part: every round then takes all
+of `round-timeout`, and no number of clients or seconds is written.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -33,6 +36,7 @@ from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
+from fedcdp.engine import Loss
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.evaluation import evaluate
 from fedcdp.experiment import Experiment, assemble, read_toml
@@ -94,21 +98,30 @@ class Outcome:
 
 
 def server_app(
-    experiment: Experiment | None = None, *, out: Path | str | None = None, settings: ServerSettings | None = None
+    experiment: Experiment | None = None,
+    *,
+    out: Path | str | None = None,
+    settings: ServerSettings | None = None,
+    loss: Loss = F.cross_entropy,
 ) -> ServerApp:
-    """A ServerApp for an experiment; what is not given here is read from the run configuration."""
+    """A ServerApp for an experiment; what is not given here is read from the run configuration.
+
+    The server evaluates the model by `loss`, which must be the clients'.
+    """
     app = ServerApp()
 
     def main(grid: Grid, context: Context) -> None:
         config = context.run_config
         wanted = experiment or assemble(read_toml(_text(config, "experiment")))
-        serve(grid, wanted, out or _text(config, "out"), settings or ServerSettings.of(config))
+        serve(grid, wanted, out or _text(config, "out"), settings or ServerSettings.of(config), loss)
 
     app.main()(main)
     return app
 
 
-def serve(grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings) -> Outcome:
+def serve(
+    grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings, loss: Loss = F.cross_entropy
+) -> Outcome:
     """Train an experiment over the clients that a grid connects, or go on with the run that is in the directory."""
     directory = RunDirectory(out)
     if directory.config.is_file():
@@ -122,7 +135,7 @@ def serve(grid: Grid, experiment: Experiment, out: Path | str, settings: ServerS
         dealt = _dealt(experiment, splits)
         if settings.smallest_records is None:
             settings = replace(settings, smallest_records=dealt.smallest if dealt else experiment.plan.batch_size)
-        job = _job(directory, experiment, splits.train.shape, splits.train.classes, settings)
+        job = replace(_job(directory, experiment, splits.train.shape, splits.train.classes, settings), loss=loss)
         # Clients that hold a part of a benchmark hold the copies that its deal makes; others are taken to hold their own.
         copies = dealt.copies if dealt and experiment.data.dataset else 1
         return _Server(grid, directory, experiment, job, splits.validation, copies, settings).run()
@@ -216,7 +229,7 @@ class _Server:
         population = self._population(roster)
         self._job = replace(self._job, smallest_records=population.records)
         releases = Releases(len(roster), self._ledger(population, state.round))
-        most = Budget(self._experiment, population).most_releases
+        budget = Budget(self._experiment, population)
         strategy = PlanStrategy(
             self._job,
             roster,
@@ -226,9 +239,9 @@ class _Server:
             message_lifetime=self._settings.round_timeout + 60,
         )
         strategy.summary()
-        return self._rounds(strategy, most)
+        return self._rounds(strategy, budget)
 
-    def _rounds(self, strategy: PlanStrategy, most: int | None) -> Outcome:
+    def _rounds(self, strategy: PlanStrategy, budget: Budget) -> Outcome:
         plan, failed = self._job.plan, 0
         self._directory.forget_metrics_after(strategy.state.round)
         while strategy.state.round < plan.rounds:
@@ -237,7 +250,7 @@ class _Server:
                 return self._end("too-few-clients", strategy.state, _too_few(remaining, self._least))
             if failed >= self._settings.most_failed_rounds:
                 return self._end("too-few-clients", strategy.state, f"{failed} rounds in a row had too few updates")
-            if not strategy.releases.may_go_on(strategy.state.round, most):
+            if not strategy.releases.may_go_on(strategy.state.round, budget.allows):
                 return self._end("budget", strategy.state, "one more round would exceed max_epsilon")
             failed = 0 if self._round(strategy) else failed + 1
         return self._end("done", strategy.state, "all rounds are done")
@@ -309,22 +322,27 @@ class _Server:
         A run that version 0.1.0 began is stated for the fewest that its clients said they have, as it was then.
         """
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
-        said = min(member.records for member in roster)
-        allowed = min(said, self._job.smallest_records or said)
+        said = sorted({member.records for member in roster})
         if self._directory.ledger.exists():
-            allowed = Population(**Ledger.open(self._directory.ledger).population).records
-            if allowed > said:
-                raise RunError(f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said}")
-        if allowed < said:
-            _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said, said)
-        return Population(len(roster), allowed, min(self._copies, len(roster)), layers)
+            stored = Population.read(Ledger.open(self._directory.ledger).population)
+            allowed, sizes = stored.records, stored.sizes
+            if allowed > said[0]:
+                raise RunError(
+                    f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said[0]}"
+                )
+        else:
+            allowed = min(said[0], self._job.smallest_records or said[0])
+            sizes = tuple(sorted({allowed, *said})) if said != [allowed] else ()
+        if allowed < said[0]:
+            _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said[0], said[0])
+        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, sizes)
 
     def _ledger(self, population: Population, rounds_done: int) -> Ledger:
         noise: NoiseKind = "seeded" if self._job.reproducible else "secure"
         # Not the seed: a ledger may be handed to an accountant, and who is drawn next is nobody's to know.
         plan = {key: value for key, value in self._job.plan.written().items() if key != "seed"}
-        ledger = Ledger.open_or_create(self._directory.ledger, plan, asdict(population), noise)
-        ledger.check(plan, asdict(population), noise, rounds_done)
+        ledger = Ledger.open_or_create(self._directory.ledger, plan, population.written(), noise)
+        ledger.check(plan, population.written(), noise, rounds_done)
         return ledger
 
     def _end(self, ended: str, state: State, sentence: str) -> Outcome:

@@ -59,7 +59,7 @@ def read_run(path: Path) -> RunFacts:
     ledger = Ledger.open(directory.ledger) if directory.ledger.exists() else None
     try:
         plan = Plan(**(ledger.plan if ledger else settings.get("plan", {})))
-        population = Population(**ledger.population) if ledger else None
+        population = Population.read(ledger.population) if ledger else None
     except (TypeError, FedcdpError) as error:
         raise RunError(f"{path} holds a plan or population that this program does not know: {error}") from error
     spending, missing = [], ""
@@ -68,7 +68,7 @@ def read_run(path: Path) -> RunFacts:
     elif not accounting_is_installed():
         missing = NO_ACCOUNTING
     else:
-        spending = over_releases(plan, population, [charge.clients for charge in ledger.charges])
+        spending = over_releases(plan, population, ledger.charges)
     privacy = spending[-1][1] if spending else None
     return RunFacts(
         path.resolve().name, plan, settings, directory.read_metrics(), privacy, missing, spending,

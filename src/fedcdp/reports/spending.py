@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedcdp.accounting.ledger import Charge
 from fedcdp.accounting.population import Population
 from fedcdp.plan import Plan
 
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 _POINTS = 10
 
 
-def over_releases(plan: Plan, population: Population, cohorts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Privacy]]:
-    """The statement after about ten numbers of releases, the last of them all; `cohorts` are the clients of each.
+def over_releases(plan: Plan, population: Population, charges: Sequence[Charge]) -> list[tuple[int, Privacy]]:
+    """The statement after about ten numbers of releases, the last of them all; `charges` are the releases.
 
     `epsilon_used` is then what the most-used client had spent by that time. Without a release there is nothing to state.
     """
     from fedcdp.accounting.statement import Usage, state
 
-    if not cohorts:
+    if not charges:
         return []
-    counted = np.zeros((len(cohorts), population.clients), dtype=np.int64)
-    for number, clients in enumerate(cohorts):
-        counted[number, clients] = 1
+    counted = np.zeros((len(charges), population.clients), dtype=np.int64)
+    for number, charge in enumerate(charges):
+        counted[number, charge.clients] = 1
     stated = []
-    for releases in _places(len(cohorts)):
+    for releases in _places(len(charges)):
         used = np.sort(counted[:releases].sum(0))[::-1][: population.copies]
-        usage = Usage(releases, tuple(int(times) for times in used))
-        stated.append((releases, state(plan, population, rounds=releases, usage=usage)))
+        rounds = tuple(charge.round for charge in charges[:releases])
+        usage = Usage(rounds, tuple(int(times) for times in used))
+        stated.append((releases, state(plan, population, rounds=rounds, usage=usage)))
     return stated
 
 

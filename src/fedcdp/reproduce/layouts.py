@@ -166,7 +166,8 @@ def _leak(found: dict[str, Any]) -> dict[str, Any]:
 
 def attacks(table: Table, cells: Cells) -> Iterator[Section]:
     """A section for each dataset and way to attack."""
-    columns = [("method", "method", "text"), ("paper succeeds", "paper: succeeds", "yes"), *_LEAKS[:2]]
+    columns = [("method", "method", "text"), ("victims", "victims", "text"), ("paper succeeds", "paper: succeeds", "yes")]
+    columns += _LEAKS[:2]
     columns += [("paper distance", "paper: distance", "number"), *_LEAKS[2:3], ("difference", "− paper", "signed")]
     columns += [("paper iterations", "paper: iterations", "number"), *_LEAKS[3:], ("agrees", "agrees", "yes")]
     for start, rows in _groups(table, 2):
@@ -175,6 +176,7 @@ def attacks(table: Table, cells: Cells) -> Iterator[Section]:
             row = "/".join(values)
             printed, found = table.printed.get(row, {}), _leak(cells.get(row, {}))
             told = {"method": values[-1], **found, **{f"paper {name}": value for name, value in printed.items()}}
+            told["victims"] = cells.get(row, {}).get("victims")
             told["difference"] = difference(found["distance"], printed.get("distance"))
             if found["recognisable"] is not None and "succeeds" in printed:
                 # Half of the victims recognisable: what a table with one Yes or No for all of them can mean.

@@ -49,8 +49,11 @@ def _epsilon(table: Table, cells: Cells, sections: list[Section]) -> Iterator[st
 
 
 def _attacks(table: Table, cells: Cells, sections: list[Section]) -> Iterator[str]:  # noqa: ARG001
-    agree = [row["agrees"] for section in sections for row in section["rows"] if row["agrees"] is not None]
-    yield f"success or failure as printed in {sum(agree)} of {len(agree)} rows"
+    """Rows of Fed-CDP are counted apart: every attack that fails agrees with the paper's No, whatever the reason."""
+    rows = [row for section in sections for row in section["rows"] if row["agrees"] is not None]
+    for kind, which in (("without Fed-CDP", False), ("with Fed-CDP, where a failed attack always agrees", True)):
+        agree = [row["agrees"] for row in rows if row["method"].startswith("Fed-CDP") is which]
+        yield f"success or failure as printed in {sum(agree)} of {len(agree)} rows {kind}"
 
 
 def _time(table: Table, cells: Cells, sections: list[Section]) -> Iterator[str]:  # noqa: ARG001
