@@ -11,8 +11,9 @@ with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `round-timeout`, 
 The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on, so that a client
 that understates its records changes nothing. Sizes that clients state above that count, too: an ε that holds for all of them
 is printed. (It differs only where more records cost more, which a full step's dropped records may do for N_i close to S.)
-Where the server adds the noise, the ε of the model's readers rests on nobody knowing who took part: every round then takes all
-of `round-timeout`, and no number of clients or seconds is written.
+
+Where the server adds the noise, the ε of the model's readers rests on nobody knowing who took part: every round then takes
+all of `round-timeout`, and no number of clients or seconds is written.
 """
 
 from __future__ import annotations
