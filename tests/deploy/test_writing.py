@@ -5,19 +5,22 @@ from __future__ import annotations
 import stat
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cryptography")
+pytest.importorskip("flwr")
 
 from fedcdp.deploy.errors import DeploymentError
 from fedcdp.deploy.site import Site, SiteSettings
 from fedcdp.deploy.writing import experiment_for, write
 from fedcdp.errors import PlanError
-from fedcdp.experiment import assemble, read_toml
-from fedcdp.flower.policy import ClientPolicy
+from fedcdp.experiment import Experiment, assemble, read_toml
+from fedcdp.flower.policy import ClientPolicy, effective_noise
+from fedcdp.flower.strategy import Job, deployed
 
 CANCER = {"data": {"dataset": "cancer"}, "plan": {"rounds": 3, "local_steps": 2}}
 SECRETS = ("ca.key", "server.key", "node.key", "node.toml", "policy.toml")
@@ -160,3 +163,25 @@ def test_a_directory_that_is_no_deployment_is_said_to_be_none(tmp_path: Path) ->
     (tmp_path / "deployment.toml").write_text("nodez = 3")
     with pytest.raises(DeploymentError, match="nodez"):
         Site(tmp_path).require()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"noise_multiplier": 0.681234567}, {"noise_multiplier": 1 / 3}, {"noise": "cohort"}, {"clip": "linear(2, 6)",
+     "noise_follows_clip": False}, {"clip": "quantile(0.5, 4)"}, {"method": "fed-cdp-decay", "noise_follows_clip": False}],
+)  # fmt: skip
+def test_the_policy_accepts_the_noise_of_the_plan_that_it_was_written_for(plan: dict[str, object], tmp_path: Path) -> None:
+    """A number that was rounded up would refuse it; σ, where a round or a sum has less, too."""
+    given = {"data": {"dataset": "cancer"}, "plan": {"rounds": 3, "local_steps": 2} | plan}
+    experiment = experiment_for(2, [given])
+    site = write(tmp_path / "site", SiteSettings(nodes=2), experiment)
+    policy = ClientPolicy.read(site.node(1).policy)
+    task = Job(plan=deployed(experiment.plan, False), network=experiment.network_for((30,), 2), network_name="mlp",
+               shape=(30,), classes=2, clients=2).task()  # fmt: skip
+    assert policy.smallest_noise_multiplier == effective_noise(experiment.plan) > 0
+    assert policy.objection(task) is None
+    assert "is below" in str(policy.objection(replace(task, plan=task.plan.but(noise_multiplier=0.9 * _sigma(experiment)))))
+
+
+def _sigma(experiment: Experiment) -> float:
+    return experiment.plan.noise_multiplier

@@ -160,6 +160,7 @@ out = "run"
 # Noise from a published seed, which protects nobody: for tests.
 reproducible = {str(not experiment.plan.secure_noise).lower()}
 # Fewest clients to start and go on with, fewest updates for a model, seconds to wait for a round and for subscribers.
+# smallest-records: fewest records of a client, for which ε is stated; by default, as the experiment deals its data out.
 {waiting}
 """
 

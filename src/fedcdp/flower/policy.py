@@ -162,7 +162,7 @@ class ClientPolicy:
         known = ledger.tasks.get(task.digest(), Accepted(task, facts.records))
         if known.records != facts.records:
             return f"this task was accepted with {known.records} records, and now there are {facts.records}"
-        return self._all_taken(known) or (self._exceeded(ledger) if known.left else self._affordable(known, ledger, 0)[1])
+        return self._all_taken(known) or (self._exceeded(ledger) if known.left else self._affordable(known, ledger, 0, 1)[1])
 
     def reserve(self, digest: str, ledger: ClientLedger, round_: int) -> None:
         """See that a participation of the task from this round on is reserved; `RefusedError` where none can be."""
@@ -190,11 +190,13 @@ class ClientPolicy:
         except PlanError as error:
             return str(error)
 
-    def _affordable(self, accepted: Accepted, ledger: ClientLedger, round_: int) -> tuple[Reservation | None, str | None]:
-        """The reservation to be made for a task, or why there is none."""
+    def _affordable(
+        self, accepted: Accepted, ledger: ClientLedger, round_: int, limit: float = math.inf
+    ) -> tuple[Reservation | None, str | None]:
+        """The reservation to be made for a task from a round on, of at most `limit`, or why there is none."""
         plan, made, grant = accepted.task.plan, len(accepted.releases), self.grant
         most = math.inf if self.participations is None else self.participations
-        wanted = int(min(wanted_participations(plan, round_), most - made))
+        wanted = int(min(wanted_participations(plan, round_), most - made, limit))
         new = Reservation(accepted.task, accepted.records, ledger.next_place, wanted)
         if grant is None:
             return new, None

@@ -8,9 +8,12 @@ Run configuration: `experiment` (a configuration file of fedcdp), `out` (the run
 with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `round-timeout`, `subscribe-timeout`, `reproducible`,
 `largest-ratio`, `most-failed-rounds`.
 
-The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on: what clients say
-of their own records neither raises nor lowers it. Where the server adds the noise, the ε of the model's readers rests on
-nobody knowing who took part: every round then takes all of `round-timeout`, and no number of clients or seconds is written.
+The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on, so that a client
+that understates its records changes nothing. Sizes that clients state above that count, too: an ε that holds for all of them
+is printed. (It differs only where more records cost more, which a full step's dropped records may do for N_i close to S.)
+
+Where the server adds the noise, the ε of the model's readers rests on nobody knowing who took part: every round then takes
+all of `round-timeout`, and no number of clients or seconds is written.
 """
 
 from __future__ import annotations
@@ -322,17 +325,19 @@ class _Server:
         """
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
         said = sorted({member.records for member in roster})
-        allowed = min(said[0], self._job.smallest_records or said[0])
         if self._directory.ledger.exists():
-            allowed = Population.read(Ledger.open(self._directory.ledger).population).records
+            stored = Population.read(Ledger.open(self._directory.ledger).population)
+            allowed, sizes = stored.records, stored.sizes
             if allowed > said[0]:
                 raise RunError(
                     f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said[0]}"
                 )
+        else:
+            allowed = min(said[0], self._job.smallest_records or said[0])
+            sizes = tuple(sorted({allowed, *said})) if said != [allowed] else ()
         if allowed < said[0]:
             _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said[0], said[0])
-        sizes = sorted({allowed, *said})
-        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, tuple(sizes[1:] and sizes))
+        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, sizes)
 
     def _ledger(self, population: Population, rounds_done: int) -> Ledger:
         noise: NoiseKind = "seeded" if self._job.reproducible else "secure"
