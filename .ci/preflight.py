@@ -1,0 +1,52 @@
+"""Check the interpreter and announce a large download, before `make` installs anything.
+
+    python3 .ci/preflight.py TORCH_INDEX
+
+It runs under whatever `python3` is, so it uses nothing that an old interpreter lacks.
+"""
+
+import platform
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = "2.13.0"  # the version of torch whose sizes these are, on Linux x86-64
+DOWNLOAD, INSTALLED = "2.8 GB", "5.6 GB"
+CHOICES = "https://pytorch.org/get-started/locally/"
+
+
+def unsupported(version, pyproject):
+    """The reason why a (major, minor) version cannot be used, or an empty text."""
+    low, high = re.search(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"$', pyproject, re.MULTILINE).groups()
+    if version[0] == 3 and int(low) <= version[1] < int(high):
+        return ""
+    return "PYTHON: Python {}.{} is not supported, 3.{} to 3.{} are: make demo PYTHON=python3.{}".format(
+        version[0], version[1], low, int(high) - 1, int(high) - 2
+    )
+
+
+def announcement(index, system, installed):
+    """How large the download is going to be; an empty text where it is not large or not known."""
+    if index or installed or system != "Linux":
+        return ""
+    return "Downloading torch with its CUDA libraries: about {}, {} on disk. Without a GPU, take a CPU build: make demo TORCH_INDEX=... ({})".format(
+        DOWNLOAD, INSTALLED, CHOICES
+    )
+
+
+def main():
+    """Print what there is to say; end with 2 under an interpreter that is not supported."""
+    reason = unsupported(sys.version_info[:2], (ROOT / "pyproject.toml").read_text())
+    if reason:
+        print(reason, file=sys.stderr)
+        return 2
+    installed = any((ROOT / ".venv").glob("lib/python3.*/site-packages/torch/__init__.py"))
+    line = announcement("".join(sys.argv[1:]), platform.system(), installed)
+    if line:
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
