@@ -2,7 +2,7 @@
 
     python3 .ci/preflight.py TORCH_INDEX
 
-It runs under whatever `python3` is, so it uses nothing that an old interpreter lacks.
+It runs under whatever `python3` is, so it uses nothing that Python 3.6 lacks.
 """
 
 import platform
@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = "2.13.0"  # the version of torch whose sizes these are, on Linux x86-64
-DOWNLOAD, INSTALLED = "2.8 GB", "5.6 GB"
+DOWNLOAD, INSTALLED = "2.8 GB", "5.4 GB"
+CPU = "https://download.pytorch.org/whl/cpu"
 CHOICES = "https://pytorch.org/get-started/locally/"
 
 
@@ -21,8 +22,10 @@ def unsupported(version, pyproject):
     low, high = re.search(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"$', pyproject, re.MULTILINE).groups()
     if version[0] == 3 and int(low) <= version[1] < int(high):
         return ""
-    return "PYTHON: Python {}.{} is not supported, 3.{} to 3.{} are: make demo PYTHON=python3.{}".format(
-        version[0], version[1], low, int(high) - 1, int(high) - 2
+    newest = int(high) - 1
+    return (
+        f"PYTHON: Python {version[0]}.{version[1]} is not supported, 3.{low} to 3.{newest} are; "
+        f"name another one, for example: make demo PYTHON=python3.{newest}"
     )
 
 
@@ -30,8 +33,10 @@ def announcement(index, system, installed):
     """How large the download is going to be; an empty text where it is not large or not known."""
     if index or installed or system != "Linux":
         return ""
-    return "Downloading torch with its CUDA libraries: about {}, {} on disk. Without a GPU, take a CPU build: make demo TORCH_INDEX=... ({})".format(
-        DOWNLOAD, INSTALLED, CHOICES
+    return (
+        f"This downloads torch with its CUDA libraries: about {DOWNLOAD}, and {INSTALLED} on disk once installed.\n"
+        f"Without a GPU, stop here and take a CPU build, which is far smaller: make demo TORCH_INDEX={CPU}\n"
+        f"Other builds: {CHOICES}"
     )
 
 
