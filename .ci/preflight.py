@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = "2.13.0"  # the version of torch whose sizes these are, on Linux x86-64
 DOWNLOAD, INSTALLED = "2.8 GB", "5.4 GB"
+DOWNLOAD_CPU, INSTALLED_CPU = "0.3 GB", "1.4 GB"
 CPU = "https://download.pytorch.org/whl/cpu"
 CHOICES = "https://pytorch.org/get-started/locally/"
 
@@ -35,7 +36,7 @@ def announcement(index, system, installed):
         return ""
     return (
         f"This downloads torch with its CUDA libraries: about {DOWNLOAD}, and {INSTALLED} on disk once installed.\n"
-        f"Without a GPU, stop here and take a CPU build, which is far smaller: make demo TORCH_INDEX={CPU}\n"
+        f"Without a GPU, stop here and take a CPU build, which downloads {DOWNLOAD_CPU}: make demo TORCH_INDEX={CPU}\n"
         f"Other builds: {CHOICES}"
     )
 

@@ -104,8 +104,8 @@ def test_a_large_download_is_announced_once_and_only_then(preflight: dict[str, A
 def test_the_sizes_were_measured_with_the_pinned_torch(preflight: dict[str, Any]) -> None:
     assert f"\ntorch=={preflight['MEASURED']}\n" in (ROOT / "constraints.txt").read_text()
     readme = (ROOT / "README.md").read_text()
-    assert preflight["DOWNLOAD"] in readme
-    assert preflight["INSTALLED"] in readme
+    assert f"downloads {preflight['DOWNLOAD']}, and `.venv` takes {preflight['INSTALLED']}" in readme
+    assert f"a CPU build: {preflight['DOWNLOAD_CPU']} and {preflight['INSTALLED_CPU']}." in readme
     assert f"TORCH_INDEX={preflight['CPU']}`" in readme
     assert preflight["CHOICES"] in readme
 
