@@ -20,7 +20,8 @@ ROUNDS = 60
 LONG = ["train", "--dataset", "cancer", "--clients", 12, "--per-round", 8, "--local-steps", 4, "--rounds", ROUNDS]
 
 # Kills a training with SIGKILL again and again, at moments that differ from time to time: some counted from the birth
-# of the process, the others from the next round that it writes. Each process is a fork, so that it starts at once.
+# of the process, the others from the next round that it writes (a resumed training first takes rounds back that no
+# checkpoint has). Each process is a fork, so that it starts at once.
 KILLER = """
 import json, os, random, signal, sys, time
 import torch
@@ -46,7 +47,7 @@ for kill in range(kills):
         finally:
             os._exit(9)
     deadline = time.monotonic() + 20
-    while (kill == 0 or kill % 2) and lines() == before and time.monotonic() < deadline:
+    while (kill == 0 or kill % 2) and lines() <= before and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(random.uniform(0, 0.03))
     os.kill(child, signal.SIGKILL)
