@@ -2,29 +2,44 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test integration audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
+.PHONY: demo test fresh integration audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Versions are fixed (constraints.txt), files are not: another platform has other files. With LOCKED=1, as in .ci/run, nothing
 # is installed whose hash is not in requirements-ci.txt (.ci/lock.py writes it).
-.venv/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
 ifdef LOCKED
+.venv/.installed-demo .venv/.installed: pyproject.toml requirements-ci.txt
+	$(PYTHON) -m venv .venv
 	$(PIP) --no-deps --require-hashes --requirement requirements-ci.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
+	touch $@
 else
-	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt --editable '.[dev,report,flower,docs]'
-endif
+# The demo needs the package alone. TORCH_INDEX names the package index that torch itself comes from, for another build of it.
+.venv/.installed-demo: pyproject.toml constraints.txt
+	@$(PYTHON) .ci/preflight.py "$(TORCH_INDEX)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt torch \
+		$(if $(TORCH_INDEX),--no-deps --index-url "$(TORCH_INDEX)")
+	$(PIP) --constraint constraints.txt --editable .
 	touch $@
 
-demo: .venv/.installed
+.venv/.installed: .venv/.installed-demo
+	$(PIP) --constraint constraints.txt --editable '.[dev,report,flower,docs]'
+	touch $@
+endif
+
+demo: .venv/.installed-demo
 	$(BIN)/fedcdp demo --out runs/demo
 
 test: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Both commands from nothing, in a clone, under each of Python 3.11 to 3.13 that is found, with the package index's own torch.
+# FRESH_PYTHONS="python3.12 /path/to/python3.13" names others, FRESH_TARGETS=demo runs less.
+fresh:
+	FRESH_PYTHONS="$(FRESH_PYTHONS)" FRESH_TARGETS="$(FRESH_TARGETS)" .ci/fresh
 
 # Every scenario of a deployment, with real Flower processes on the loopback; its log is kept.
 integration: .venv/.installed

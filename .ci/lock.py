@@ -1,10 +1,12 @@
-"""Write requirements-ci.txt: every package that CI installs, at one version, with the hash of every file of that version.
+"""Write requirements-ci.txt: every package that CI installs, at one version, with the hash of every file of that version;
+and .ci/metadata.json: what the package index states about every package that constraints.txt pins.
 
     .venv/bin/python .ci/lock.py
 
 Versions are those that pip resolves for pyproject.toml under constraints.txt. Hashes are those that the package index lists
 for all files of a version, for every platform. Of a local version (PyTorch's build for CPUs, 2.13.0+cpu) it is that of the
 file alone which pip would install here: the index has, under the same public version, another build with other dependencies.
+The metadata is that of the index's build. tests/test_pins.py compares the pins with it, whatever build is installed.
 """
 
 from __future__ import annotations
@@ -13,24 +15,24 @@ import json
 import re
 import subprocess
 import sys
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import unquote
+
+from packaging.utils import canonicalize_name
+from registry import files_of, metadata_of
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "requirements-ci.txt"
+METADATA = ROOT / ".ci" / "metadata.json"
 EXTRAS = "dev,report,flower,docs"
 BUILD = ("setuptools", "wheel")  # what builds this package; it is installed without isolation
-INDEX = "https://pypi.org/simple"
 HEAD = """# What CI installs, by hash; written by .ci/lock.py from pyproject.toml and constraints.txt. Do not edit.
 # pip install --no-deps --require-hashes -r requirements-ci.txt
 """
-_FILE = re.compile(r'href="[^"]*/([^"/#]+)#sha256=([0-9a-f]{64})"')
 
 
 def main() -> None:
-    """Resolve, look the hashes up, write."""
+    """Resolve, look hashes and metadata up, write."""
     packages = resolved()
     with ThreadPoolExecutor(8) as pool:
         hashes = dict(zip(packages, pool.map(lambda name: known(name, *packages[name]), packages), strict=True))
@@ -40,6 +42,11 @@ def main() -> None:
         lines.append(" \\\n".join(written) + "\n")
     TARGET.write_text("".join(lines))
     print(f"{TARGET.name}: {len(packages)} packages, {sum(map(len, hashes.values()))} files")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    with ThreadPoolExecutor(8) as pool:
+        stated = dict(zip(pins, pool.map(metadata_of, pins, pins.values()), strict=True))
+    METADATA.write_text(json.dumps(stated, indent=1, sort_keys=True) + "\n")
+    print(f"{METADATA.name}: what the index states about {len(stated)} packages")
 
 
 def resolved() -> dict[str, tuple[str, set[str]]]:
@@ -52,7 +59,7 @@ def resolved() -> dict[str, tuple[str, set[str]]]:
         name, version = each["metadata"]["name"], each["metadata"]["version"]
         if name != "fedcdp":
             archive = each["download_info"].get("archive_info", {}).get("hashes", {})
-            found[_normal(name)] = (version, {archive["sha256"]} if "sha256" in archive else set())
+            found[canonicalize_name(name)] = (version, {archive["sha256"]} if "sha256" in archive else set())
     return found
 
 
@@ -60,22 +67,7 @@ def known(name: str, version: str, own: set[str]) -> set[str]:
     """The hashes of all files of a version that the index has; of a local version, its own."""
     if "+" in version:
         return own
-    with urllib.request.urlopen(f"{INDEX}/{name}/", timeout=60) as page:  # noqa: S310  # nosec B310 (a fixed https address)
-        files = _FILE.findall(page.read().decode())
-    return own | {digest for file, digest in files if _version_of(unquote(file), name) == version}
-
-
-def _version_of(file: str, name: str) -> str | None:
-    """The version in the name of a wheel or a source archive."""
-    stem = re.sub(r"\.(whl|tar\.gz|zip|tar\.bz2)$", "", file)
-    normal, parts = _normal(stem), stem.split("-")
-    if file.endswith(".whl"):
-        return parts[1] if len(parts) >= 5 else None
-    return stem[len(name) + 1 :] if normal.startswith(f"{name}-") else None
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return own | {file.sha256 for file in files_of(name, version)}
 
 
 if __name__ == "__main__":
