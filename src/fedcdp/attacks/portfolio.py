@@ -21,7 +21,7 @@ from fedcdp.errors import DataError, FedcdpError, ModelError
 
 _FITS = 1e-3  # of the squared norm of what was seen: it is explained
 _MOST = 8  # attacks at most, for the progress
-_FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc", "seconds")
+_FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc")
 
 
 def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
@@ -47,7 +47,8 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
     attempt(closed_forms(attempts.scene))
     # The features hold all that the gradient of a linear head tells: a search finds them no better.
     if not any(each.attack == "linear-head" for each in results):
-        attempt(searches(attempts))
+        table = len(attempts.scene.shape) < 3 and bool(results)
+        attempt(filters(attempts) if table else [*searches(attempts), *filters(attempts)])
     if progress is not None:
         progress(_MOST * FINE, _MOST * FINE)
     if not results:
@@ -66,18 +67,20 @@ def closed_forms(scene: Scene) -> list[str]:
 
 
 def searches(attempts: Attempts) -> list[str]:
-    """The attacks that search, the likeliest to succeed first: those that know the method where it changes a gradient.
-
-    Under noise the matched filter says what a reader can tell at all.
-    """
+    """The attacks that search, the likeliest to succeed first: those that know the method where it changes a gradient."""
     captured = attempts.captured
     single = captured.inputs.shape[1] == 1 and captured.steps == 1
     if captured.deviation:
-        known = attempts.scene.simulator is not None and len(captured) > 1
-        return ["clip-aware" if single else "batch", "averaging", *(["matched-filter"] if known else [])]
+        return ["clip-aware" if single else "batch", "averaging"]
     if captured.plan.per_example or prunes(captured) or captured.steps > 1:
         return ["clip-aware", "cpl", "inverting-gradients"] if single else ["unrolled", "clip-aware", "batch"]
     return ["cpl", "clip-aware", "inverting-gradients"] if single else ["batch", "unrolled"]
+
+
+def filters(attempts: Attempts) -> list[str]:
+    """Under noise: the test that says what a reader can tell at all."""
+    known = attempts.scene.simulator is not None and len(attempts.captured) > 1
+    return ["matched-filter"] if known and attempts.captured.deviation else []
 
 
 def trial(summary: dict[str, Any]) -> dict[str, Any]:
