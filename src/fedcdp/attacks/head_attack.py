@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedcdp.attacks.candidates import Candidates
 from fedcdp.attacks.feature_prior import FeaturePrior
-from fedcdp.attacks.head_solver import Solved, shown, solve
+from fedcdp.attacks.head_solver import Solved, coefficients, shown, solve
 from fedcdp.attacks.linear_head import LinearHead
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.sightings import Sighting, Sightings
@@ -19,6 +19,8 @@ from fedcdp.errors import ModelError
 
 _FITS = 1e-3  # of what was seen: a residual that is rounding
 _SAME = 1e-2
+_FEW, _SWEEPS = 16, 3  # examples of which each label is tried, so often
+_UNMODELLED = 1e-4  # of the mean square of what was seen: what class means in the place of features get wrong
 
 
 @dataclass(frozen=True)
@@ -125,4 +127,36 @@ def count_labels(sighting: Sighting, prior: FeaturePrior) -> Tensor:
     for _ in range(examples):  # the class with the most left, one example at a time
         labels.append(int(np.argmax(wanted)))
         wanted[labels[-1]] -= 1
-    return torch.tensor(labels)
+    found = torch.tensor(labels)
+    return found if examples > _FEW or prior.length is None else _refined_labels(sighting.first(), prior, found)
+
+
+def _refined_labels(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> Tensor:
+    """The labels of a small batch that are likeliest when one is changed at a time, features being draws of the prior."""
+    best = _likelihood(sighting, prior, labels)
+    for _ in range(_SWEEPS):
+        before = labels
+        for place in range(len(labels)):
+            for label in range(len(prior.means)):
+                changed = labels.clone()
+                changed[place] = label
+                if (found := _likelihood(sighting, prior, changed)) > best:
+                    labels, best = changed, found
+        if torch.equal(labels, before):
+            break
+    return labels
+
+
+def _likelihood(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> float:
+    """The log-density of what was seen, up to a constant: along an axis of variance λ its covariance is λAAᵀ + τ²."""
+    means, seen = prior.means[labels], sighting.seen[..., : prior.means.shape[1]]
+    rows = coefficients(sighting, means, labels) * sighting.shares[..., None]
+    matrix = rows.transpose(1, 2).flatten(0, 1)  # [releases · classes, examples]
+    left, values, _ = torch.linalg.svd(matrix, full_matrices=False)
+    away = (seen.flatten(0, 1) - matrix @ means) @ prior.basis
+    least = _UNMODELLED * float(seen.square().mean())
+    tau = max(float(sighting.deviation.square().mean()), least)
+    inside = left.T @ away
+    spread = values.square()[:, None] * prior.variances + tau
+    outside = float(away.square().sum() - inside.square().sum()) / tau
+    return -0.5 * (float(spread.log().sum() + (inside.square() / spread).sum()) + outside)

@@ -56,7 +56,9 @@ def solve(sighting: Sighting, prior: FeaturePrior, labels: Tensor | None = None)
     """The features of all examples behind what was seen; the labels of several must be given."""
     noisy = bool((sighting.deviation > 0).any())
     if sighting.shares.shape[1] > 1 and labels is not None:
-        return _batch(sighting, prior, labels, noisy)
+        whole, first = (_batch(each, prior, labels, noisy) for each in (sighting, sighting.first()))
+        # Over many rounds the steps may not settle: what the first release gives is the other candidate.
+        return min(whole, _solved(sighting, first.features, labels), key=lambda each: each.residual)
     if noisy:
         return _likeliest(sighting, prior)
     return _exact(sighting, prior)

@@ -44,6 +44,11 @@ class Sighting:
     """[releases, examples]: how often an example's gradient is in what was seen."""
     has_bias: bool
 
+    def first(self) -> Sighting:
+        """The first release alone."""
+        names = ("seen", "weights", "biases", "deviation", "bound", "shares")
+        return replace(self, **{name: getattr(self, name)[:1] for name in names})
+
     def in_float64(self) -> Sighting:
         """The same in the precision to compute with; kept in float32, it takes half of the memory."""
         return replace(self, seen=self.seen.double(), weights=self.weights.double(), biases=self.biases.double())
@@ -114,11 +119,18 @@ def _victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | Non
     if leak != "type2":
         return list(zip(order, records, strict=True))[:count]
     places = [(client, number) for number in range(max(map(len, records))) for client in range(len(order))]
-    places = [(client, number) for client, number in places if number < len(records[client])][:count]
+    places = [(client, number) for client, number in places if number < len(records[client])]
+    places = places[: count if _all_drawn(course, max(map(len, records))) else 4 * count + 64]  # some may never be drawn
     return [
         (order[client], [records[client][number] for one, number in places if one == client])
         for client in dict.fromkeys(client for client, _ in places)
     ]
+
+
+def _all_drawn(course: Course, records: int) -> bool:
+    """Whether a client uses each of its records in every round."""
+    plan = course.plan
+    return plan.record_sampling == "partition" and plan.batch_size * plan.local_steps >= records
 
 
 class _Spy:
@@ -190,6 +202,8 @@ class _Spy:
     def told(self, source: str, wanted: int | None) -> Sightings:
         """All of it, without the victims of which nothing was seen."""
         seen = {key: releases for key, releases in self._releases.items() if releases}
+        count = (_USUAL if wanted is None else wanted) if self._leak == "type2" else len(seen)
+        seen = dict(list(seen.items())[:count])
         if not seen or (wanted is not None and len(seen) < wanted):
             raise PlanError(
                 f"victims: {wanted or 1} is not allowed; {self._leak} has at most {len(seen)} here, of those that take part"
