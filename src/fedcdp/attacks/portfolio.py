@@ -20,6 +20,7 @@ from fedcdp.attacks.scene import Scene
 from fedcdp.errors import DataError, FedcdpError, ModelError
 
 _FITS = 1e-3  # of the squared norm of what was seen: it is explained
+_MOST_SEARCHED = 16  # examples of a batch
 _MOST = 8  # attacks at most, for the progress
 _FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc")
 
@@ -45,8 +46,7 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
                 results.append(found)
 
     attempt(closed_forms(attempts.scene))
-    # The features hold all that the gradient of a linear head tells: a search finds them no better.
-    if not any(each.attack == "linear-head" for each in results):
+    if not any(each.attack == "linear-head" and _needs_no_search(each) for each in results):
         table = len(attempts.scene.shape) < 3 and bool(results)
         attempt(filters(attempts) if table else [*searches(attempts), *filters(attempts)])
     if progress is not None:
@@ -54,6 +54,13 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
     if not results:
         raise refusals[0]
     return replace(max(results, key=_rank), tried=tuple(tried))
+
+
+def _needs_no_search(found: Leaks) -> bool:
+    """The features hold all that the gradient of a linear head tells of one example: a search finds them no better. Of a
+    batch it might, but not of a large one."""
+    examples = found.captured.inputs.shape[1]
+    return examples == 1 or examples > _MOST_SEARCHED
 
 
 def closed_forms(scene: Scene) -> list[str]:

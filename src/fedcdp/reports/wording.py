@@ -120,7 +120,9 @@ def what_stops_it(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
         mine = [leak for leak in scored if leak.method == method]
         if all(leak.leaked is not None and leak.leaked[0] == 0 and leak.identified is None for leak in mine):
             tried = dict.fromkeys(name for leak in mine for name in leak.tried)
-            stopped.append((method, sum(leak.leaked[1] for leak in mine if leak.leaked is not None), ", ".join(tried)))
+            most = {reader: max(leak.leaked[1] for leak in mine if leak.leaked and leak.leak == reader)
+                    for reader in {leak.leak for leak in mine}}  # fmt: skip
+            stopped.append((method, sum(most.values()), ", ".join(tried)))
     if not stopped:
         return "Nothing on this page stopped every attack." if scored else ""
     told = listed([f"{method_name(method)} (0 of {of}; tried: {tried})" for method, of, tried in stopped])
