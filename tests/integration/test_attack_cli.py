@@ -80,7 +80,7 @@ def test_json_has_the_promised_keys_first_and_no_number_that_json_lacks(cli: Cli
     assert list(row)[: len(CONTRACT)] == CONTRACT
     assert (row["dataset"], row["network"], row["victims"]) == ("cancer", "mlp", 4)
     assert outcome.stderr == ""
-    assert [each["attack"] for each in row["tried"]][0] in ATTACKS
+    assert row["tried"][0]["attack"] in ATTACKS
     assert all("success_rate" in each for each in row["tried"])
 
 
