@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     "too many victims": ({"victims": 1000, "leak": "type1"}, PlanError, "victims: 1000 is not allowed; type1 has"),
     "part of a victim": ({"victims": 2.5}, PlanError, "victims: 2.5 is not a whole number"),
     "a leak that is none": ({"leak": "type3"}, PlanError, "leak: 'type3' is not one of type0, type1, type2"),
-    "an attack that is none": ({"attack": "nosuch"}, PlanError, "attack: 'nosuch' is not one of cpl, "),
+    "an attack that is none": ({"attack": "nosuch"}, PlanError, "attack: 'nosuch' is not one of best, "),
     "labels by no rule": ({"attack": RECIPES["cpl"].but(labels="nosuch")}, PlanError, "labels: 'nosuch'"),
     "a round before the first": ({"at_round": -1}, PlanError, "at_round: -1"),
     "a round after the last": ({"at_round": 3}, PlanError, "at_round: 3 is not allowed; the plan has rounds 0 to 2"),
@@ -396,7 +396,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     ),
     "BatchNorm": ({"model": nn.Sequential(nn.Linear(30, 2), nn.BatchNorm1d(2)), "plan": "fed-cdp"}, ModelError, "mixes"),
     "the closed form of a convolution": (
-        {"model": nn.Sequential(nn.Unflatten(1, (1, 30)), nn.Conv1d(1, 1, 3), nn.Flatten(), nn.Linear(28, 2))},
+        {"model": nn.Sequential(nn.Unflatten(1, (1, 30)), nn.Conv1d(1, 1, 3), nn.Flatten(), nn.Linear(28, 2)), "attack": "analytic"},
         ModelError, "analytic needs a network whose first layer is dense; this one starts with Unflatten",
     ),
     "public examples of another shape": (

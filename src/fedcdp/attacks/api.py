@@ -77,6 +77,8 @@ def attack(
     if leak not in LEAKS:
         raise PlanError(f"leak: {leak!r} is not one of {', '.join(LEAKS)}")
     _whole_numbers(victims=1 if victims is None else victims, examples=examples, step=step, steps=steps, releases=releases)
+    if victims is not None and victims < 1:
+        raise PlanError(f"victims: {victims} is not allowed; it must be at least 1")
     device = usable_device(device)
     if name == "membership":
         return _membership(target, public, at_round, seed, device)

@@ -149,6 +149,7 @@ def simulated(
     course = None
     if at_round is None and model is not None:
         _check_untrained(model, network)
+    if at_round is None and model is not None and plan.per_round <= federation.clients:  # else it cannot be trained
         course = Course(model, federation, plan, device, loss, target if isinstance(target, Run) else None)
     return Scene(
         looked_at, ready, engine, federation.train.shape, federation.train.classes, device,
