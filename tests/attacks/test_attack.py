@@ -396,7 +396,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     ),
     "BatchNorm": ({"model": nn.Sequential(nn.Linear(30, 2), nn.BatchNorm1d(2)), "plan": "fed-cdp"}, ModelError, "mixes"),
     "the closed form of a convolution": (
-        {"model": nn.Sequential(nn.Unflatten(1, (1, 30)), nn.Conv1d(1, 1, 3), nn.Flatten(), nn.Linear(28, 2)), "attack": "analytic"},
+        {"model": nn.Sequential(nn.Unflatten(1, (1, 30)), nn.Conv1d(1, 1, 3), nn.Flatten(), nn.Linear(28, 2)),
+         "attack": "analytic"},
         ModelError, "analytic needs a network whose first layer is dense; this one starts with Unflatten",
     ),
     "public examples of another shape": (
