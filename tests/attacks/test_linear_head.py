@@ -106,6 +106,12 @@ def test_features_of_single_examples_come_out_to_rounding(
     assert row["feature_error_median"] < 1e-5
 
 
+def test_an_update_of_one_example_that_fed_sdp_clips_is_read_like_its_gradient(federation: Federation) -> None:
+    plan = plan_of(method="fed-sdp", noise_at="client", noise_multiplier=0.0, clip=0.01)
+    found = attacked(plan, model=network(False, zero=True), federation=federation, leak="type0")
+    assert found.summary()["feature_error_median"] < 1e-5
+
+
 @pytest.mark.parametrize("zero", [True, False], ids=["zero head", "any head"])
 def test_features_of_any_length_come_out_where_nothing_is_clipped(federation: Federation, zero: bool) -> None:
     model = network(bias=False, zero=zero, unit=False)

@@ -17,9 +17,10 @@ from fedcdp.engine.base import Batch
 from fedcdp.errors import PlanError
 from fedcdp.methods import METHODS, Local, Moment, take_part
 from fedcdp.methods.base import Tap
+from fedcdp.plan import Plan
 from fedcdp.randomness import numpy_generator
 from fedcdp.rundir import State
-from fedcdp.sampling import Draw, choose_clients
+from fedcdp.sampling import Draw, choose_clients, choose_records_of_steps
 from fedcdp.simulation import Simulator
 from fedcdp.tree import Tree, repeat
 
@@ -67,8 +68,8 @@ class Sightings:
 def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings:
     """A single look, or the mean of several at the same weights, as a sighting of one release."""
     seen, (weights, biases) = head.gradient(captured.seen), head.weights(captured.weights)
-    clips = captured.plan.per_example
-    bound = captured.clip_bound() if clips else math.inf
+    plan, most = captured.plan, captured.present.shape[1]
+    bound = _bound(plan, captured.leak, captured.round, captured.current_clip, most if captured.steps == 1 else 0)
     shares = _shares(captured)
     one = torch.ones(1, dtype=torch.float64)
     found = [
@@ -79,6 +80,15 @@ def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings
         for v in range(len(captured))
     ]  # fmt: skip
     return Sightings(captured, found, source)
+
+
+def _bound(plan: Plan, leak: Leak, round_: int, current: float | None, examples: int) -> float:
+    """The clip bound of an example's gradient; of a clipped update of one example, the same in units of a gradient."""
+    if plan.per_example:
+        return plan.clip_at(round_, current)
+    if plan.method == "fed-sdp" and plan.noise_at == "client" and leak != "type2" and examples == 1:
+        return plan.clip_at(round_, current) / plan.learning_rate_at(round_)
+    return math.inf
 
 
 def _shares(captured: Captured) -> Tensor:
@@ -118,9 +128,11 @@ def _victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | Non
     count = usual if wanted is None else wanted
     if leak != "type2":
         return list(zip(order, records, strict=True))[:count]
+    if not _all_drawn(course, max(map(len, records))):
+        drawn = _drawn(course, simulator, order[:count], count)
+        order, records = list(drawn), list(drawn.values())
     places = [(client, number) for number in range(max(map(len, records))) for client in range(len(order))]
-    places = [(client, number) for client, number in places if number < len(records[client])]
-    places = places[: count if _all_drawn(course, max(map(len, records))) else 4 * count + 64]  # some may never be drawn
+    places = [(client, number) for client, number in places if number < len(records[client])][:count]
     return [
         (order[client], [records[client][number] for one, number in places if one == client])
         for client in dict.fromkeys(client for client, _ in places)
@@ -131,6 +143,23 @@ def _all_drawn(course: Course, records: int) -> bool:
     """Whether a client uses each of its records in every round."""
     plan = course.plan
     return plan.record_sampling == "partition" and plan.batch_size * plan.local_steps >= records
+
+
+def _drawn(course: Course, simulator: Simulator, clients: list[int], wanted: int) -> dict[int, list[int]]:
+    """Records of these clients that some local step draws: of as many clients as do, until so many are known."""
+    found: dict[int, dict[int, None]] = {client: {} for client in clients}
+    for round_ in range(course.rounds):
+        chosen = choose_clients(simulator.draws, course.federation.clients, round_).tolist()
+        mine = torch.tensor([client for client in clients if client in set(chosen)], dtype=torch.int64)
+        if len(mine):
+            table, sizes = simulator.records_of(mine)
+            drawn = choose_records_of_steps(simulator.draws, mine.to(simulator.device), sizes, round_)
+            for at, client in enumerate(mine.tolist()):
+                used = table[at][drawn.positions[:, at][drawn.present[:, at]]]
+                found[client] |= dict.fromkeys(used.tolist())
+        if all(found.values()) and sum(map(len, found.values())) >= wanted:
+            break
+    return {client: list(records) for client, records in found.items() if records}
 
 
 class _Spy:
@@ -196,14 +225,12 @@ class _Spy:
         self._releases[key].append({
             "seen": seen.float(), "weights": weights.float(), "biases": biases, "shares": shares,
             "deviation": promised_deviation(plan, self._leak, state, batch),
-            "bound": plan.clip_at(state.round, state.clip) if plan.per_example else math.inf,
+            "bound": _bound(plan, self._leak, state.round, state.clip, len(shares)),
         })  # fmt: skip
 
     def told(self, source: str, wanted: int | None) -> Sightings:
         """All of it, without the victims of which nothing was seen."""
         seen = {key: releases for key, releases in self._releases.items() if releases}
-        count = (_USUAL if wanted is None else wanted) if self._leak == "type2" else len(seen)
-        seen = dict(list(seen.items())[:count])
         if not seen or (wanted is not None and len(seen) < wanted):
             raise PlanError(
                 f"victims: {wanted or 1} is not allowed; {self._leak} has at most {len(seen)} here, of those that take part"
