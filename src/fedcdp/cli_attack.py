@@ -46,7 +46,10 @@ def attack(
         ),
     ] = "type2",
     run: Annotated[
-        Path | None, typer.Option("--run", help="Attack this run, at its trained weights.", rich_help_panel=_LOOK)
+        Path | None,
+        typer.Option(
+            "--run", help="Attack this run, at its trained weights; a linear head, in all its rounds.", rich_help_panel=_LOOK
+        ),
     ] = None,
     victims: Annotated[
         int | None, typer.Option("--victims", help="How many are attacked. Default: up to 100.", rich_help_panel=_LOOK)
@@ -71,14 +74,15 @@ def attack(
         int, typer.Option("--releases", help="How often the same is seen with fresh noise.", rich_help_panel=_LOOK)
     ] = 1,
     name: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--attack",
-            help="cpl, dlg, idlg, inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter, analytic, "
-            "per-layer, or membership (of a run). Default: cpl for type2, batch for updates, analytic for tables.",
+            help="best: those that suit the plan, until one recovers everything; or one of cpl, dlg, idlg, "
+            "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter, analytic, linear-head, per-layer, "
+            "and membership (of a run).",
             rich_help_panel=_HOW,
         ),
-    ] = None,
+    ] = "best",
     iterations: Annotated[
         int | None, typer.Option("--iterations", help="At most; one is up to 20 evaluations.", rich_help_panel=_HOW)
     ] = None,
@@ -117,7 +121,8 @@ def attack(
 ) -> None:
     """A leakage attack on real examples: what a reader of gradients or updates can reconstruct, or tell.
 
-    It attacks a plan before any training, or a run (--run). Everything that is read comes from the method's own code.
+    It attacks a plan before any training, or a run (--run). A network whose last layer alone is trained is read in all
+    rounds of its training. Everything that is read comes from the method's own code.
     """
     from fedcdp.attacks import Criteria
     from fedcdp.attacks import attack as attack_it
@@ -136,6 +141,8 @@ def attack(
         experiment, trained = stored(run, given), Trained.load(run, data_dir, quiet)
         splits = trained.splits
         target: Run | Plan = trained.as_run()
+        if name in ("best", "linear-head"):  # a linear head is read in all rounds, from the untrained network on
+            extra = {"model": experiment.network(splits)}
     else:
         experiment = _with_network(assemble(*given), network, given)
         splits = experiment.splits(data_dir, quiet)
@@ -145,7 +152,7 @@ def attack(
         found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
     summary = _summary(found, name, experiment, splits)
     if run is not None and out is None:
-        out = run / "attacks" / f"{summary['leak']}-{summary['attack']}"
+        out = run / "attacks" / f"{summary['leak']}-{name}"
     if out is not None:
         _save(found, summary, out)
     if as_json:
@@ -159,7 +166,7 @@ def attack(
 
 
 def _recipe(
-    name: str | None,
+    name: str,
     iterations: int | None,
     restarts: int | None,
     total_variation: float | None,
@@ -201,9 +208,10 @@ def _with_network(experiment: Experiment, network: str | None, given: list[Setti
     return experiment if tables else replace(experiment, model=replace(model, network="cpl"))
 
 
-def _summary(found: Found, name: str | None, experiment: Experiment, splits: Splits) -> dict[str, Any]:
+def _summary(found: Found, name: str, experiment: Experiment, splits: Splits) -> dict[str, Any]:
     """What was found, as JSON has it: what the contract names first, None for what this attack does not measure."""
     from fedcdp.attacks.leaks import finite
+    from fedcdp.attacks.portfolio import trial
 
     network = experiment.model.network
     if network == "auto":
@@ -212,6 +220,8 @@ def _summary(found: Found, name: str | None, experiment: Experiment, splits: Spl
     figures = {"method": experiment.plan.method} | found.summary() | {"dataset": data, "network": network}
     if figures["attack"] == "recipe":
         figures["attack"] = name
+    if not figures.get("tried"):
+        figures["tried"] = [trial(figures)]
     summary: dict[str, Any] = finite(dict.fromkeys(_CONTRACT) | figures)
     return summary
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from fedcdp import output
@@ -99,15 +100,22 @@ def _show_table(subjects: list[Subject]) -> None:
         cells = [subject.name, "-" if accuracy is None else f"{accuracy:.3f}"]
         for cell in subject.cells:
             got = cell.verdict
-            style = {"leaks": "bold red", "holds": "green", "unknown": "dim"}[got.kind]
-            words = "not attacked" if got.kind == "unknown" else f"{'yes' if got.got else 'no'}, {got.got}/{got.of}"
+            style = {"leaks": "bold red", "failed": "default", "unknown": "dim"}[got.kind]
+            words = "not attacked" if got.kind == "unknown" else f"{got.got}/{got.of}"
+            if got.identified is not None and not got.got:
+                words = f"{got.identified[0]}/{got.identified[1]} identified"
             cells.append(f"[{style}]{words}[/]\nε {epsilon(cell.epsilon)}")
         shown.add_row(*cells, f"\nε {epsilon(subject.model_epsilon)}")
     output.stdout.print(shown)
     output.stdout.print(
         "Leaks? How many of the attacked examples each reader (type-2, type-1, type-0) got back recognisably; ε is for a "
-        "record."
+        "record. An attack that fails is no proof."
     )
+    for subject in subjects:
+        told = [f"{cell.leak.replace('type', 'type-')} {', '.join(cell.verdict.tried)}" for cell in subject.cells
+                if cell.verdict.tried]  # fmt: skip
+        if told:
+            output.stdout.print(f"Tried on {escape(subject.name)}: {escape('; '.join(told))}.")
     for reason, names in _reasons(subjects).items():
         output.stdout.print(f"∞ for {', '.join(names)}: {reason}.")
     if any(VACUOUS <= value < math.inf for subject in subjects for value in _epsilons(subject)):

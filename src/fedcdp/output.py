@@ -107,12 +107,17 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if told.get("noise_deviation") is not None:
         noise = f"noise of deviation {told['noise_deviation']:.4g}" if told["noise_deviation"] else "no noise"
         yield "what is read", f"{_counted(told['steps'], 'local step')}, {_counted(told['releases'], 'release')}, {noise}"
+    if told.get("source") is not None:
+        yield "read in", f"{told['source']}: {told['releases_mean']:.3g} releases of a victim on average"
+    if told.get("feature_error_median") is not None:
+        yield "features", f"recovered to {told['feature_error_median']:.2g} of their norm (median)"
     if told.get("label_accuracy") is not None:
         by_chance = " to ".join(map(_percent, told["label_chance_99"]))
         yield "labels inferred", f"{_percent(told['label_accuracy'])} (by chance {by_chance})"
     if told.get("visible_coordinates") is not None:
         yield "compared", f"{told['visible_coordinates']} of {told['coordinates']} coordinates, those that the network sees"
-        yield "identified", f"the nearest of {told['candidates']}"
+        which = "likeliest" if told.get("identified_by_likelihood") else "nearest"
+        yield "identified", f"the {which} of {told['candidates']}; by chance {_percent(1 / max(told['candidates'], 1))}"
     if told.get("auc") is not None:
         expected = "" if told.get("auc_predicted") is None else f"; by the formula {told['auc_predicted']:.3f}"
         yield "there or not", f"AUC {_estimate(told, 'auc')}{expected}"
@@ -127,9 +132,24 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         median = _counted(told["iterations_median"], "iteration")
         ended = f"{told['converged']} converged, {told['diverged']} diverged, {told['out_of_iterations']} ran out"
         solved = f"solved for {told['converged']} of {told['victims']}"
-        yield "search", solved if told["attack"] == "analytic" else f"{median} (median); {ended}"
+        yield "search", solved if told["attack"] in ("analytic", "linear-head") else f"{median} (median); {ended}"
+    if told.get("tried"):
+        yield "tried", "\n".join(_tried(each) for each in told["tried"])
     if told.get("seconds") is not None:
         yield "time", f"{told['seconds']:.1f} s"
+
+
+def _tried(each: dict[str, Any]) -> str:
+    """An attack and what it came to."""
+    if each.get("refused"):
+        return f"{each['attack']}: does not apply ({each['refused']})"
+    if each["attack"] == "matched-filter":
+        picked = "" if each["success_rate"] is None else f", picked out {_percent(each['success_rate'])}"
+        return f"{each['attack']}: AUC {each['auc']:.3f}{picked}"
+    words = {"success_rate": "exact", "recognisable_rate": "recognisable", "identified_rate": "identified",
+             "label_accuracy": "labels"}  # fmt: skip
+    told = [f"{_percent(each[name])} {word}" for name, word in words.items() if each.get(name) is not None]
+    return f"{each['attack']}: {', '.join(told) or 'not scored'}"
 
 
 def _beside_nothing(told: dict[str, Any], nothing: dict[str, dict[str, float]]) -> Table:

@@ -131,13 +131,12 @@ def test_a_run_read_back_has_spent_what_it_spent(kept: tuple[Run, Trained]) -> N
     assert again.privacy().as_json() == run.privacy().as_json()
 
 
-def test_the_default_attack_is_the_closed_form_for_tables_and_gradient_matching_for_images(
-    tables: Federation, colours: Federation
-) -> None:
+def test_the_default_attack_is_a_closed_form_where_there_is_one(tables: Federation, colours: Federation) -> None:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
-    assert leaks(one_step(), model=nn.Linear(30, 2), federation=tables, victims=1).attack == "analytic"
-    assert leaks(one_step(), model=flat, federation=colours, victims=1, leak="type2").attack == "cpl"
-    assert leaks(one_step(), model=flat, federation=colours, victims=1, leak="type1").attack == "batch"
+    assert leaks(one_step(), model=nn.Linear(30, 2), federation=tables, victims=1).attack == "linear-head"
+    assert leaks(one_step(), model=build("mlp", CANCER, 2), federation=tables, victims=1).attack == "analytic"
+    for leak in ("type2", "type1"):
+        assert leaks(one_step(), model=flat, federation=colours, victims=1, leak=leak).attack == "linear-head"
 
 
 def test_attacks_are_repeatable_and_the_seed_decides_where_they_start(images: Federation) -> None:
@@ -374,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     "too many victims": ({"victims": 1000, "leak": "type1"}, PlanError, "victims: 1000 is not allowed; type1 has"),
     "part of a victim": ({"victims": 2.5}, PlanError, "victims: 2.5 is not a whole number"),
     "a leak that is none": ({"leak": "type3"}, PlanError, "leak: 'type3' is not one of type0, type1, type2"),
-    "an attack that is none": ({"attack": "nosuch"}, PlanError, "attack: 'nosuch' is not one of cpl, "),
+    "an attack that is none": ({"attack": "nosuch"}, PlanError, "attack: 'nosuch' is not one of best, "),
     "labels by no rule": ({"attack": RECIPES["cpl"].but(labels="nosuch")}, PlanError, "labels: 'nosuch'"),
     "a round before the first": ({"at_round": -1}, PlanError, "at_round: -1"),
     "a round after the last": ({"at_round": 3}, PlanError, "at_round: 3 is not allowed; the plan has rounds 0 to 2"),
@@ -397,7 +396,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     ),
     "BatchNorm": ({"model": nn.Sequential(nn.Linear(30, 2), nn.BatchNorm1d(2)), "plan": "fed-cdp"}, ModelError, "mixes"),
     "the closed form of a convolution": (
-        {"model": nn.Sequential(nn.Unflatten(1, (1, 30)), nn.Conv1d(1, 1, 3), nn.Flatten(), nn.Linear(28, 2))},
+        {"model": nn.Sequential(nn.Unflatten(1, (1, 30)), nn.Conv1d(1, 1, 3), nn.Flatten(), nn.Linear(28, 2)),
+         "attack": "analytic"},
         ModelError, "analytic needs a network whose first layer is dense; this one starts with Unflatten",
     ),
     "public examples of another shape": (
@@ -435,7 +435,7 @@ def small_run(tables: Federation) -> Run:
     ("given", "sentence"),
     [
         ({"at_round": 0}, "at_round: a run holds only its trained network"),
-        ({"model": nn.Linear(30, 2)}, "model, federation: a run has its own"),
+        ({"model": nn.Linear(30, 3)}, "model: it is not the run's network"),
         ({"attack": "membership", "at_round": 0}, "at_round: only for an attack on gradients or updates"),
         ({"input_shape": (30,), "examples": 2}, "input_shape, examples: only for an attack on raw gradients"),
     ],

@@ -227,3 +227,30 @@ def test_a_rule_that_infers_nothing_is_refused_in_a_sentence(small: Any, rule: s
     captured = scene(small.model, federation_of(small.inputs, small.targets, [6] * 4)).look("type2", 2)
     with pytest.raises(PlanError, match=rf"^labels: '{rule}' is not one of gradient, agnostic"):
         inferred(captured, rule, 3)
+
+
+# A reader who knows the method ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", ["cnn", "mlp", "cpl", "small", "linear", "oriented-gradients"])
+@pytest.mark.parametrize("clip", [0.1, 100.0], ids=["clipped", "not clipped"])
+def test_knowing_the_method_never_costs_the_label_of_a_single_example(digits: Dataset, network: str, clip: float) -> None:
+    """The rule of `clip-aware`: a seed in the place of the example must not overrule the signs of what was seen."""
+    there = scene(
+        build(network, SHAPE, 10), one_example_each(digits.take(torch.arange(40))), method="fed-cdp", clip=clip,
+        noise_multiplier=0.0,
+    )  # fmt: skip
+    captured = there.look("type2", 40)
+    assert torch.equal(inferred(captured, "counts", knows="method"), captured.targets)
+
+
+@pytest.mark.parametrize(("network", "noise"), [("cnn", 0.02), ("oriented-gradients", 0.05), ("small", 0.02)])
+def test_under_little_noise_the_rank_one_part_tells_the_label(digits: Dataset, network: str, noise: float) -> None:
+    there = scene(
+        build(network, SHAPE, 10), one_example_each(digits.take(torch.arange(60))), method="fed-cdp", clip=1.0,
+        noise_multiplier=noise,
+    )  # fmt: skip
+    captured = there.look("type2", 60)
+    found, plain = (float((inferred(captured, rule) == captured.targets).double().mean()) for rule in ("counts", "agnostic"))
+    assert found >= plain
+    assert found > 0.9

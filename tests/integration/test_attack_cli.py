@@ -80,6 +80,8 @@ def test_json_has_the_promised_keys_first_and_no_number_that_json_lacks(cli: Cli
     assert list(row)[: len(CONTRACT)] == CONTRACT
     assert (row["dataset"], row["network"], row["victims"]) == ("cancer", "mlp", 4)
     assert outcome.stderr == ""
+    assert row["tried"][0]["attack"] in ATTACKS
+    assert all("success_rate" in each for each in row["tried"])
 
 
 def test_a_table_is_read_without_privacy_and_not_with_fed_cdp(cli: Cli) -> None:
@@ -140,9 +142,9 @@ def test_a_person_reads_the_filters_figures(cli: Cli) -> None:
 
 
 def test_a_person_sees_every_tensor(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedcdp.attacks import api
+    from fedcdp.attacks import attempts
 
-    monkeypatch.setattr(api, "ONE_TENSOR", RECIPES["cpl"].but(iterations=1))
+    monkeypatch.setattr(attempts, "ONE_TENSOR", RECIPES["cpl"].but(iterations=1))
     shown = words(cli(*TABLE, "--attack", "per-layer").stdout)
     for part in ("without its noise", "no tensor", "1.weight", "5.bias", "noise on it"):
         assert part in shown, part
@@ -211,12 +213,43 @@ def test_without_out_nothing_is_written(cli: Cli, workplace: Path) -> None:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
+HEAD = ["--dataset", "cancer", "--clients", 6, "--model", "linear", "--rounds", 3, "--per-round", 6, "--local-steps", 1,
+        "--batch-size", 30, "--record-sampling", "partition", "--clip", "0.25", "--noise-multiplier", "0.3"]  # fmt: skip
+
+
+def test_a_plan_with_a_linear_head_is_read_in_all_its_rounds(cli: Cli) -> None:
+    for leak, examples in (("type2", 5), ("type0", 60)):
+        row = summary(cli("attack", *HEAD, "--victims", 5 if leak == "type2" else 2, "--leak", leak, "--json"))
+        assert (row["attack"], row["source"], row["releases_mean"]) == ("linear-head", "a training of the plan", 3)
+        assert row["examples"] >= examples
+    shown = words(cli("attack", *HEAD, "--victims", 5, "--noise", "batch").stdout)
+    for part in (
+        "read in",
+        "a training of the plan: 3 releases",
+        "recovered to",
+        "the likeliest of",
+        "tried",
+        "linear-head:",
+    ):
+        assert part in shown, part
+
+
+@pytest.mark.parametrize(("noise", "source"), [("seeded", "replayed from its seed"), ("secure", "a fresh training")])
+def test_a_run_with_a_linear_head_is_replayed_or_trained_afresh(cli: Cli, noise: str, source: str) -> None:
+    more = ["--secure-noise"] if noise == "secure" else []
+    assert cli("train", *HEAD, *more, "--out", "head", "--quiet").status == 0
+    row = summary(cli("attack", "--run", "head", "--victims", 5, "--json"))
+    assert (row["attack"], row["releases_mean"]) == ("linear-head", 3)
+    assert source in row["source"]
+    assert source in words(cli("attack", "--run", "head", "--victims", 5).stdout)
+
+
 def test_a_run_is_attacked_at_its_weights_and_keeps_the_result(cli: Cli, run: Path) -> None:
     row = summary(cli("attack", "--run", run, "--victims", 5, "--leak", "type2", "--json"))
     found = fedcdp.attack(Trained.load(run).as_run(), victims=5)
     assert isinstance(found, Leaks)
     assert {**found.summary(), "seconds": 0} == {name: row[name] for name in found.summary()} | {"seconds": 0}
-    kept = run / "attacks" / "type2-analytic"
+    kept = run / "attacks" / "type2-best"
     assert json.loads((kept / "summary.json").read_text()) == row
     assert summary(cli("evaluate", run, "--json"))["examples"] == 143  # the run itself is as it was
 

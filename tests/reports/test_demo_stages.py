@@ -77,7 +77,8 @@ def test_a_demo_of_other_settings_is_left_alone(demo_directory: Path) -> None:
 
 
 def test_every_reader_attacks_in_the_whole_demo() -> None:
-    assert [each.leak for each in ATTACKS] == ["type2", "type1", "type0"]
+    for noised_only in (False, True):
+        assert [each.leak for each in ATTACKS if each.noised_only == noised_only] == ["type2", "type1", "type0"]
 
 
 def test_what_type_1_and_type_0_read_alike_is_attacked_once_and_told_of_both(demo_directory: Path) -> None:

@@ -114,7 +114,38 @@ def test_what_leaks_is_as_it_was_measured(demo_directory: Path, page: Path) -> N
     text = outline(page).text
     assert "gets training examples back: 2 of 2 under Non-private and 2 of 2 under Fed-SDP" in text
     assert "leaks: 2 of 2" in text
-    assert "nothing: 0 of 2" in text
+    assert "0 of 2 came out tried: clip-aware" in text
+
+
+def test_a_failed_attack_is_neither_green_nor_called_nothing(page: Path) -> None:
+    found = outline(page)
+    badges = [each["class"] for each in found.all("span") if "badge" in (each.get("class") or "")]
+    assert {"badge leaks", "badge failed"} == set(badges)
+    assert "--good" not in page.read_text(encoding="utf-8")
+    assert "nothing: 0" not in found.text
+    assert found.text.count("tried: ") >= 12  # in every cell: four methods, three readers
+
+
+LINEAR_HEAD = {
+    "method": "fed-cdp", "leak": "type2", "attack": "linear-head", "victims": 100, "examples": 100, "success_rate": 0.0,
+    "recognisable_rate": 0.0, "candidates": 1000, "tried": [
+        {"attack": "linear-head", "success_rate": 0.0}, {"attack": "averaging", "success_rate": None, "refused": "why"},
+        {"attack": "cpl", "success_rate": 0.0},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("share", "kind", "words"),
+    [(0.4, "leaks", "leaks: 40 of 100 identified among 1,000"), (0.01, "failed", "0 of 100 came out")],
+)
+def test_what_is_identified_above_chance_is_a_leak(tmp_path: Path, share: float, kind: str, words: str) -> None:
+    (tmp_path / "leak").mkdir()
+    (tmp_path / "leak" / "summary.json").write_text(json.dumps(LINEAR_HEAD | {"identified_rate": share}))
+    found = outline(report(tmp_path / "leak", tmp_path / "page.html"))
+    assert words in found.text
+    assert "tried: linear-head, cpl" in found.text
+    assert [each for each in found.all("span") if each.get("class") == f"badge {kind}"]
 
 
 def test_the_slider_is_labelled_and_the_frames_are_there_without_a_script(page: Path) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from numbers import Integral
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedcdp.attacks.attempts import Attempts
 from fedcdp.attacks.capture import Look
 from fedcdp.attacks.captured import LEAKS, Leak
-from fedcdp.attacks.closed_form import invert
-from fedcdp.attacks.forward import check_reproduces
-from fedcdp.attacks.layers import LayerLeaks, layer_by_layer
-from fedcdp.attacks.leaks import Leaks, Observer, judged, unjudged
+from fedcdp.attacks.layers import LayerLeaks
+from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.membership import Membership, infer_membership
 from fedcdp.attacks.metrics import Criteria
-from fedcdp.attacks.presence import Presence, matched_filter
-from fedcdp.attacks.recipe import CPL, ONE_TENSOR, RECIPES, Recipe
-from fedcdp.attacks.reconstruct import Progress, reconstruct
+from fedcdp.attacks.portfolio import strongest
+from fedcdp.attacks.presence import Presence
+from fedcdp.attacks.recipe import RECIPES, Recipe
+from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.scene import RawGradients, given_gradients, simulated
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
@@ -29,7 +28,7 @@ from fedcdp.errors import DataError, PlanError
 from fedcdp.plan import Plan
 from fedcdp.simulation import Run
 
-ATTACKS = (*RECIPES, "analytic", "matched-filter", "per-layer", "membership")
+ATTACKS = ("best", *RECIPES, "analytic", "linear-head", "matched-filter", "per-layer", "membership")
 Found = Leaks | Presence | LayerLeaks | Membership
 
 
@@ -65,8 +64,10 @@ def attack(
       and labels [(victims,) examples, ...] that they are the mean gradient of, the result is scored; without it, give
       `input_shape` and how many `examples` each is of.
 
-    `attack` is the name of a preset (`ATTACKS`) or a `Recipe` of your own; by default the paper's for single images,
-    `batch` for updates, `analytic` for tables. There are up to 100 `victims` unless their number is given. `type2` reads
+    `attack` is the name of a preset (`ATTACKS`) or a `Recipe` of your own. The default, `best`, tries those that suit the
+    plan and gives the strongest, with all that were `tried`. A network whose last layer alone is trained is read in all
+    rounds of the plan or run (`linear-head`): those of a run are replayed from its seed, for which it needs the untrained
+    `model`; `at_round` reads a single one. There are up to 100 `victims` unless their number is given. `type2` reads
     local step `step`; `type1` and `type0` read an update of `steps` local steps (the paper: 1). With several `releases` the
     reader averages. `public` are examples that anyone has: baselines, candidates and priors come from them (default: the
     federation's validation split or, where it has none, its training data; for raw gradients, nothing but the range of
@@ -76,6 +77,8 @@ def attack(
     if leak not in LEAKS:
         raise PlanError(f"leak: {leak!r} is not one of {', '.join(LEAKS)}")
     _whole_numbers(victims=1 if victims is None else victims, examples=examples, step=step, steps=steps, releases=releases)
+    if victims is not None and victims < 1:
+        raise PlanError(f"victims: {victims} is not allowed; it must be at least 1")
     device = usable_device(device)
     if name == "membership":
         return _membership(target, public, at_round, seed, device)
@@ -88,45 +91,16 @@ def attack(
             steps=steps != 1, releases=releases != 1,
         )  # fmt: skip
         scene = given_gradients(target, model, truth, input_shape, examples, device, loss, public)
-    name = name or scene.default_attack(leak)
-    recipe = recipe or RECIPES.get(name)
-    seed = scene.plan.seed if seed is None else seed
-    look = Look(leak, step, releases)
-    if name in ("matched-filter", "per-layer"):
-        if scene.simulator is None or scene.state is None:
-            raise PlanError(f"attack: {name} needs a run or a plan, whose noise it can know; these are raw gradients")
-        if name == "matched-filter":
-            return matched_filter(
-                scene.simulator, scene.state, leak, victims, step=step, releases=releases, public=scene.public_examples(),
-                candidates=criteria.candidates, progress=progress,
-            )  # fmt: skip
-        return layer_by_layer(
-            scene.simulator, scene.state, look, victims, ONE_TENSOR, scene.classes, visible=scene.visible(),
-            value_range=scene.value_range, exact_mse=criteria.exact_mse, seed=seed, progress=progress,
-        )  # fmt: skip
-    captured = scene.captured(look, victims)
-    if scene.scored:
-        check_reproduces(captured)
-    observer = Observer(captured, criteria, scene.visible(), scene.value_range)
-    started = time.perf_counter()
-    if name == "analytic":
-        found = invert(captured, scene.network, scene.classes, seed=seed, public=scene.public, progress=progress)
-    else:
-        found = reconstruct(
-            captured, recipe or CPL, scene.classes, seed=seed, value_range=scene.value_range, public=scene.public,
-            watch=observer, progress=progress,
-        )  # fmt: skip
-    seconds = time.perf_counter() - started
-    if not scene.scored:
-        return unjudged(name, captured, found, observer, scene.classes, seconds)
-    if name == "analytic":
-        observer(1, torch.arange(len(captured), device=device), found.examples)
-    return judged(name, captured, found, observer, scene.public_examples(), scene.classes, seconds)
+    attempts = Attempts(
+        scene, Look(leak, step, releases), victims, criteria, scene.plan.seed if seed is None else seed,
+        throughout=step == 0 and steps == 1 and releases == 1,
+    )  # fmt: skip
+    return strongest(attempts, progress) if name == "best" else attempts.run(name, recipe, progress)
 
 
 def _named(attack: str | Recipe | None) -> tuple[str, Recipe | None]:
     if attack is None:
-        return "", None
+        return "best", None
     if isinstance(attack, Recipe):
         return "recipe", attack
     if attack not in ATTACKS:

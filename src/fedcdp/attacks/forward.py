@@ -33,7 +33,7 @@ def predicted(captured: Captured, knows: Knows, inputs: Tensor, targets: Tensor,
 
 def check_reproduces(captured: Captured) -> None:
     """Refuse a capture without noise that its own examples do not reproduce: an attack on it would prove nothing."""
-    if captured.deviation or _prunes(captured):
+    if captured.deviation or prunes(captured):
         return
     again = predicted(captured, "method", captured.inputs, captured.targets, captured.present)
     layout = captured.engine.layout
@@ -94,6 +94,7 @@ def _example_by_method(captured: Captured, batch: Batch, at: Moment) -> Tree:
     return {name: value[:, 0] for name, value in told[0].items()}
 
 
-def _prunes(captured: Captured) -> bool:
+def prunes(captured: Captured) -> bool:
+    """Whether a part of what was seen was left out."""
     shared = METHODS[captured.plan.method].shared_fraction(captured.plan)
     return captured.leak != "type2" and shared < 1

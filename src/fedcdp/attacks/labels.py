@@ -46,7 +46,8 @@ def last_layer(layout: Layout, classes: int) -> tuple[str, str | None]:
 def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tensor, knows: Knows = "gradient") -> Tensor:
     """The labels [victims, examples] that a reader gives to its dummies, of which the seeds are the first.
 
-    Whoever knows the method refines the counts by simulating it.
+    Whoever knows the method refines the counts of several examples by simulating it. The label of a single one is told by
+    the signs of what was seen (under noise, of its rank-one part); a seed in its place could only mislead.
     """
     victims, examples = seeds.shape[:2]
     if rule not in get_args(LabelRule) or rule == "joint":
@@ -57,8 +58,9 @@ def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tenso
     if rule == "counts" and examples > 1:
         labels = _counted(captured, weight, bias, seeds)
     else:
-        labels = _single_scores(captured.seen, weight, bias, rule, classes).argmin(1)[:, None].expand(victims, examples)
-    if rule == "counts" and knows == "method":
+        scores = _single_scores(captured.seen, weight, bias, rule, classes, noisy=captured.deviation > 0)
+        labels = scores.argmin(1)[:, None].expand(victims, examples)
+    if rule == "counts" and knows == "method" and (examples > 1 or captured.steps > 1):
         return refine_labels(captured, labels, classes, seeds)
     return labels
 
@@ -71,15 +73,29 @@ def _known(captured: Captured, examples: int) -> Tensor:
     return torch.stack([each.mode().values for each in present])[:, None].expand(-1, examples)
 
 
-def _single_scores(seen: Tree, weight: str, bias: str | None, rule: LabelRule, classes: int) -> Tensor:
+def _single_scores(seen: Tree, weight: str, bias: str | None, rule: LabelRule, classes: int, noisy: bool = False) -> Tensor:
     """[victims, classes]: the lowest is the label."""
     rows = seen[weight]
+    if noisy and rule in ("gradient", "counts") and classes > 2:
+        return _denoised_scores(rows, None if bias is None else seen[bias])
     if rule != "agnostic" and rule != "negative-sum" and bias is not None:
         return seen[bias]
     if rule == "negative-sum" or classes == 2:
         return rows.sum(2)
     inner = rows @ rows.mT
     return inner.sum(2) - inner.diagonal(dim1=1, dim2=2)
+
+
+def _denoised_scores(rows: Tensor, bias: Tensor | None) -> Tensor:
+    """Under noise, of the rank-one part alone: the gradient is (p − y) ⊗ h, and |p_y − 1| is the sum of all other |p_k|.
+
+    The bias, whose own feature is 1, says which sign is which; without one, the longest row is the label's.
+    """
+    whole = rows if bias is None else torch.cat([rows, bias[..., None]], dim=2)
+    left, _, right = torch.linalg.svd(whole, full_matrices=False)
+    error = left[:, :, 0]
+    scores: Tensor = -error.square() if bias is None else error * torch.where(right[:, 0, -1:] < 0, -1.0, 1.0)
+    return scores
 
 
 def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -> Tensor:

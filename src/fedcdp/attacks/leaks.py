@@ -44,6 +44,10 @@ class Leaks:
     snapshots: dict[int, Tensor] = field(repr=False)
     """Examples of the first victims after some iterations [those, dummies, ...]."""
     seconds: float = 0.0
+    tried: tuple[dict[str, Any], ...] = ()
+    """What every attack came to, where several were tried; this is the best of them."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """More figures, of this attack alone."""
 
     @property
     def success_rate(self) -> float | None:
@@ -108,6 +112,7 @@ class Leaks:
             "evaluations": self.found.evaluations,
             "seconds": round(self.seconds, 2),
         }
+        row |= self.about | {"tried": list(self.tried)}
         return {name: finite(value) for name, value in row.items()}
 
     def picture(self) -> Any:

@@ -50,6 +50,8 @@ class Reconstruction:
     outcome: Tensor
     """[victims]: 0 out of iterations, 1 nothing left to gain, 2 diverged."""
     evaluations: int = field(default=0, repr=False)
+    features: Tensor | None = field(default=None, repr=False)
+    """[victims, dummies, D]: what the layers before a linear head make of the examples, where the attack reads that."""
 
     CONVERGED = 1
     DIVERGED = 2

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp.attacks.capture import Look, capture, state_at
 from fedcdp.attacks.captured import Captured, Leak
+from fedcdp.attacks.linear_head import LinearHead, find_head
 from fedcdp.attacks.raw import raw_gradients
+from fedcdp.attacks.replay import Course
 from fedcdp.attacks.similarity import visible_inputs
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
@@ -41,6 +45,9 @@ class Scene:
     state: State | None = None
     given: Captured | None = None
     scored: bool = True
+    loss: Loss = F.cross_entropy
+    course: Course | None = None
+    """The whole training, where it can be read from its beginning."""
 
     def __post_init__(self) -> None:
         if self.public is not None and self.public.shape != self.shape:
@@ -57,18 +64,31 @@ class Scene:
         return self.given
 
     def visible(self) -> Tensor:
-        """Which coordinates of an input the network can see."""
-        weights = {name: p.detach() for name, p in self.network.named_parameters()}
+        """Which coordinates of an input the network can see.
+
+        At some weights, such as a zero last layer, the answer is the same for all inputs although gradients are not: then it
+        is asked again at other weights.
+        """
+        for moved in (0.0, 1.0):
+            seen = self._visible_at(moved)
+            if bool(seen.any()):
+                return seen
+        raise ModelError("model: its answer does not depend on its inputs; there is nothing to reconstruct")
+
+    def _visible_at(self, moved: float) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weights = {}
+        for name, parameter in self.network.named_parameters():
+            weights[name] = parameter.detach()
+            if moved and parameter.requires_grad:
+                weights[name] = weights[name] + moved * torch.randn(parameter.shape, generator=generator).to(parameter)
         try:
-            seen = visible_inputs(
+            return visible_inputs(
                 lambda inputs: torch.func.functional_call(self.network, weights, (inputs,)), self.shape, self.device
             )
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise ModelError(f"model: its answer cannot be differentiated by its inputs: {reason}") from error
-        if not bool(seen.any()):
-            raise ModelError("model: its answer does not depend on its inputs; there is nothing to reconstruct")
-        return seen
 
     def public_examples(self) -> Dataset:
         """Examples that anyone has; where there are none, the middle of the range that inputs have."""
@@ -77,11 +97,10 @@ class Scene:
         middle = torch.full((1, *self.shape), sum(self.value_range) / 2)
         return Dataset(middle, torch.zeros(1, dtype=torch.int64), self.classes)
 
-    def default_attack(self, leak: Leak) -> str:
-        """The paper's for single images, all dummies for updates, closed form for tables."""
-        if len(self.shape) < 3:
-            return "analytic"
-        return "cpl" if (self.given.leak if self.given else leak) == "type2" else "batch"
+    @cached_property
+    def head(self) -> LinearHead | None:
+        """The last layer, where it alone is trained, by the cross-entropy."""
+        return find_head(self.network, self.shape) if self.loss is F.cross_entropy else None
 
 
 def simulated(
@@ -100,9 +119,10 @@ def simulated(
     if isinstance(target, Run):
         if at_round is not None and model is None:
             raise PlanError("at_round: a run holds only its trained network; give the untrained one as model, too")
-        if federation is not None or (at_round is None and model is not None):
-            raise PlanError("model, federation: a run has its own; leave them out")
+        if federation is not None:
+            raise PlanError("federation: a run has its own; leave it out")
         plan, federation, network = target.plan, target.federation, target.model if model is None else model
+        network = target.model if at_round is None else network
     elif model is None or federation is None:
         raise PlanError("model, federation: an attack on a plan needs both")
     else:
@@ -126,11 +146,23 @@ def simulated(
     simulator.engine.check(weights, batch, per_example=True)
     _require_finite(engine.outputs(state.weights, batch.inputs[0]))
     low, high = float(federation.train.inputs.min()), float(federation.train.inputs.max())
+    course = None
+    if at_round is None and model is not None:
+        _check_untrained(model, network)
+    if at_round is None and model is not None and plan.per_round <= federation.clients:  # else it cannot be trained
+        course = Course(model, federation, plan, device, loss, target if isinstance(target, Run) else None)
     return Scene(
         looked_at, ready, engine, federation.train.shape, federation.train.classes, device,
         (0.0, 1.0) if low >= 0 and high <= 1 else (low, high),
-        public or federation.validation or federation.train, simulator, state,
+        public or federation.validation or federation.train, simulator, state, loss=loss, course=course,
     )  # fmt: skip
+
+
+def _check_untrained(model: nn.Module, trained: nn.Module) -> None:
+    """Refuse a network that cannot be the run's own before its training."""
+    shapes = [{name: p.shape for name, p in each.named_parameters()} for each in (model, trained)]
+    if shapes[0] != shapes[1]:
+        raise PlanError("model: it is not the run's network; give that, untrained, or leave it out")
 
 
 def _check_apart(model: nn.Module) -> None:
@@ -193,7 +225,7 @@ def given_gradients(
     most = max((float(each.max()) for each in known), default=1.0)
     return Scene(
         plan, ready, engine, shape, classes, device, (0.0, 1.0) if least >= 0 and most <= 1 else (least, most), public,
-        given=given, scored=truth is not None,
+        given=given, scored=truth is not None, loss=loss,
     )  # fmt: skip
 
 

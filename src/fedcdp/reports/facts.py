@@ -30,6 +30,8 @@ ADVERSARY_OF = {"type2": "example", "type1": "update", "type0": "server"}
 # What is never shown of a private run: whoever has the seed can subtract the noise, and knows which records were drawn.
 _SECRET = {"seed"}
 _SHOWN_EXAMPLES = 3
+_BY_CHANCE = 1e-3  # the probability below which so many were not picked out by chance
+_LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +117,27 @@ class LeakFacts:
         share = self.summary.get("success_rate") if share is None else share
         examples = self.summary.get("examples")
         return None if share is None or examples is None else (round(share * examples), int(examples))
+
+    @property
+    def identified(self) -> tuple[int, int, int] | None:
+        """How many examples were picked out, of how many, and among how many candidates; None if not more than by chance."""
+        from scipy.stats import binom
+
+        told: list[Any] = [self.summary.get(name) for name in ("identified_rate", "examples", "candidates")]
+        share, examples, candidates = (float(each) if is_number(each) else 0.0 for each in told)
+        count = round(share * examples)
+        if candidates < 2 or binom.sf(count - 1, int(examples), 1 / candidates) > _BY_CHANCE:
+            return None
+        return count, int(examples), int(candidates)
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """The attacks that were tried, of which this one got most."""
+        told = self.summary.get("tried")
+        named = (
+            [each for each in told if isinstance(each, dict) and not each.get("refused")] if isinstance(told, list) else []
+        )
+        return tuple(str(each.get("attack"))[:_LONGEST_NAME] for each in named) or (self.attack,)
 
 
 def leak_facts(summary: dict[str, Any], arrays: dict[str, Array], run: str | None = None) -> LeakFacts:

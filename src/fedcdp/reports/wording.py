@@ -60,25 +60,42 @@ def listed(words: Sequence[str]) -> str:
 class Verdict:
     """What the attacks of one reader came to; of several the one that got most."""
 
-    kind: Literal["leaks", "holds", "unknown"]
+    kind: Literal["leaks", "failed", "unknown"]
+    """A failed attack proves nothing: it is shown without a colour that would say so."""
     got: int = 0
     of: int = 0
+    identified: tuple[int, int, int] | None = None
+    """How many were picked out, of how many, among how many candidates."""
+    tried: tuple[str, ...] = ()
+    """The attacks."""
 
     @property
     def words(self) -> str:
         """For people."""
         if self.kind == "unknown":
             return "not attacked"
-        return f"leaks: {self.got} of {self.of}" if self.got else f"nothing: 0 of {self.of}"
+        if self.got or self.identified is None:
+            return f"leaks: {self.got} of {self.of}" if self.got else f"0 of {self.of} came out"
+        return f"leaks: {self.identified[0]} of {self.identified[1]} identified among {self.identified[2]:,}"
+
+    @property
+    def attacks(self) -> str:
+        """What was tried, for people."""
+        return f"tried: {', '.join(self.tried)}" if self.tried else ""
 
 
 def verdict(leaks: Iterable[LeakFacts]) -> Verdict:
     """What these attacks came to."""
+    leaks = list(leaks)
     scored = [leak.leaked for leak in leaks if leak.leaked is not None]
+    tried = tuple(dict.fromkeys(name for leak in leaks for name in leak.tried))
     if not scored:
-        return Verdict("unknown")
+        return Verdict("unknown", tried=tried)
     got, of = max(scored, key=lambda pair: pair[0] / max(pair[1], 1))
-    return Verdict("leaks" if got else "holds", got, of)
+    identified = max(
+        (leak.identified for leak in leaks if leak.identified), key=lambda each: each[0] / each[1], default=None
+    )
+    return Verdict("leaks" if got or identified else "failed", got, of, identified, tried)
 
 
 def what_leaks(leaks: Sequence[LeakFacts]) -> str:
@@ -100,14 +117,17 @@ def what_stops_it(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
     scored = [leak for leak in leaks if leak.leaked is not None]
     stopped = []
     for method in dict.fromkeys(leak.method for leak in scored):
-        mine = [leak.leaked for leak in scored if leak.method == method]
-        if all(pair is not None and pair[0] == 0 for pair in mine):
-            stopped.append((method, sum(pair[1] for pair in mine if pair is not None)))
+        mine = [leak for leak in scored if leak.method == method]
+        if all(leak.leaked is not None and leak.leaked[0] == 0 and leak.identified is None for leak in mine):
+            tried = dict.fromkeys(name for leak in mine for name in leak.tried)
+            most = {reader: max(leak.leaked[1] for leak in mine if leak.leaked and leak.leak == reader)
+                    for reader in {leak.leak for leak in mine}}  # fmt: skip
+            stopped.append((method, sum(most.values()), ", ".join(tried)))
     if not stopped:
         return "Nothing on this page stopped every attack." if scored else ""
-    told = listed([f"{method_name(method)} (0 of {of})" for method, of in stopped])
-    sentence = f"The same attacks got nothing recognisable under {told}."
-    plans = [run.plan for run in runs if run.plan.method in dict(stopped)]
+    told = listed([f"{method_name(method)} (0 of {of}; tried: {tried})" for method, of, tried in stopped])
+    sentence = f"The attacks that were tried got nothing recognisable under {told}."
+    plans = [run.plan for run in runs if run.plan.method in {method for method, _, _ in stopped}]
     if plans and all(plan.per_example and plan.noise == "example" for plan in plans):
         sentence += " There every example's gradient is clipped and noised before anything else uses it."
     return sentence + " An attack that fails is not a proof; the proof is ε, below."

@@ -1,0 +1,162 @@
+"""The attack on a linear head: labels, features and inputs in closed form, and which of many candidates it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcdp.attacks.candidates import Candidates
+from fedcdp.attacks.feature_prior import FeaturePrior
+from fedcdp.attacks.head_solver import Solved, coefficients, shown, solve
+from fedcdp.attacks.linear_head import LinearHead
+from fedcdp.attacks.reconstruct import Progress, Reconstruction
+from fedcdp.attacks.sightings import Sighting, Sightings
+from fedcdp.data.dataset import Dataset
+from fedcdp.errors import ModelError
+
+_FITS = 1e-3  # of what was seen: a residual that is rounding
+_SAME = 1e-2
+_FEW, _SWEEPS = 16, 3  # examples of which each label is tried, so often
+_UNMODELLED = 1e-4  # of the mean square of what was seen: what class means in the place of features get wrong
+
+
+@dataclass(frozen=True)
+class HeadFound:
+    """What was found of all victims of a linear head."""
+
+    found: Reconstruction
+    identified: Tensor
+    """[victims, examples]: whether the true example was the likeliest candidate."""
+    candidates: int
+    feature_errors: Tensor
+    """[victims, examples]: the distance of the features to the true ones, as a share of their norm; NaN where absent."""
+
+
+def attack_head(
+    sightings: Sightings,
+    head: LinearHead,
+    public: Dataset | None,
+    *,
+    candidates: int,
+    seed: int = 0,
+    scored: bool = True,
+    progress: Progress | None = None,
+) -> HeadFound:
+    """Solve every victim for labels and features, turn these into inputs, and pick the true example out of candidates."""
+    captured = sightings.captured
+    victims, most = captured.present.shape
+    shape = tuple(captured.inputs.shape[2:])
+    truth = captured.inputs[captured.present].cpu()
+    prior = FeaturePrior.of(head, public, shape, truth if scored else truth[:0])
+    examples = torch.zeros(victims, most, *shape)
+    labels = torch.zeros(victims, most, dtype=torch.int64)
+    errors = torch.full((victims, most), torch.nan, dtype=torch.float64)
+    features = torch.zeros(victims, most, head.layer.in_features, dtype=torch.float64)
+    residuals = torch.zeros(victims)
+    pool = None if public is None or not scored else Candidates(head, public, candidates, seed)
+    identified = torch.zeros(victims, most, dtype=torch.bool)
+    for victim, kept in enumerate(sightings.victims):
+        sighting = kept.in_float64()
+        count = sighting.shares.shape[1]
+        known = None if count == 1 else count_labels(sighting, prior)
+        solved = solve(sighting, prior, known)
+        features[victim, :count], labels[victim, :count] = solved.features, solved.labels
+        examples[victim, :count] = prior.inputs(solved.features, solved.labels).float()
+        residuals[victim] = solved.residual
+        if scored:
+            own, own_labels = captured.inputs[victim, :count].cpu(), captured.targets[victim, :count].cpu()
+            actual = head.features(own)
+            _check_reproduces(sighting, actual, own_labels)
+            errors[victim, :count] = _feature_errors(solved, actual)
+            if pool is not None:
+                identified[victim, :count] = pool.picks(sighting, prior, solved, own, actual, own_labels)
+        if progress is not None:
+            progress(victim + 1, victims)
+    once = torch.ones(victims, dtype=torch.int64)
+    outcome = torch.where(residuals < _FITS, Reconstruction.CONVERGED, 0)
+    device = captured.device
+    here, start = examples.to(device), torch.zeros_like(examples, device=device)
+    found = Reconstruction(
+        here, here, start, labels.to(device), residuals.to(device), once.to(device), outcome.to(device), victims, features
+    )
+    return HeadFound(found, identified.to(device), 1 if pool is None else 1 + len(pool), errors)
+
+
+def _check_reproduces(sighting: Sighting, features: Tensor, labels: Tensor) -> None:
+    """Refuse a sighting without noise, of one local step, that its own examples do not give by the formula."""
+    one_step = bool((sighting.shares.sum(1) <= 1 + 1e-6).all())
+    if not one_step or bool((sighting.deviation > 0).any()):
+        return
+    seen = sighting.seen
+    wrong = float((seen - shown(sighting, features, labels)).norm() / seen.norm().clamp(min=1e-12))
+    if not wrong < _SAME:
+        raise ModelError(
+            f"the true examples do not give this gradient at these weights (they differ by {wrong:.2g} of its norm): was "
+            "the network in another mode, or is its loss not the cross-entropy?"
+        )
+
+
+def _feature_errors(solved: Solved, actual: Tensor) -> Tensor:
+    """For each true example the distance to the nearest features that were found."""
+    errors: Tensor = torch.cdist(actual, solved.features).amin(1) / actual.norm(dim=1).clamp(min=1e-12)
+    return errors
+
+
+def count_labels(sighting: Sighting, prior: FeaturePrior) -> Tensor:
+    """The labels of a batch, as often as they seem to occur: by non-negative least squares in class means."""
+    from scipy.optimize import nnls
+
+    examples, classes = sighting.shares.shape[1], len(prior.means)
+    share = sighting.shares.sum(1, keepdim=True) / examples
+    seen, columns = sighting.seen, []
+    means = prior.means
+    if not bool(means.any()):  # nothing is known: what all rows have in common stands for the features
+        means = seen[..., : means.shape[1]].abs().mean((0, 1)).expand_as(means)
+    for label in range(classes):
+        alone = replace(sighting, shares=share)
+        columns.append(shown(alone, means[label : label + 1], torch.tensor([label])).flatten())
+    matrix = torch.stack(columns, dim=1)
+    scale = torch.where(sighting.deviation > 0, sighting.deviation, 1.0)[:, None, None]
+    weight = (torch.ones_like(seen) / scale).flatten()
+    wanted, _ = nnls((matrix * weight[:, None]).numpy(), (seen.flatten() * weight).numpy())
+    wanted = wanted * examples / max(wanted.sum(), 1e-12)
+    labels = []
+    for _ in range(examples):  # the class with the most left, one example at a time
+        labels.append(int(np.argmax(wanted)))
+        wanted[labels[-1]] -= 1
+    found = torch.tensor(labels)
+    return found if examples > _FEW or prior.length is None else _refined_labels(sighting.first(), prior, found)
+
+
+def _refined_labels(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> Tensor:
+    """The labels of a small batch that are likeliest when one is changed at a time, features being draws of the prior."""
+    best = _likelihood(sighting, prior, labels)
+    for _ in range(_SWEEPS):
+        before = labels
+        for place in range(len(labels)):
+            for label in range(len(prior.means)):
+                changed = labels.clone()
+                changed[place] = label
+                if (found := _likelihood(sighting, prior, changed)) > best:
+                    labels, best = changed, found
+        if torch.equal(labels, before):
+            break
+    return labels
+
+
+def _likelihood(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> float:
+    """The log-density of what was seen, up to a constant: along an axis of variance λ its covariance is λAAᵀ + τ²."""
+    means, seen = prior.means[labels], sighting.seen[..., : prior.means.shape[1]]
+    rows = coefficients(sighting, means, labels) * sighting.shares[..., None]
+    matrix = rows.transpose(1, 2).flatten(0, 1)  # [releases · classes, examples]
+    left, values, _ = torch.linalg.svd(matrix, full_matrices=False)
+    away = (seen.flatten(0, 1) - matrix @ means) @ prior.basis
+    least = _UNMODELLED * float(seen.square().mean())
+    tau = max(float(sighting.deviation.square().mean()), least)
+    inside = left.T @ away
+    spread = values.square()[:, None] * prior.variances + tau
+    outside = float(away.square().sum() - inside.square().sum()) / tau
+    return -0.5 * (float(spread.log().sum() + (inside.square() / spread).sum()) + outside)

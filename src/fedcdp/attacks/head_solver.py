@@ -1,0 +1,212 @@
+"""Solve a linear head for features: what was seen is a sum of rank-one gradients c·(p − y) ⊗ f with known weights.
+
+p = softmax(Wf + b) depends on f, so each step takes p from the last estimate, and solves the linear least squares that is
+left, with the prior where there is noise. The clip factor c = min(1, C / (|p − y| |f|)) is the method's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedcdp.attacks.feature_prior import FeaturePrior
+from fedcdp.attacks.sightings import Sighting
+
+_TRIAL, _SINGLE, _JOINT = 3, 8, 12  # fixed-point steps: for each label, for one example, for a batch
+_TINY = 1e-12
+_LENGTHS = 241
+_NEAR = 0.02  # of what was seen: between two of the lengths that are tried, the misfit may fall by this
+_AS_GOOD = 1e-9  # of what was seen: two lengths that fit alike
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The features of one victim's examples."""
+
+    features: Tensor
+    """[examples, D]."""
+    labels: Tensor
+    """[examples]."""
+    residual: float
+    """The share of what was seen that they do not explain (of its norm)."""
+
+
+def coefficients(sighting: Sighting, features: Tensor, labels: Tensor) -> Tensor:
+    """[releases, examples, classes]: c·(p − y), what an example's features are multiplied by in each release."""
+    weights, biases = sighting.weights, sighting.biases
+    logits = torch.einsum("rkd,bd->rbk", weights, features) + biases[:, None]
+    error = logits.softmax(2) - F.one_hot(labels, logits.shape[2]).double()
+    length = (features.square().sum(1) + sighting.has_bias).sqrt()
+    norms = (error.norm(dim=2) * length).clamp(min=_TINY)
+    clipped: Tensor = error * (sighting.bound[:, None] / norms).clamp(max=1.0)[..., None]
+    return clipped
+
+
+def shown(sighting: Sighting, features: Tensor, labels: Tensor) -> Tensor:
+    """What a reader would see of these examples without noise, as `Sighting.seen`."""
+    scaled = coefficients(sighting, features, labels) * sighting.shares[..., None]
+    whole = torch.cat([features, features.new_ones(len(features), 1)], dim=1) if sighting.has_bias else features
+    return torch.einsum("rbk,bd->rkd", scaled, whole)
+
+
+def solve(sighting: Sighting, prior: FeaturePrior, labels: Tensor | None = None) -> Solved:
+    """The features of all examples behind what was seen; the labels of several must be given."""
+    noisy = bool((sighting.deviation > 0).any())
+    if sighting.shares.shape[1] > 1 and labels is not None:
+        whole, first = (_batch(each, prior, labels, noisy) for each in (sighting, sighting.first()))
+        # Over many rounds the steps may not settle: what the first release gives is the other candidate.
+        return min(whole, _solved(sighting, first.features, labels), key=lambda each: each.residual)
+    if noisy:
+        return _likeliest(sighting, prior)
+    return _exact(sighting, prior)
+
+
+def _misfit(sighting: Sighting, features: Tensor, labels: Tensor) -> float:
+    wrong = (sighting.seen - shown(sighting, features, labels)).square().sum((1, 2))
+    return float((wrong / _squared_deviation(sighting)).sum())
+
+
+def _squared_deviation(sighting: Sighting) -> Tensor:
+    return torch.where(sighting.deviation > 0, sighting.deviation, 1.0).square()
+
+
+def _solved(sighting: Sighting, features: Tensor, labels: Tensor) -> Solved:
+    seen = sighting.seen
+    wrong = float((seen - shown(sighting, features, labels)).norm() / seen.norm().clamp(min=_TINY))
+    return Solved(features, labels, wrong)
+
+
+# One example ---------------------------------------------------------------------------------------------------------
+
+
+def _likeliest(sighting: Sighting, prior: FeaturePrior) -> Solved:
+    """Under noise: the features of the largest posterior density for each label, and the label for which it is largest."""
+    tried: list[tuple[float, int, Tensor]] = []
+    for label in range(len(prior.means)):
+        labels = torch.tensor([label])
+        features = prior.means[labels]
+        for _ in range(_TRIAL):
+            features = _step(sighting, prior, features, labels, noisy=True)
+        away = (features - prior.means[labels]) @ prior.basis
+        score = _misfit(sighting, features, labels) + float((away.square() / prior.variances).sum())
+        tried.append((score, label, features))
+    _, label, features = min(tried, key=lambda each: each[0])
+    for _ in range(_SINGLE - _TRIAL):
+        features = _step(sighting, prior, features, torch.tensor([label]), noisy=True)
+    return _solved(sighting, features, torch.tensor([label]))
+
+
+def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
+    """Without noise every row is a multiple of the features: their direction, then label, sign and length that fit."""
+    seen = sighting.seen
+    size = sighting.weights.shape[2]
+    rows = seen[..., :size].reshape(-1, size)
+    if sighting.has_bias:  # the last column is c·(p − y) itself
+        errors = seen[..., size].reshape(-1)
+        features = (errors @ rows / errors.square().sum().clamp(min=_TINY))[None]
+        return _solved(sighting, features, seen[..., size].sum(0).argmin()[None])
+    direction = torch.linalg.svd(rows, full_matrices=False).Vh[0]
+    lengths = torch.logspace(-3, 3, _LENGTHS, dtype=torch.float64)
+    if prior.length is not None:
+        lengths = torch.cat([lengths, lengths.new_tensor([prior.length])])
+    tried = {
+        (label, sign): _misfits_along(sighting, direction, sign * lengths, label)
+        for label in range(seen.shape[1])
+        for sign in (1.0, -1.0)
+    }
+    energy = float(seen.square().sum())
+    near = min(float(each.min()) for each in tried.values()) + _NEAR * energy
+    fits: list[tuple[float, float, int]] = []  # misfit, signed length, label
+    for (label, sign), misfits in tried.items():
+        for at in _local_minima(misfits):
+            if float(misfits[at]) <= near:
+                fits.append((*_refined(sighting, direction, float(sign * lengths[at]), label), label))
+        if prior.length is not None:
+            fits.append((float(misfits[-1]), sign * prior.length, label))
+    bound = min(fits)[0] + _AS_GOOD * energy
+    usual = 1.0 if prior.length is None else prior.length
+
+    def unlikely(fit: tuple[float, float, int]) -> tuple[bool, float]:
+        """By the length first, then by which sign is nearer to the class's mean."""
+        _, length, label = fit
+        towards = float(direction @ prior.means[label]) * length
+        return towards < 0, abs(torch.tensor(abs(length) / usual).log().item())
+
+    _, length, label = min((fit for fit in fits if fit[0] <= bound), key=unlikely)
+    return _solved(sighting, (length * direction)[None], torch.tensor([label]))
+
+
+def _misfits_along(sighting: Sighting, direction: Tensor, lengths: Tensor, label: int) -> Tensor:
+    """The misfit of f = length·direction for each length, from inner products alone."""
+    seen, weights = sighting.seen @ direction, sighting.weights @ direction  # [releases, classes]
+    logits = lengths[:, None, None] * weights + sighting.biases  # [lengths, releases, classes]
+    error = logits.softmax(2)
+    error[..., label] -= 1
+    norms = (error.norm(dim=2) * lengths.abs()[:, None]).clamp(min=_TINY)
+    scaled = error * (sighting.bound / norms).clamp(max=1.0)[..., None] * (lengths[:, None, None] * sighting.shares[:, :1])
+    # The sum of squares is complete: |G|² − 2⟨G, g⟩ + |g|², where G is the direction's part of what was seen.
+    misfits: Tensor = (seen - scaled).square().sum((1, 2))
+    return misfits
+
+
+def _local_minima(values: Tensor) -> list[int]:
+    """Where a value is below the one before and not above the one after; of a plateau, the first."""
+    inner = (values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])
+    return [0, len(values) - 1, *(inner.nonzero()[:, 0] + 1).tolist()]
+
+
+def _refined(sighting: Sighting, direction: Tensor, length: float, label: int) -> tuple[float, float]:
+    """The best length near this one, and its misfit."""
+    width, best = 0.06, (float("inf"), length)
+    for _ in range(9):
+        lengths = best[1] * (1 + torch.linspace(-width, width, 25, dtype=torch.float64))
+        tried = _misfits_along(sighting, direction, lengths, label)
+        best = min(best, (float(tried.min()), float(lengths[tried.argmin()])))
+        width /= 8
+    return best
+
+
+# Several examples ----------------------------------------------------------------------------------------------------
+
+
+def _batch(sighting: Sighting, prior: FeaturePrior, labels: Tensor, noisy: bool) -> Solved:
+    """Features of a batch, by alternating least squares.
+
+    Where there are enough releases to tell examples apart, they start from a guess that differs within a class; else from
+    the class means, so that those of one class share what is known of their sum.
+    """
+    features, (releases, classes, _) = prior.means[labels], sighting.seen.shape
+    if releases * (classes - 1) >= len(labels):
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.randn(len(labels), len(prior.variances), generator=generator, dtype=torch.float64)
+        spread = torch.where(prior.variances.isfinite(), prior.variances, 1.0).sqrt()
+        features = features + (draws * spread) @ prior.basis.T
+    best, least = features, float("inf")
+    for _ in range(_JOINT):
+        features = _step(sighting, prior, features, labels, noisy)
+        misfit = _misfit(sighting, features, labels)
+        if misfit < least:
+            best, least = features, misfit
+    return _solved(sighting, best, labels)
+
+
+def _step(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor, noisy: bool) -> Tensor:
+    """Least squares for the features, with the coefficients of the last ones; in the prior's basis every axis is apart."""
+    size = features.shape[1]
+    rows = (coefficients(sighting, features, labels) * sighting.shares[..., None]).transpose(1, 2)
+    scale = _squared_deviation(sighting).sqrt()[:, None, None]
+    matrix = (rows / scale).flatten(0, 1)  # [releases · classes, examples]
+    wanted = (sighting.seen[..., :size] / scale).flatten(0, 1)
+    means = prior.means[labels]
+    values, vectors = torch.linalg.eigh(matrix.T @ matrix)
+    if noisy:
+        precision = 1 / prior.variances
+    else:  # the prior only decides what the releases leave open
+        finite = torch.where(prior.variances.isfinite(), prior.variances, 1.0)
+        precision = _TINY * float(values.max()) * float(finite.max()) / finite
+    turned = vectors.T @ ((matrix.T @ (wanted - matrix @ means)) @ prior.basis)
+    found: Tensor = means + vectors @ (turned / (values.clamp(min=0)[:, None] + precision)) @ prior.basis.T
+    return found

@@ -1,0 +1,104 @@
+"""A training once more, round by round, for whoever reads all of it: a seeded one to the bit, others by their plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from fedcdp.data.partition import Federation
+from fedcdp.engine import EngineName, Loss, engines_for
+from fedcdp.errors import RunError
+from fedcdp.frozen import split
+from fedcdp.interrupts import stop_if_asked
+from fedcdp.models import prepare
+from fedcdp.plan import Plan
+from fedcdp.rundir import RunDirectory, State
+from fedcdp.sampling import choose_clients
+from fedcdp.simulation import Run, Simulator
+from fedcdp.tree import Tree
+from fedcdp.tuning import tuned
+
+PLAN = "a training of the plan"
+REPLAYED = "the run's own rounds, replayed from its seed"
+FRESH = "a fresh training of the run's plan: its secure noise cannot be replayed"
+
+
+@dataclass(frozen=True)
+class Course:
+    """A whole training: the untrained network, the data and the plan, and the run that it was where there is one."""
+
+    network: nn.Module
+    federation: Federation
+    plan: Plan
+    device: torch.device
+    loss: Loss
+    run: Run | None = None
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there are to read."""
+        return self.plan.rounds if self.run is None else self.run.rounds
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the rounds will be the run's own."""
+        return self.run is not None and not (self.plan.secure_noise and self.plan.private)
+
+    @property
+    def source(self) -> str:
+        """What the rounds are, in words."""
+        return REPLAYED if self.is_replay else PLAN if self.run is None else FRESH
+
+    def begin(self) -> tuple[Simulator, State]:
+        """The simulator and the state before round 0, computing as the run did where that is known."""
+        engine, chunk = self._computing()
+        ready = prepare(self.network, self.plan, self.device)
+        self.plan.check_clients(self.federation.clients)
+        front, trained = split(ready, self.federation.train.inputs, self.device)
+        engines = engines_for(trained, self.loss, engine)
+        simulator = Simulator(next(iter(engines.values())), self.federation, self.plan, self.device, chunk, front)
+        weights = {name: p.detach() for name, p in ready.named_parameters() if p.requires_grad}
+        bound = self.plan.quantile.start if self.plan.quantile else None
+        state = State(0, weights, dict(weights) if self.plan.ema else None, bound)
+        simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=True)
+        simulator.trainer, simulator.chunk = tuned(simulator, engines, state, chunk, engine)
+        return simulator, state
+
+    def states(self, simulator: Simulator, state: State) -> Iterator[tuple[State, Tensor]]:
+        """The state at the beginning of each round, and its clients; at the end, the run's own model must come out."""
+        for _ in range(self.rounds):
+            stop_if_asked()
+            chosen = torch.from_numpy(choose_clients(simulator.draws, self.federation.clients, state.round))
+            yield state, chosen
+            state = simulator.round(state, chosen)
+        if self.run is not None and self.is_replay:
+            _require_same(state.average or state.weights, self.run)
+
+    def _computing(self) -> tuple[EngineName, int | None]:
+        """The engine and the chunk of the run: another one rounds differently."""
+        if self.run is None:
+            return "auto", None
+        name, chunk = self.run.engine, self.run.chunk
+        if self.run.directory is not None:
+            kept = RunDirectory(self.run.directory).load_engine(self.device.type)
+            if kept is None:
+                return "auto", None
+            name, chunk = kept
+        known: dict[str, EngineName] = {each: each for each in get_args(EngineName)}
+        return known.get(name, "auto"), chunk
+
+
+def _require_same(weights: Tree, run: Run) -> None:
+    """Refuse a replay that does not end at the run's own weights, to the bit."""
+    trained = {name: p.detach().cpu() for name, p in run.model.named_parameters()}
+    wrong = [(value.cpu() - trained[name]).abs().max() for name, value in weights.items()
+             if not torch.equal(value.cpu(), trained[name])]  # fmt: skip
+    if wrong:
+        raise RunError(
+            f"replay: it ends at other weights than the run (they differ by up to {float(max(wrong)):.2g}): was the run "
+            "made on another machine, device or version? Attack its plan instead, without --run"
+        )

@@ -1,0 +1,279 @@
+"""Sightings: all that a reader sees of its victims over a whole training, for a network with a linear head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedcdp.attacks.capture import promised_deviation
+from fedcdp.attacks.captured import Captured, Leak
+from fedcdp.attacks.linear_head import LinearHead
+from fedcdp.attacks.replay import Course
+from fedcdp.engine.base import Batch
+from fedcdp.errors import PlanError
+from fedcdp.methods import METHODS, Local, Moment, take_part
+from fedcdp.methods.base import Tap
+from fedcdp.plan import Plan
+from fedcdp.randomness import numpy_generator
+from fedcdp.rundir import State
+from fedcdp.sampling import Draw, choose_clients, choose_records_of_steps
+from fedcdp.simulation import Simulator
+from fedcdp.tree import Tree, repeat
+
+_USUAL, _USUAL_EXAMPLES = 100, 1000  # victims; of updates, no more than have so many examples together, but two
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What was seen of one victim, release by release."""
+
+    seen: Tensor
+    """[releases, classes, D], or D + 1 where the bias is trained, in units of a gradient."""
+    weights: Tensor
+    """[releases, classes, D]: where the gradient was taken."""
+    biases: Tensor
+    """[releases, classes]."""
+    deviation: Tensor
+    """[releases]: of the noise on a coordinate."""
+    bound: Tensor
+    """[releases]: the clip bound of a single example's gradient; ∞ where it is not clipped."""
+    shares: Tensor
+    """[releases, examples]: how often an example's gradient is in what was seen."""
+    has_bias: bool
+
+    def first(self) -> Sighting:
+        """The first release alone."""
+        names = ("seen", "weights", "biases", "deviation", "bound", "shares")
+        return replace(self, **{name: getattr(self, name)[:1] for name in names})
+
+    def in_float64(self) -> Sighting:
+        """The same in the precision to compute with; kept in float32, it takes half of the memory."""
+        return replace(self, seen=self.seen.double(), weights=self.weights.double(), biases=self.biases.double())
+
+
+@dataclass(frozen=True)
+class Sightings:
+    """What was seen of all victims; `captured` holds their examples, and what was seen of each first."""
+
+    captured: Captured
+    victims: list[Sighting]
+    source: str
+    """What training it was seen in."""
+
+
+def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings:
+    """A single look, or the mean of several at the same weights, as a sighting of one release."""
+    seen, (weights, biases) = head.gradient(captured.seen), head.weights(captured.weights)
+    plan, most = captured.plan, captured.present.shape[1]
+    bound = _bound(plan, captured.leak, captured.round, captured.current_clip, most if captured.steps == 1 else 0)
+    shares = _shares(captured)
+    one = torch.ones(1, dtype=torch.float64)
+    found = [
+        Sighting(
+            seen[v : v + 1], weights[v : v + 1], biases[v : v + 1], one * captured.deviation, one * bound,
+            shares[v : v + 1, captured.present[v].cpu()], head.bias is not None,
+        )
+        for v in range(len(captured))
+    ]  # fmt: skip
+    return Sightings(captured, found, source)
+
+
+def _bound(plan: Plan, leak: Leak, round_: int, current: float | None, examples: int) -> float:
+    """The clip bound of an example's gradient; of a clipped update of one example, the same in units of a gradient."""
+    if plan.per_example:
+        return plan.clip_at(round_, current)
+    if plan.method == "fed-sdp" and plan.noise_at == "client" and leak != "type2" and examples == 1:
+        return plan.clip_at(round_, current) / plan.learning_rate_at(round_)
+    return math.inf
+
+
+def _shares(captured: Captured) -> Tensor:
+    """[victims, examples]: how often each example is in what was seen, over what a step's sum is divided by."""
+    counts = torch.zeros(captured.present.shape, dtype=torch.float64, device=captured.device)
+    for uses, used in zip(captured.uses, captured.used, strict=True):
+        counts.scatter_add_(1, uses, used.double())
+    return (counts / captured.expected_batch[:, None]).cpu()
+
+
+def sighted_throughout(
+    course: Course, head: LinearHead, leak: Leak, victims: int | None, progress: Callable[[int, int], None] | None = None
+) -> Sightings:
+    """Everything that a reader sees of its victims in all rounds in which they take part.
+
+    The weights are those of the training itself. A reader of type 2 sees an example's gradient in every local step that
+    draws it, released by the method's own code; one of type 1 or 0, every update of a client. Noise on single examples is
+    drawn from the plan's own stream.
+    """
+    simulator, state = course.begin()
+    spy = _Spy(simulator, head, leak, _victims(course, simulator, leak, victims))
+    for at, (now, chosen) in enumerate(course.states(simulator, state)):
+        spy.look(now, chosen)
+        if progress is not None:
+            progress(at + 1, course.rounds)
+    return spy.told(course.source, victims)
+
+
+def _victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | None) -> list[tuple[int, list[int]]]:
+    """Clients that take part, in a random order, each with its records that are victims (of updates: all of them)."""
+    clients = course.federation.clients
+    took_part = {int(c) for r in range(course.rounds) for c in choose_clients(simulator.draws, clients, r)}
+    order = [int(c) for c in numpy_generator(course.plan.seed, "victims").permutation(clients) if int(c) in took_part]
+    table, sizes = simulator.records_of(torch.tensor(order))
+    records = [row[:size].tolist() for row, size in zip(table, sizes.tolist(), strict=True)]
+    usual = _USUAL if leak == "type2" else max(2, min(_USUAL, _USUAL_EXAMPLES // max(map(len, records))))
+    count = usual if wanted is None else wanted
+    if leak != "type2":
+        return list(zip(order, records, strict=True))[:count]
+    if not _all_drawn(course, max(map(len, records))):
+        drawn = _drawn(course, simulator, order[:count], count)
+        order, records = list(drawn), list(drawn.values())
+    places = [(client, number) for number in range(max(map(len, records))) for client in range(len(order))]
+    places = [(client, number) for client, number in places if number < len(records[client])][:count]
+    return [
+        (order[client], [records[client][number] for one, number in places if one == client])
+        for client in dict.fromkeys(client for client, _ in places)
+    ]
+
+
+def _all_drawn(course: Course, records: int) -> bool:
+    """Whether a client uses each of its records in every round."""
+    plan = course.plan
+    return plan.record_sampling == "partition" and plan.batch_size * plan.local_steps >= records
+
+
+def _drawn(course: Course, simulator: Simulator, clients: list[int], wanted: int) -> dict[int, list[int]]:
+    """Records of these clients that some local step draws: of as many clients as do, until so many are known."""
+    found: dict[int, dict[int, None]] = {client: {} for client in clients}
+    for round_ in range(course.rounds):
+        chosen = choose_clients(simulator.draws, course.federation.clients, round_).tolist()
+        mine = torch.tensor([client for client in clients if client in set(chosen)], dtype=torch.int64)
+        if len(mine):
+            table, sizes = simulator.records_of(mine)
+            drawn = choose_records_of_steps(simulator.draws, mine.to(simulator.device), sizes, round_)
+            for at, client in enumerate(mine.tolist()):
+                used = table[at][drawn.positions[:, at][drawn.present[:, at]]]
+                found[client] |= dict.fromkeys(used.tolist())
+        if all(found.values()) and sum(map(len, found.values())) >= wanted:
+            break
+    return {client: list(records) for client, records in found.items() if records}
+
+
+class _Spy:
+    """Looks at the victims' clients in every round."""
+
+    def __init__(self, simulator: Simulator, head: LinearHead, leak: Leak, victims: list[tuple[int, list[int]]]) -> None:
+        self._simulator, self._head, self._leak = simulator, head, leak
+        self._records = dict(victims)
+        keys = [(c, r) for c, records in victims for r in records] if leak == "type2" else [(c, -1) for c, _ in victims]
+        self._releases: dict[tuple[int, int], list[dict[str, Tensor | float]]] = {key: [] for key in keys}
+
+    def look(self, state: State, chosen: Tensor) -> None:
+        """See one round."""
+        mine = torch.tensor([c for c in chosen.tolist() if c in self._records], dtype=torch.int64)
+        for clients in mine.split(self._simulator.chunk) if len(mine) else ():
+            table, sizes = self._simulator.records_of(clients)
+            at = self._simulator.moment(state, clients.to(self._simulator.device), sizes)
+            draw = self._simulator.draw(at, table, sizes)
+            (self._examples if self._leak == "type2" else self._updates)(state, at, draw)
+
+    def _examples(self, state: State, at: Moment, draw: Draw) -> None:
+        plan, method = self._simulator.plan, METHODS[at.plan.method]
+        names = at.clients.tolist()
+        records = [self._records[client] for client in names]
+        most = max(map(len, records))
+        mine = torch.tensor([each + [-1] * (most - len(each)) for each in records], device=at.clients.device)
+        local = Local(repeat(state.weights, len(names)))
+        for step, (positions, filled) in enumerate(zip(draw.positions, draw.present, strict=True)):
+            there = ((positions[:, :, None] == mine[:, None]) & filled[:, :, None]).any(1)
+            if bool(there.any()):
+                told: list[Tree] = []
+                alone = replace(
+                    at, step=step, plan=plan.but(batch_size=most, slots=most),
+                    tap=_kept_in(told),
+                )  # fmt: skip
+                method.gradient_sum(local.weights, self._simulator.examples.batch(mine.clamp(min=0), there), alone)
+                seen, (weights, biases) = self._head.gradient(told[0]), self._head.weights(local.weights)
+                for client, slot in there.nonzero().tolist():
+                    key = (names[client], int(mine[client, slot]))
+                    shares = torch.ones(1, dtype=torch.float64)
+                    self._keep(key, state, seen[client, slot], weights[client], biases[client], shares, 1)
+            if step + 1 < len(draw.positions):
+                batch = self._simulator.examples.batch(positions, filled)
+                local = method.local_step(local, batch, replace(at, step=step))
+
+    def _updates(self, state: State, at: Moment, draw: Draw) -> None:
+        batches: list[Batch] = [
+            self._simulator.examples.batch(*each) for each in zip(draw.positions, draw.present, strict=True)
+        ]
+        update = take_part(METHODS[at.plan.method], state.weights, batches, at).update
+        rate = self._simulator.plan.learning_rate_at(state.round)
+        seen, (weights, biases) = self._head.gradient(update) / -rate, self._head.weights(state.weights)
+        for place, client in enumerate(at.clients.tolist()):
+            used = draw.positions[:, place][draw.present[:, place]].cpu()
+            expected = int(at.expected_batch[place])
+            counts = torch.tensor([int((used == record).sum()) for record in self._records[client]], dtype=torch.float64)
+            self._keep((client, -1), state, seen[place], weights, biases, counts / expected, expected)
+
+    def _keep(
+        self, key: tuple[int, int], state: State, seen: Tensor, weights: Tensor, biases: Tensor, shares: Tensor, batch: int
+    ) -> None:
+        plan = self._simulator.plan
+        self._releases[key].append({
+            "seen": seen.float(), "weights": weights.float(), "biases": biases, "shares": shares,
+            "deviation": promised_deviation(plan, self._leak, state, batch),
+            "bound": _bound(plan, self._leak, state.round, state.clip, len(shares)),
+        })  # fmt: skip
+
+    def told(self, source: str, wanted: int | None) -> Sightings:
+        """All of it, without the victims of which nothing was seen."""
+        seen = {key: releases for key, releases in self._releases.items() if releases}
+        if not seen or (wanted is not None and len(seen) < wanted):
+            raise PlanError(
+                f"victims: {wanted or 1} is not allowed; {self._leak} has at most {len(seen)} here, of those that take part"
+            )
+        found = [_sighting(releases, self._head.bias is not None) for releases in seen.values()]
+        records = [[r] if r >= 0 else self._records[c] for c, r in seen]
+        return Sightings(self._captured(found, records), found, source)
+
+    def _captured(self, found: list[Sighting], records: list[list[int]]) -> Captured:
+        """The victims with their examples; what was seen is that of the first release."""
+        simulator, most = self._simulator, max(map(len, records))
+        train = simulator.federation.train
+        padded = torch.tensor([each + each[:1] * (most - len(each)) for each in records])
+        present = torch.arange(most) < torch.tensor([[len(each)] for each in records])
+        device, layout = simulator.device, simulator.engine.layout
+        first = torch.stack([each.seen[0] for each in found]).float().to(device)
+        weights = torch.stack([each.weights[0] for each in found]).float().to(device)
+        rows = layout.shapes[self._head.weight][1]
+        trees: list[Tree] = [{self._head.weight: first[..., :rows]}, {self._head.weight: weights}]
+        if self._head.bias is not None:
+            trees[0][self._head.bias] = first[..., rows]
+            trees[1][self._head.bias] = torch.stack([each.biases[0] for each in found]).float().to(device)
+        slots = torch.arange(most, device=device).expand(1, len(found), most)
+        return Captured(
+            leak=self._leak, plan=simulator.plan, engine=simulator.engine, round=0, seen=trees[0], weights=trees[1],
+            weights_shared=False, inputs=train.inputs[padded].to(device), targets=train.targets[padded].to(device),
+            present=present.to(device), uses=slots, used=present[None].to(device),
+            expected_batch=torch.tensor([len(each) for each in records], device=device),
+            deviation=float(found[0].deviation[0]), releases=max(len(each.seen) for each in found), current_clip=None,
+            slot=torch.zeros(len(found), dtype=torch.int64, device=device),
+        )  # fmt: skip
+
+
+def _kept_in(told: list[Tree]) -> Tap:
+    """A tap that keeps what a reader of type 2 sees."""
+    return lambda reader, _, tree: told.append(tree) if reader == "type2" else None
+
+
+def _sighting(releases: list[dict[str, Tensor | float]], has_bias: bool) -> Sighting:
+    def stacked(name: str) -> Tensor:
+        return torch.stack([torch.as_tensor(each[name]) for each in releases])
+
+    return Sighting(
+        stacked("seen"), stacked("weights"), stacked("biases"), stacked("deviation").double(), stacked("bound").double(),
+        stacked("shares"), has_bias,
+    )  # fmt: skip

@@ -1,0 +1,254 @@
+"""A linear head is read in closed form: features to rounding without noise, and over all rounds of a training with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedcdp
+from fedcdp import Dataset, Federation, ModelError, Plan, RunError
+from fedcdp.attacks import Leaks
+from fedcdp.attacks.linear_head import find_head
+from fedcdp.attacks.replay import FRESH, PLAN, REPLAYED, Course
+from fedcdp.experiment import assemble
+from fedcdp.models import build
+from fedcdp.trained import Trained
+
+CLASSES, SIZE = 5, 12
+DEFENCES: dict[str, dict[str, Any]] = {
+    "no privacy": {"method": "nonprivate"},
+    "clipping only": {"method": "fed-cdp", "noise_multiplier": 0.0, "clip": 0.05},
+    "batch noise": {"method": "fed-cdp", "noise": "batch", "clip": 0.05, "noise_multiplier": 1.0},
+}
+
+
+def plan_of(**fields: Any) -> Plan:
+    """One local step on all records of every client, in a fixed order."""
+    defaults = {"method": "nonprivate", "rounds": 3, "per_round": 8, "local_steps": 1, "batch_size": 1}
+    return Plan(**defaults | {"record_sampling": "partition", "learning_rate": 0.5} | fields)
+
+
+class Front(nn.Module):
+    """Fixed features: a rotation, a bend, and a norm of 1 or of any length."""
+
+    def __init__(self, unit: bool = True) -> None:
+        super().__init__()
+        self.unit = unit
+        self.register_buffer("turn", torch.randn(SIZE, 20, generator=torch.Generator().manual_seed(5)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bent = torch.tanh(inputs @ self.turn)
+        return F.normalize(bent, dim=1) if self.unit else bent
+
+
+def network(bias: bool, zero: bool, unit: bool = True) -> nn.Module:
+    torch.manual_seed(7)
+    head = nn.Linear(20, CLASSES, bias=bias)
+    if zero:
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
+    return nn.Sequential(Front(unit), head)
+
+
+@pytest.fixture(scope="module")
+def blobs() -> Dataset:
+    """1,200 points around five centres."""
+    generator = torch.Generator().manual_seed(3)
+    centres = torch.randn(CLASSES, SIZE, generator=generator)
+    targets = torch.arange(1200) % CLASSES
+    return Dataset(centres[targets] + 0.7 * torch.randn(1200, SIZE, generator=generator), targets, CLASSES)
+
+
+@pytest.fixture(scope="module")
+def federation(blobs: Dataset) -> Federation:
+    """Eight clients of one record; a thousand others are public."""
+    public = blobs.take(torch.arange(200, 1200))
+    return fedcdp.partition(blobs.take(torch.arange(8)), clients=8, scheme="iid", validation=public)
+
+
+def attacked(*args: Any, **kwargs: Any) -> Leaks:
+    found = fedcdp.attack(*args, **kwargs)
+    assert isinstance(found, Leaks)
+    assert found.attack == "linear-head"
+    return found
+
+
+def truth(found: Leaks, model: nn.Module) -> Tensor:
+    head = find_head(model, (SIZE,))
+    assert head is not None
+    victims, examples = found.captured.inputs.shape[:2]
+    return head.features(found.captured.inputs.flatten(0, 1)).view(victims, examples, -1)
+
+
+# Without noise --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+@pytest.mark.parametrize("zero", [True, False], ids=["zero head", "any head"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("at_round", [0, 1, None])
+def test_features_of_single_examples_come_out_to_rounding(
+    federation: Federation, bias: bool, zero: bool, defence: str, at_round: int | None
+) -> None:
+    model = network(bias, zero)
+    found = attacked(plan_of(**DEFENCES[defence]), model=model, federation=federation, at_round=at_round)
+    assert found.found.features is not None
+    wrong = (found.found.features - truth(found, model)).norm(dim=2)
+    assert float(wrong.max()) < 1e-5
+    assert torch.equal(found.found.labels, found.captured.targets)
+    row = found.summary()
+    assert (row["label_accuracy"], row["identified_rate"]) == (1, 1)
+    assert row["feature_error_median"] < 1e-5
+
+
+def test_an_update_of_one_example_that_fed_sdp_clips_is_read_like_its_gradient(federation: Federation) -> None:
+    plan = plan_of(method="fed-sdp", noise_at="client", noise_multiplier=0.0, clip=0.01)
+    found = attacked(plan, model=network(False, zero=True), federation=federation, leak="type0")
+    assert found.summary()["feature_error_median"] < 1e-5
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["zero head", "any head"])
+def test_features_of_any_length_come_out_where_nothing_is_clipped(federation: Federation, zero: bool) -> None:
+    model = network(bias=False, zero=zero, unit=False)
+    found = attacked(plan_of(), model=model, federation=federation)
+    assert found.summary()["feature_error_median"] < 1e-5
+
+
+def test_where_features_are_the_inputs_these_are_exact(federation: Federation) -> None:
+    for model in (nn.Linear(SIZE, CLASSES), nn.Sequential(nn.Flatten(), nn.Linear(SIZE, CLASSES, bias=False))):
+        assert attacked(plan_of(), model=model, federation=federation).success_rate == 1
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("leak", ["type1", "type0"])
+def test_a_batch_of_different_labels_is_solved_from_one_update_at_a_zero_head(blobs: Dataset, bias: bool, leak: Any) -> None:
+    some = blobs.take(torch.arange(8))  # labels 0 1 2 3 | 4 0 1 2
+    clients = fedcdp.partition((some.inputs, some.targets), indices=[range(4), range(4, 8)],
+                               validation=blobs.take(torch.arange(200, 1200)))  # fmt: skip
+    model = network(bias, zero=True)
+    found = attacked(plan_of(batch_size=4, per_round=2), model=model, federation=clients, leak=leak, at_round=0)
+    row = found.summary()
+    assert (row["examples"], row["feature_error_median"] < 1e-5) == (8, True)
+    for labels, targets in zip(found.found.labels, found.captured.targets, strict=True):
+        assert sorted(labels.tolist()) == sorted(targets.tolist())
+
+
+# Under noise ----------------------------------------------------------------------------------------------------------
+
+
+def test_identification_and_labels_rise_with_the_rounds(blobs: Dataset) -> None:
+    many = fedcdp.partition(blobs.take(torch.arange(60)), clients=60, scheme="iid",
+                            validation=blobs.take(torch.arange(200, 1200)))  # fmt: skip
+    plan = plan_of(method="fed-cdp", clip=0.5, noise_multiplier=0.8, per_round=60)
+    rows = [
+        attacked(plan.but(rounds=rounds), model=network(False, zero=True), federation=many, leak="type2").summary()
+        for rounds in (1, 60)
+    ]
+    assert [row["releases_mean"] for row in rows] == [1, 60]
+    assert rows[0]["identified_rate"] < 0.1
+    assert rows[1]["identified_rate"] > 0.5
+    assert rows[1]["label_accuracy"] > 0.9 > rows[0]["label_accuracy"]
+    assert rows[1]["feature_error_median"] < rows[0]["feature_error_median"]
+
+
+def test_records_that_are_drawn_at_random_are_read_whenever_they_are(blobs: Dataset) -> None:
+    clients = fedcdp.partition(blobs.take(torch.arange(40)), clients=4, scheme="iid",
+                               validation=blobs.take(torch.arange(200, 1200)))  # fmt: skip
+    plan = plan_of(per_round=2, batch_size=2, local_steps=3, rounds=8, record_sampling="poisson")
+    row = attacked(plan, model=network(False, zero=True), federation=clients, leak="type2").summary()
+    assert 1 <= row["releases_mean"] < 8 * 3
+    assert row["feature_error_median"] < 1e-5
+
+
+# What is a linear head, and what is not -------------------------------------------------------------------------------
+
+
+def test_every_preset_that_is_recommended_has_a_linear_head() -> None:
+    for name, shape in (("oriented-gradients", (1, 28, 28)), ("oriented-gradients", (3, 32, 32)), ("linear", (30,))):
+        head = find_head(build(name, shape, 10), shape)
+        assert head is not None
+        assert head.bias is None
+
+
+def test_other_networks_have_none() -> None:
+    frozen_end = nn.Sequential(nn.Linear(30, 8), nn.Linear(8, 2).requires_grad_(False))
+    for model in (build("mlp", (30,), 2), frozen_end, nn.Sequential(nn.Linear(30, 2), nn.Tanh())):
+        assert find_head(model, (30,)) is None
+
+
+def test_a_loss_of_ones_own_has_no_closed_form(federation: Federation) -> None:
+    def doubled(outputs: Tensor, targets: Tensor) -> Tensor:
+        return 2 * F.cross_entropy(outputs, targets)
+
+    with pytest.raises(ModelError, match="linear-head needs"):
+        fedcdp.attack(plan_of(), model=network(True, True), federation=federation, loss=doubled, attack="linear-head")
+
+
+def test_a_zero_last_layer_behind_trained_ones_is_not_refused(federation: Federation) -> None:
+    model = nn.Sequential(nn.Linear(SIZE, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    for parameter in model[2].parameters():
+        nn.init.zeros_(parameter)
+    found = fedcdp.attack(plan_of(), model=model, federation=federation, attack="cpl", victims=2)
+    assert found.summary()["visible_coordinates"] == SIZE
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "data": {"dataset": "cancer", "clients": 6, "scaling": "public"},
+    "model": {"network": "linear"},
+    "plan": {"method": "fed-cdp", "rounds": 4, "per_round": 4, "local_steps": 2, "batch_size": 8, "clip": 0.25,
+             "noise_multiplier": 0.3, "learning_rate": 4.0, "ema": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) -> None:
+    experiment = assemble(SETTINGS)
+    run = experiment.train(tmp_path / "run", quiet=True)
+    splits = experiment.splits(quiet=True)
+    target = run if in_memory else Trained.load(tmp_path / "run").as_run()
+    course = Course(experiment.network(splits), run.federation, run.plan, torch.device("cpu"), F.cross_entropy, target)
+    assert course.source == REPLAYED
+    simulator, first = course.begin()
+    last = None
+    for state, chosen in course.states(simulator, first):
+        last = simulator.round(state, chosen)
+    assert last is not None
+    assert last.average is not None
+    for name, value in run.model.named_parameters():
+        assert torch.equal(last.average[name], value), name
+    row = attacked(target, model=experiment.network(splits), victims=5).summary()
+    assert row["source"] == REPLAYED
+    assert row["releases_mean"] >= 1
+
+
+def test_a_replay_that_ends_elsewhere_is_refused(tmp_path: Path) -> None:
+    experiment = assemble(SETTINGS)
+    run = experiment.train(tmp_path / "run", quiet=True)
+    with torch.no_grad():
+        next(run.model.parameters()).add_(1e-6)
+    with pytest.raises(RunError, match="replay: it ends at other weights"):
+        fedcdp.attack(run, model=experiment.network(experiment.splits(quiet=True)), victims=4)
+
+
+def test_secure_noise_is_attacked_in_a_fresh_training_and_that_is_said(tmp_path: Path) -> None:
+    experiment = assemble(SETTINGS, {"plan": {"secure_noise": True}})
+    run = experiment.train(tmp_path / "run", quiet=True)
+    model = experiment.network(experiment.splits(quiet=True))
+    assert attacked(run, model=model, victims=4).summary()["source"] == FRESH
+    plan = attacked(run.plan, model=model, federation=run.federation, victims=4).summary()
+    assert plan["source"] == PLAN
+
+
+def test_without_the_untrained_network_a_run_is_looked_at_once() -> None:
+    experiment = assemble(SETTINGS)
+    run = experiment.train(None, quiet=True)
+    row = attacked(run, victims=4).summary()
+    assert (row["source"], row["releases_mean"]) == ("a single look", 1)
