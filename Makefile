@@ -30,8 +30,10 @@ test: .venv/.installed
 integration: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_log.py results/integration.log.txt
 
-# What attacks prove of ε, over all methods, conventions and samplings, and on sabotaged mechanisms: some ten minutes.
+# Random plans recomputed by an independent accountant; then what attacks prove of ε, over all methods, conventions and
+# samplings, and on sabotaged mechanisms: some twenty minutes.
 audits: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/accounting/independent_campaign.py --plans 400 --out results/random_plans.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/audit_table.py --grid
 
 # Trainings killed at every call that changes a file and at random moments, full disks: about twenty minutes of a free core.

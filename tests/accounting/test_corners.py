@@ -127,7 +127,9 @@ def test_a_ledger_with_repeats_is_read_by_its_rounds(tmp_path) -> None:
     plan, population = Plan(**STAYS, secure_noise=True), Population(10, 40, 1, 3)
     directory = tmp_path / "run"
     directory.mkdir()
-    (directory / "config.toml").write_text("")
+    (directory / "config.toml").write_text(
+        "[plan]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in plan.written().items())
+    )
     ledger = Ledger.create(directory / "ledger.jsonl", plan.written(), population.written(), "secure")
     for round_, times in ((0, 5), (1, 1), (2, 1)):
         for _ in range(times):

@@ -175,6 +175,7 @@ def test_without_gradient_norms_there_is_no_chart_of_them(runs: Path, tmp_path: 
 def test_the_seed_of_a_private_run_is_not_shown(runs: Path, tmp_path: Path, method: str, shown: bool) -> None:
     config = runs / method / "config.toml"
     config.write_text(re.sub(r"^seed = 0$", "seed = 987654", config.read_text(), flags=re.MULTILINE))
+    (runs / method / "checkpoint.safetensors").unlink()  # it names the plan with its seed
     assert ("987654" in report(runs / method, tmp_path / "page.html").read_text()) is shown
 
 
@@ -240,12 +241,20 @@ def test_an_attack_alone_makes_a_page(runs: Path, tmp_path: Path) -> None:
 
 def test_an_unfinished_run_is_shown_as_far_as_it_got_and_said_so(runs: Path, tmp_path: Path) -> None:
     run = runs / "fed-cdp"
-    (run / "model.safetensors").unlink()
+    for name in ("model.safetensors", "checkpoint.safetensors"):
+        (run / name).unlink()
     for name in ("metrics.jsonl", "ledger.jsonl"):
         lines = (run / name).read_text().splitlines(keepends=True)
         (run / name).write_text("".join(lines[:-1]))
     text = outline(report(run, tmp_path / "page.html")).text
     assert "fed-cdp is not finished: 2 of 3 rounds are done" in text
+
+
+def test_a_ledger_that_lacks_rounds_is_refused(runs: Path, tmp_path: Path) -> None:
+    ledger = runs / "fed-cdp" / "ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(RunError, match="lacks some"):
+        report(runs / "fed-cdp", tmp_path / "page.html")
 
 
 def test_attacks_without_pictures_are_told_in_figures(runs: Path, tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def audit(
     relation: str = "zero-out",
     clients: int | None = None,
     copies: int = 1,
+    others: int | None = None,
+    width: int = 3,
     trials: int | None = None,
     delta: float | None = None,
     seed: int | None = 0,
@@ -84,6 +86,7 @@ def audit(
     use; the network has `layers` layers; `delta` is the plan's unless given. Under the relation `replace-one` the canary's
     gradient turns around instead. With `clients`, a round draws the canary's client out of so many, as the plan does:
     compare with the ε that holds before it is known who takes part. Several `copies` lie at as many clients of the cohort.
+    The other clients of the cohort hold `others` records each, by default as many; each layer has `width` inputs.
 
     Time grows with trials · participations · local steps; by default `trials` is what takes some 20 seconds, between 5,000
     and 4,000,000. `progress` is told how many of how many are done. Without a seed no two audits are alike.
@@ -91,12 +94,24 @@ def audit(
     unit = unit or ("client" if plan.method == "fed-sdp" else "record")
     records = plan.local_steps * plan.batch_size if records is None else records
     delta = plan.delta if delta is None else delta
-    counts = {"layers": layers, "records": records, "participations": participations, "copies": copies}
+    counts = {"layers": layers, "records": records, "participations": participations, "copies": copies, "width": width}
+    counts |= {} if others is None else {"others": others}
     _check(plan, adversary, unit, relation, delta, counts)
     if clients is not None:
         plan.check_clients(clients)
     laboratory = Laboratory(
-        plan, method or METHODS[plan.method], adversary, unit, layers, records, participations, relation, clients, copies
+        plan=plan,
+        method=method or METHODS[plan.method],
+        adversary=adversary,
+        unit=unit,
+        layers=layers,
+        records=records,
+        participations=participations,
+        relation=relation,
+        clients=clients,
+        copies=copies,
+        others=others,
+        width=width,
     )
     trials = laboratory.affordable_trials() if trials is None else trials
     if trials < 100:

@@ -22,14 +22,15 @@ from fedcdp.tree import Tree
 _FEWEST_TRIALS, _MOST_TRIALS = 5_000, 4_000_000
 _BUDGET = 7e6  # microseconds, roughly, that a world's default number of trials may take
 _VALUES_AT_ONCE = 2**20
+_MOST_FITTED = 256  # coordinates, beyond which no discriminant is fitted
 
 
 class _Linear(nn.Module):
     """A network that is linear in its weights, all zero: an input is the gradient of its own loss, to the bit."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 1) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, 1) for _ in range(layers))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -53,20 +54,29 @@ class Laboratory:
     """How many there are of which a round's are drawn; None: the canary's client takes part in every round."""
     copies: int = 1
     """At how many clients of the cohort the canary is."""
+    others: int | None = None
+    """Records at each of the cohort's other clients; None: as many as at the canary's."""
+    width: int = 3
+    """Inputs of each layer."""
     exposures: int = 0
 
     def __post_init__(self) -> None:
-        plan, network = self.plan, _Linear(self.layers)
+        plan, network = self.plan, _Linear(self.layers, self.width)
         self.engine = FunctionalEngine(network, loss=lambda outputs, _: outputs.mean())
         self.layout = self.engine.layout
         self.weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
         self.cohort = plan.per_round if self.adversary == "model" else self.copies
         by_chance = plan.record_sampling != "partition" and plan.batch_size < self.records
         counts_vary = plan.record_sampling == "poisson" and plan.method != "fed-sdp"
-        self.is_mixture = self.clients is not None or (by_chance and (self.unit == "record" or counts_vary))
+        drawn = self.clients is not None and self.clients > plan.per_round
+        self.is_mixture = drawn or (by_chance and (self.unit == "record" or counts_vary))
         # A direction of norm 1 in every group, with no two coordinates alike, so that noise that some of them share can be
         # told from it; and a length far beyond the clip bound, also for the update that is made of it.
+        # Where updates are pruned, one coordinate in every group: a long entry outlives pruning, others' noise does not.
         uneven = self.layout.unflatten(torch.tensor([(-1.0) ** k * (k + 1) for k in range(self.layout.size)]))
+        if plan.compression:
+            firsts = {group[0] for group in self.layout.groups(plan.clip_mode)}
+            uneven = {name: _first_alone(value) * (name in firsts) for name, value in uneven.items()}
         groups = [torch.cat([uneven[name].flatten() for name in g]) for g in self.layout.groups(plan.clip_mode)]
         self.direction = torch.cat([group / group.norm() for group in groups])
         smallest_step = min(plan.learning_rate_at(t) for t in range(self.participations)) / plan.batch_size
@@ -96,10 +106,11 @@ class Laboratory:
     def _release(self, plan: Plan, numbers: Tensor, round_: int, world: bool) -> tuple[Tensor, Tensor]:
         """What a round shows of each trial, as a sum of gradients; and in how many releases the canary was."""
         clients = (numbers[:, None] * self.cohort + torch.arange(self.cohort)).flatten()
-        sizes = torch.full_like(clients, self.records)
+        at_canary = clients % self.cohort < self.copies
+        sizes = torch.where(at_canary, self.records, self.others or self.records)
         at = Moment(plan, self.engine, noise_of(plan, self.layout), round_, clients, sizes.clamp(max=plan.batch_size))
         takes_part = self._takes_part(plan, numbers, round_)
-        at_canary = (clients % self.cohort < self.copies) & takes_part.repeat_interleave(self.cohort)
+        at_canary &= takes_part.repeat_interleave(self.cohort)
         canary, others = self._gradients(world)
         carriers: list[Tensor] = []
 
@@ -191,12 +202,20 @@ class Laboratory:
         """Directions [coordinates, attacks] to project what is seen on, and their names.
 
         All tensors, the likelihood ratio of a sound release; each tensor alone, to find one without noise; and Fisher's
-        linear discriminant, fitted here, to find noise that is uneven or can be subtracted.
+        linear discriminant, fitted here in a small network, to find noise that is uneven or can be subtracted.
         """
+        alone = [{each: torch.full_like(w, each == name) for each, w in self.weights.items()} for name in self.weights]
+        parts = [self.direction, *(self.direction * self.layout.flatten(tree, lead=0) for tree in alone)]
+        size = absent.shape[1]
+        padded = [nn.functional.pad(part.double(), (0, size - len(part))) for part in parts]
+        if size > _MOST_FITTED:
+            return ["all", *self.weights], torch.stack(padded, dim=1)
         covariance = (np.cov(absent.T) + np.cov(present.T)) / 2
         ridge = (1e-9 * covariance.trace() / len(covariance) or 1.0) * np.eye(len(covariance))
         fitted = torch.from_numpy(np.linalg.solve(covariance + ridge, present.mean(0) - absent.mean(0)))
-        alone = [{each: torch.full_like(w, each == name) for each, w in self.weights.items()} for name in self.weights]
-        parts = [self.direction, *(self.direction * self.layout.flatten(tree, lead=0) for tree in alone)]
-        padded = [nn.functional.pad(part.double(), (0, len(fitted) - len(part))) for part in parts]
         return ["all", *self.weights, "fitted"], torch.stack([*padded, fitted], dim=1)
+
+
+def _first_alone(value: Tensor) -> Tensor:
+    """Its first entry, all others zero."""
+    return torch.where(torch.arange(value.numel()).view_as(value) == 0, value, 0.0)

@@ -35,6 +35,10 @@ class Case:
     clients: int | None = None
     """A round draws out of so many; None: the canary's client is known to take part."""
     copies: int = 1
+    others: int | None = None
+    """Records at the clients that do not hold the canary; None: as many as at the one that does."""
+    width: int = 3
+    """Inputs of each layer."""
     fault: Fault | None = field(default=None, compare=False)
     drawn_from: int | None = None
     """A sabotaged sampler: a step really draws out of so many records."""
@@ -47,7 +51,14 @@ class Case:
     def printed(self) -> float:
         """The ε that `fedcdp account` states."""
         groups = LAYERS if self.plan.clip_mode == "layer" else 1
-        population = Population(self.clients or max(20, self.plan.per_round), self.records, self.copies, groups)
+        sizes = sorted({self.records, self.others or self.records})
+        population = Population(
+            clients=self.clients or max(20, self.plan.per_round),
+            records=sizes[0],
+            copies=self.copies,
+            layers=groups,
+            sizes=tuple(sizes) if len(sizes) > 1 else (),
+        )
         row = state(self.plan, population, rounds=self.participations).row(self.adversary, self.unit, self.relation)
         return row.epsilon_worst if self.clients is None else row.epsilon
 
@@ -64,6 +75,8 @@ class Case:
             relation=self.relation,
             clients=self.clients,
             copies=self.copies,
+            others=self.others,
+            width=self.width,
             trials=max(1000, trials // _SLOW) if self.adversary == "model" else trials,
             seed=seed,
             method=sabotaged(sound, self.fault) if self.fault else sound,
@@ -88,6 +101,7 @@ class Verdict:
         case, found, plan = self.case, self.found, self.case.plan
         what = {"name": case.name, "adversary": case.adversary, "unit": case.unit, "relation": case.relation}
         how = {"records": case.records, "participations": case.participations, "clients": case.clients}
+        how |= {"others": case.others, "width": case.width}
         asked = what | how | {"copies": case.copies, "broken": case.broken, "plan": plan.written()}
         shown = {"epsilon_lower": found.epsilon_lower, "epsilon_gaussian": found.epsilon_gaussian,
                  "epsilon_printed": self.printed, "trials": found.trials, "seconds": round(found.seconds, 1)}  # fmt: skip
@@ -174,7 +188,27 @@ def sound_cases() -> list[Case]:
              clients=8),
         Case("noise at the server, a person at two clients", _plan(**server), "model", unit="unique", copies=2),
     ]  # fmt: skip
-    return cdp + decaying + sdp
+    return cdp + decaying + sdp + secure_corners()
+
+
+def secure_corners() -> list[Case]:
+    """Where other clients' noise was credited, or sampling amplified, more than it is worth."""
+    secure = {"secure_aggregation": True}
+    pruned = {"compression": 0.9999, "clip_mode": "flat", "noise_multiplier": 0.2, "batch_size": 1, "per_round": 20}
+    first_of_many = _plan(**secure, batch_size=1, noise_multiplier=0.5)
+    small = _plan(**secure, batch_size=16, noise_multiplier=0.25, per_round=64)
+    return [
+        Case("secure aggregation, the first of 10,000 records in every round", first_of_many, "model", records=10_000,
+             clients=8),
+        Case("secure aggregation, the first of 10,000 records, every client in every round", first_of_many, "model",
+             records=10_000, clients=4),
+        Case("secure aggregation, each client prunes its noise", _plan(**secure, **pruned, delta=0.01), "model", records=1,
+             clients=20, width=199),
+        Case("secure aggregation, a client with fewer records than a batch", small, "model", records=1, others=40,
+             clients=128),
+        Case("secure aggregation, every client in every round, one with fewer records than a batch", small, "model",
+             records=1, others=40, clients=64),
+    ]  # fmt: skip
 
 
 def sabotaged_cases() -> list[Case]:

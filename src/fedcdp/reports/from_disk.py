@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedcdp.accounting.belonging import check_ledger
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.data.own_npz import checked_member
@@ -57,6 +58,8 @@ def read_run(path: Path) -> RunFacts:
     directory = RunDirectory(path)
     settings = _settings(directory)
     ledger = Ledger.open(directory.ledger) if directory.ledger.exists() else None
+    if ledger is not None:
+        check_ledger(directory, ledger)
     try:
         plan = Plan(**(ledger.plan if ledger else settings.get("plan", {})))
         population = Population.read(ledger.population) if ledger else None
