@@ -44,6 +44,7 @@ def test_the_comparison_finds_every_old_mistake(recipes: type[Recipes]) -> None:
 
 
 def test_the_comparison_finds_copies_that_are_taken_to_be_at_one_size() -> None:
+    assert not too_small(COPIES)
     wrong = compare(rows_of_recipes(COPIES.recomputed(CopiesAtOneSize)), COPIES.recomputed())
     assert [(each.key[1], each.figure) for each in wrong if each.too_small] == [("unique", "epsilon"), ("unique", "worst")]
 

@@ -143,19 +143,40 @@ _EXACT_SIZES = 5
 def _sizes_that_count(plan: Plan, population: Population) -> list[_Records]:
     """The clients that may be worst off, the one with the fewest records first.
 
-    A record of a smaller client is used more often, so the smallest client is the worst off, with one exception: slots of a
-    Poisson step overflow only where a client holds more than S records. Hence the smallest client, some of the smallest
-    above S, and one bound for all others above S, whose rate is that of the smallest among them.
+    A record of a smaller client is used more often, so the smallest client is the worst off, with two exceptions:
+
+    - Slots of a Poisson step overflow only where a client holds more than S records. Hence some of the smallest above S, and
+      one bound for all others above S, whose rate is that of the smallest among them.
+    - In a sample of fixed size another record may stand in a record's place only where a client holds more than B records.
+      Hence the smallest above B.
     """
     smallest, slots = _Records(plan, population.records), plan.slots
-    if plan.record_sampling != "poisson":
+    if plan.record_sampling == "partition":
         return [smallest]
+    if plan.record_sampling == "fixed":
+        sizes = (population.records, plan.batch_size + 1) if population.sizes is None else population.sizes
+        return [smallest, *(_Records(plan, size) for size in sizes if size > max(plan.batch_size, population.records))][:2]
     if population.sizes is None:  # sizes that are not known: all above, with the overflow of the limit of large clients
         overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
         return [smallest, _Records(plan, max(population.records, slots) + 1, overflow)]
     above = [size for size in population.sizes if size > max(slots, population.records)]
     exact = [_Records(plan, size) for size in above[:_EXACT_SIZES]]
     return [smallest, *exact, *_all_of(plan, above[_EXACT_SIZES:])]
+
+
+def _of_any_size(plan: Plan, population: Population) -> _Records:
+    """A bound for every client at once: the copies of one person may lie at clients of different size.
+
+    Where the smallest client uses all its records in every step, this is a Gaussian. It bounds the larger clients, too: a
+    zeroed record keeps its place in the sample, so it moves the sum by one sensitivity, whoever knows the sample.
+    """
+    smallest, *larger = _sizes_that_count(plan, population)
+    if not larger or plan.record_sampling != "poisson":
+        return smallest
+    held = population.sizes or (population.records,)
+    known = _all_of(plan, [size for size in held if size > plan.slots])
+    overflow = max(each.overflow for each in (*larger, *known) if each.overflow is not None)
+    return _Records(plan, population.records, overflow)
 
 
 def _all_of(plan: Plan, sizes: list[int]) -> list[_Records]:
@@ -238,7 +259,8 @@ def _fed_cdp(plan: Plan, population: Population, records: _Records) -> list[View
     server = clients.view("server", "record", "zero-out", records.assumption, in_the_sum)
     rows = [server, replace(server, adversary="update")]
     if population.copies > 1:
-        rows.append(clients.view("server", "unique", "zero-out", records.assumption, in_the_sum))
+        copied = mechanism(plan.noise_on_sum).participation(_of_any_size(plan, population).hidden, records.steps)
+        rows.append(clients.view("server", "unique", "zero-out", records.assumption, copied))
     rows.append(_model_of_fed_cdp(plan, population, server, records))
     if plan.noise == "example":
         exposed = mechanism(1.0).participation(records.seen, records.steps)
@@ -296,6 +318,9 @@ def _why_others_do_not_count(plan: Plan) -> str | None:
     return None
 
 
+_SUM_ALONE = "secure aggregation holds, and the reader, who is none of the clients, does not know single updates"
+
+
 def _with_the_others(server: View, everyone: bool, chosen: float, taken: _Mechanism, replaced: _Mechanism) -> View:
     """The model's row with the noise of the whole cohort on the sum, which secure aggregation does not open.
 
@@ -309,12 +334,12 @@ def _with_the_others(server: View, everyone: bool, chosen: float, taken: _Mechan
         def together(sigma: float) -> Release:
             return Gaussian(taken.first_z(sigma))
 
-        assumption = "secure aggregation holds, and every client takes part in every round: no amplification"
+        assumption = f"{_SUM_ALONE}; every client takes part in every round: no amplification"
         return replace(server, adversary="model", assumption=assumption, a_priori=together, taken=together, fallback=server)
     return replace(
         server,
         adversary="model",
-        assumption="secure aggregation holds and nobody knows who took part",
+        assumption=f"{_SUM_ALONE}, and who took part",
         a_priori=lambda sigma: WithoutReplacement(chosen, replaced.first_z(sigma)),
         hidden=True,
         fallback=server,
