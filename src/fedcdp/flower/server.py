@@ -240,6 +240,9 @@ class _Server:
             message_lifetime=self._settings.round_timeout + 60,
         )
         strategy.summary()
+        if self._hidden:
+            _LOG.info("every round takes %g s (round-timeout): its length must not show who took part",
+                      self._settings.round_timeout)  # fmt: skip
         return self._rounds(strategy, budget)
 
     def _rounds(self, strategy: PlanStrategy, budget: Budget) -> Outcome:
