@@ -149,8 +149,9 @@ def _row(
     if usage is not None:
         charged = noise_multipliers(plan, usage.rounds)
         participations = sum(usage.participations[: population.copies if view.unit == "unique" else 1])
-        used = _epsilon(view, lambda row: row.used(charged, participations), plan.delta, mode)
-    # To take part in every round is the worst that can happen, so its ε holds before anything has happened, too.
+        most = _epsilon(view, lambda row: row.worst(charged), plan.delta, mode)
+        used = min(most, _epsilon(view, lambda row: row.used(charged, participations), plan.delta, mode))
+    # To take part in every round is the worst that can happen, so its ε holds for anything else, too.
     before = _epsilon(view, lambda row: row.before(multipliers), plan.delta, mode)
     return Row(view.adversary, view.unit, view.relation, min(worst, before), used, worst, view.assumption)
 

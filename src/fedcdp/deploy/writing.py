@@ -161,6 +161,7 @@ out = "run"
 reproducible = {str(not experiment.plan.secure_noise).lower()}
 # Fewest clients to start and go on with, fewest updates for a model, seconds to wait for a round and for subscribers.
 # smallest-records: fewest records of a client, for which ε is stated; by default, as the experiment deals its data out.
+# With fed-sdp and noise at the server every round takes all of round-timeout: its length must not show who took part.
 {waiting}
 """
 

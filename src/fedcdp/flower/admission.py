@@ -8,8 +8,8 @@ Nothing that a client says moves its own bound. A step's sum is divided by min(B
 updates, and one that only says so would be admitted with up to B times the norm. So the bound is that of a client with
 `smallest_records` records, the same for all clients: the server sets this number, and takes on no client with fewer. An honest
 client has at least as many, divides by at least as much, fills at most S slots, and so stays below the bound. Whether a
-client lies about its own records changes nothing here. It changes nothing in the server's ε, either, which is stated for a
-client with `smallest_records` records (`server`): to say more lowers nobody's ε, to say less ends in a refusal.
+client lies about its own records changes nothing here. It changes nothing in the server's ε, either, which is stated for
+clients with `smallest_records` records or any number above (`server`): to say less ends in a refusal.
 
 | method | the largest norm that is admitted |
 | --- | --- |

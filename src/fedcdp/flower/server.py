@@ -240,6 +240,9 @@ class _Server:
             message_lifetime=self._settings.round_timeout + 60,
         )
         strategy.summary()
+        if self._hidden:
+            _LOG.info("every round takes %g s (round-timeout): its length must not show who took part",
+                      self._settings.round_timeout)  # fmt: skip
         return self._rounds(strategy, budget)
 
     def _rounds(self, strategy: PlanStrategy, budget: Budget) -> Outcome:
@@ -318,26 +321,21 @@ class _Server:
         return roster, len(roster)
 
     def _population(self, roster: Roster) -> Population:
-        """What ε is stated for: clients with the fewest records that are allowed, and with as many as they say.
+        """What ε is stated for: clients with the fewest records that are allowed, or any number above, whatever they say.
 
-        The row is that of the worst of these, so a client that misstates its number cannot lower the ε of another.
-        A run that version 0.1.0 began is stated for the fewest that its clients said they have, as it was then.
+        So no client moves the ε of another by misstating its records. A run that version 0.1.0 began is stated for the
+        fewest that its clients said they have, as it was then, or any number above.
         """
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
-        said = sorted({member.records for member in roster})
+        said = min(member.records for member in roster)
+        allowed = min(said, self._job.smallest_records or said)
         if self._directory.ledger.exists():
-            stored = Population.read(Ledger.open(self._directory.ledger).population)
-            allowed, sizes = stored.records, stored.sizes
-            if allowed > said[0]:
-                raise RunError(
-                    f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said[0]}"
-                )
-        else:
-            allowed = min(said[0], self._job.smallest_records or said[0])
-            sizes = tuple(sorted({allowed, *said})) if said != [allowed] else ()
-        if allowed < said[0]:
-            _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said[0], said[0])
-        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, sizes)
+            allowed = Population.read(Ledger.open(self._directory.ledger).population).records
+            if allowed > said:
+                raise RunError(f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said}")
+        if allowed < said:
+            _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said, said)
+        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, sizes=None)
 
     def _ledger(self, population: Population, rounds_done: int) -> Ledger:
         noise: NoiseKind = "seeded" if self._job.reproducible else "secure"
