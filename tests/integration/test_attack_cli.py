@@ -328,7 +328,7 @@ def refused(cli: Cli, workplace: Path) -> Callable[..., str]:
 
 REFUSED: list[tuple[list[object], str]] = [
     (["--leak", "type9"], "leak: 'type9' is not one of type0, type1, type2"),
-    (["--attack", "nosuch"], "attack: 'nosuch' is not one of cpl, "),
+    (["--attack", "nosuch"], "attack: 'nosuch' is not one of best, "),
     (["--victims", 0], "victims: 0"),
     (["--victims", -3], "victims: -3"),
     (["--victims", "many"], "'--victims': 'many'"),

@@ -16,6 +16,7 @@ from fedcdp.attacks.feature_prior import FeaturePrior
 from fedcdp.attacks.sightings import Sighting
 
 _TRIAL, _SINGLE, _JOINT = 3, 8, 12  # fixed-point steps: for each label, for one example, for a batch
+_SHORTER = (1.0, 0.3, 0.1)
 _TINY = 1e-12
 _LENGTHS = 241
 _NEAR = 0.02  # of what was seen: between two of the lengths that are tried, the misfit may fall by this
@@ -84,19 +85,31 @@ def _solved(sighting: Sighting, features: Tensor, labels: Tensor) -> Solved:
 
 def _likeliest(sighting: Sighting, prior: FeaturePrior) -> Solved:
     """Under noise: the features of the largest posterior density for each label, and the label for which it is largest."""
-    tried: list[tuple[float, int, Tensor]] = []
-    for label in range(len(prior.means)):
-        labels = torch.tensor([label])
-        features = prior.means[labels]
-        for _ in range(_TRIAL):
-            features = _step(sighting, prior, features, labels, noisy=True)
-        away = (features - prior.means[labels]) @ prior.basis
-        score = _misfit(sighting, features, labels) + float((away.square() / prior.variances).sum())
-        tried.append((score, label, features))
+
+    def climbed(label: int, features: Tensor, steps: int) -> tuple[float, int, Tensor]:
+        """The best on the way: over many rounds a step may lead too far, and is then halved."""
+        labels, best = torch.tensor([label]), _density(sighting, prior, features, label)
+        for _ in range(steps):
+            move = _step(sighting, prior, features, labels, noisy=True) - features
+            for shorter in _SHORTER:
+                found = _density(sighting, prior, features + shorter * move, label)
+                if found < best:
+                    best, features = found, features + shorter * move
+                    break
+            else:
+                break
+        return best, label, features
+
+    tried = [climbed(label, prior.means[label : label + 1], _TRIAL) for label in range(len(prior.means))]
     _, label, features = min(tried, key=lambda each: each[0])
-    for _ in range(_SINGLE - _TRIAL):
-        features = _step(sighting, prior, features, torch.tensor([label]), noisy=True)
+    _, label, features = climbed(label, features, _SINGLE)
     return _solved(sighting, features, torch.tensor([label]))
+
+
+def _density(sighting: Sighting, prior: FeaturePrior, features: Tensor, label: int) -> float:
+    """−2 log of the posterior density, up to a constant."""
+    away = (features - prior.means[label]) @ prior.basis
+    return _misfit(sighting, features, torch.tensor([label])) + float((away.square() / prior.variances).sum())
 
 
 def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
