@@ -105,7 +105,7 @@ class Rows:
             return before, math.nan, worst
         charged = sorted(self.released(ledger))
         if row.hidden:
-            return before, self._composed(row.chosen, charged), worst
+            return before, min(self._composed(row.chosen, charged), self._composed(row.every, charged)), worst
         taken = sum(ledger.participations[: row.holders])
         quietest = [sigma for sigma in charged for _ in range(row.most)][:taken]
         return before, self._composed(row.once, quietest), worst
