@@ -11,23 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
-import numpy as np
-from scipy.stats import binom, hypergeom, poisson
+from scipy.stats import binom, hypergeom
 
 from fedcdp.accounting.adversaries import Adversary, Relation, Unit, View
+from fedcdp.accounting.participation import Mechanism, Records, of_any_size, sizes_that_count
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.releases import (
     Draws,
     Gaussian,
     Lottery,
-    OverfullPoisson,
     PoissonGaussian,
     Release,
-    SlottedPoisson,
     Unprotected,
     WithoutReplacement,
     repeated,
-    sequence,
 )
 from fedcdp.errors import PlanError
 from fedcdp.plan import Plan
@@ -49,143 +46,11 @@ def views(plan: Plan, population: Population) -> list[View]:
         return [_without(adversary, reason) for adversary in get_args(Adversary)]
     if plan.method == "fed-sdp":
         return _fed_sdp(plan, population)
-    smallest, *larger = (_fed_cdp(plan, population, records) for records in _sizes_that_count(plan, population))
+    smallest, *larger = (_fed_cdp(plan, population, records) for records in sizes_that_count(plan, population))
     return [replace(row, others=tuple(same)) for row, *same in zip(smallest, *larger, strict=True)]
 
 
-# One participation ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Mechanism:
-    """The noise of a plan against a unit: `weight` is the number of noise draws' deviations over the unit's examples.
-
-    A layer's sum then has noise σ·C·draws and moves by C for each of the unit's examples; M layers move together by √M.
-    Where the clip bound follows a quantile, the first step of a round also shows an indicator in [−½, ½] for every example,
-    under noise of its own.
-    """
-
-    plan: Plan
-    layers: int
-    weight: float
-
-    def z(self, sigma: float) -> float:
-        """z of an ordinary step."""
-        return sigma * self.weight / math.sqrt(self.layers)
-
-    def first_z(self, sigma: float) -> float:
-        """z of a round's first step."""
-        z = self.z(sigma)
-        if self.plan.quantile is None:
-            return z
-        indicator = 2 * self.plan.quantile_noise * self.weight
-        return 1 / math.sqrt(1 / z**2 + 1 / indicator**2)
-
-    def participation(self, step: Callable[[float], Release], steps: int) -> Callable[[float], Release]:
-        """So many steps of a round, the first of which may show more."""
-        return lambda sigma: sequence([step(self.first_z(sigma)), repeated(step(self.z(sigma)), steps - 1)])
-
-
-@dataclass(frozen=True)
-class _Records:
-    """How often, and how secretly, a record is used in one participation of its client, which holds `held` records."""
-
-    plan: Plan
-    held: int
-    overflow: float | None = None
-    """Not None: this stands for all clients with at least `held` records; their slots overflow with at most this chance."""
-
-    @property
-    def rate(self) -> float:
-        """q_l: the share of a client's records in a step."""
-        return min(1.0, self.plan.batch_size / self.held)
-
-    @property
-    def steps(self) -> int:
-        """In how many of a round's steps a record may be used."""
-        if self.plan.record_sampling != "partition":
-            return self.plan.local_steps
-        return min(self.plan.local_steps, -(-self.plan.local_steps * self.plan.batch_size // self.held))
-
-    @property
-    def assumption(self) -> str:
-        """What the server's row rests on."""
-        if self.plan.record_sampling == "partition":
-            return f"a record is used at known steps, at most {self.steps} a round: no amplification"
-        if self.rate == 1:
-            return "every record is used in every step: no amplification"
-        how = "independently of each other" if self.plan.record_sampling == "poisson" else "without replacement"
-        return f"nobody sees which records a step draws ({how}, at rate {self.rate:.4g}); who takes part may be known"
-
-    def hidden(self, z: float) -> Release:
-        """A step's sum, for a reader who does not see which records were drawn."""
-        plan = self.plan
-        if plan.record_sampling == "partition" or self.rate == 1:
-            return Gaussian(z)
-        if plan.record_sampling == "fixed":
-            return WithoutReplacement(self.rate, z / 2)
-        if self.overflow is not None:
-            return OverfullPoisson(self.rate, self.overflow, z)
-        if self.held <= plan.slots:
-            return PoissonGaussian(self.rate, z)
-        return SlottedPoisson(self.held, self.rate, plan.slots, z)
-
-    def seen(self, z: float) -> Release:
-        """A noised gradient, for a reader who sees whether the record was drawn."""
-        if self.plan.record_sampling == "partition" or self.rate == 1:
-            return Gaussian(z)
-        return Lottery(Gaussian(z), self.rate)
-
-
-_EXACT_SIZES = 5
-
-
-def _sizes_that_count(plan: Plan, population: Population) -> list[_Records]:
-    """The clients that may be worst off, the one with the fewest records first.
-
-    A record of a smaller client is used more often, so the smallest client is the worst off, with two exceptions:
-
-    - Slots of a Poisson step overflow only where a client holds more than S records. Hence some of the smallest above S, and
-      one bound for all others above S, whose rate is that of the smallest among them.
-    - In a sample of fixed size another record may stand in a record's place only where a client holds more than B records.
-      Hence the smallest above B.
-    """
-    smallest, slots = _Records(plan, population.records), plan.slots
-    if plan.record_sampling == "partition":
-        return [smallest]
-    if plan.record_sampling == "fixed":
-        sizes = (population.records, plan.batch_size + 1) if population.sizes is None else population.sizes
-        return [smallest, *(_Records(plan, size) for size in sizes if size > max(plan.batch_size, population.records))][:2]
-    if population.sizes is None:  # sizes that are not known: all above, with the overflow of the limit of large clients
-        overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
-        return [smallest, _Records(plan, max(population.records, slots) + 1, overflow)]
-    above = [size for size in population.sizes if size > max(slots, population.records)]
-    exact = [_Records(plan, size) for size in above[:_EXACT_SIZES]]
-    return [smallest, *exact, *_all_of(plan, above[_EXACT_SIZES:])]
-
-
-def _of_any_size(plan: Plan, population: Population) -> _Records:
-    """A bound for every client at once: the copies of one person may lie at clients of different size.
-
-    Where the smallest client uses all its records in every step, this is a Gaussian. It bounds the larger clients, too: a
-    zeroed record keeps its place in the sample, so it moves the sum by one sensitivity, whoever knows the sample.
-    """
-    smallest, *larger = _sizes_that_count(plan, population)
-    if not larger or plan.record_sampling != "poisson":
-        return smallest
-    held = population.sizes or (population.records,)
-    known = _all_of(plan, [size for size in held if size > plan.slots])
-    overflow = max(each.overflow for each in (*larger, *known) if each.overflow is not None)
-    return _Records(plan, population.records, overflow)
-
-
-def _all_of(plan: Plan, sizes: list[int]) -> list[_Records]:
-    """One bound for clients that hold so many records each, all above S."""
-    if not sizes:
-        return []
-    held = np.array(sizes)
-    overflow = binom.sf(plan.slots - 1, held - 1, np.minimum(1.0, plan.batch_size / held))
-    return [_Records(plan, sizes[0], float(overflow.max()))]
+# The choice of clients ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -248,18 +113,18 @@ def _without(adversary: Adversary, reason: str, unit: Unit = "record") -> View:
 # Fed-CDP -------------------------------------------------------------------------------------------------------------
 
 
-def _fed_cdp(plan: Plan, population: Population, records: _Records) -> list[View]:
+def _fed_cdp(plan: Plan, population: Population, records: Records) -> list[View]:
     """Every row, for clients that hold so many records."""
     clients = _Clients(plan, population)
 
-    def mechanism(weight: float) -> _Mechanism:
-        return _Mechanism(plan, population.layers, weight)
+    def mechanism(weight: float) -> Mechanism:
+        return Mechanism(plan, population.layers, weight)
 
     in_the_sum = mechanism(plan.noise_on_sum).participation(records.hidden, records.steps)
     server = clients.view("server", "record", "zero-out", records.assumption, in_the_sum)
     rows = [server, replace(server, adversary="update")]
     if population.copies > 1:
-        copied = mechanism(plan.noise_on_sum).participation(_of_any_size(plan, population).hidden, records.steps)
+        copied = mechanism(plan.noise_on_sum).participation(of_any_size(plan, population).hidden, records.steps)
         rows.append(clients.view("server", "unique", "zero-out", records.assumption, copied))
     rows.append(_model_of_fed_cdp(plan, population, server, records))
     if plan.noise == "example":
@@ -282,7 +147,7 @@ _ONE_BY_ONE = (
 )
 
 
-def _model_of_fed_cdp(plan: Plan, population: Population, server: View, records: _Records) -> View:
+def _model_of_fed_cdp(plan: Plan, population: Population, server: View, records: Records) -> View:
     """The model alone: as the server's view, unless a single step under secure aggregation lets others' noise count."""
     reason = _why_others_do_not_count(plan)
     if plan.local_steps > 1:
@@ -304,8 +169,8 @@ def _model_of_fed_cdp(plan: Plan, population: Population, server: View, records:
         server,
         everyone=plan.per_round == population.clients,
         chosen=secret,
-        taken=_Mechanism(plan, population.layers, noise / known),
-        replaced=_Mechanism(plan, population.layers, noise / (2 * plan.slots)),
+        taken=Mechanism(plan, population.layers, noise / known),
+        replaced=Mechanism(plan, population.layers, noise / (2 * plan.slots)),
     )
 
 
@@ -321,7 +186,7 @@ def _why_others_do_not_count(plan: Plan) -> str | None:
 _SUM_ALONE = "secure aggregation holds, and the reader, who is none of the clients, does not know single updates"
 
 
-def _with_the_others(server: View, everyone: bool, chosen: float, taken: _Mechanism, replaced: _Mechanism) -> View:
+def _with_the_others(server: View, everyone: bool, chosen: float, taken: Mechanism, replaced: Mechanism) -> View:
     """The model's row with the noise of the whole cohort on the sum, which secure aggregation does not open.
 
     | clients in a round | who must not know what | release |
@@ -351,8 +216,8 @@ def _with_the_others(server: View, everyone: bool, chosen: float, taken: _Mechan
 
 def _fed_sdp(plan: Plan, population: Population) -> list[View]:
     """A client that is zeroed out moves the sum by C·√M; a record, by twice that: it may turn its client's update around."""
-    rows = _fed_sdp_of("client", plan, population, _Mechanism(plan, population.layers, 1.0))
-    halved = _Mechanism(plan, population.layers, 0.5)
+    rows = _fed_sdp_of("client", plan, population, Mechanism(plan, population.layers, 1.0))
+    halved = Mechanism(plan, population.layers, 0.5)
     rows += _fed_sdp_of("record", plan, population, halved)
     if population.copies > 1:
         rows.append(_copies_of_fed_sdp(plan, population, halved))
@@ -362,7 +227,7 @@ def _fed_sdp(plan: Plan, population: Population) -> list[View]:
 _TURNED = "a record may turn its client's update around, over twice the distance; "
 
 
-def _fed_sdp_of(unit: Unit, plan: Plan, population: Population, mechanism: _Mechanism) -> list[View]:
+def _fed_sdp_of(unit: Unit, plan: Plan, population: Population, mechanism: Mechanism) -> list[View]:
     clients, turned = _Clients(plan, population), _TURNED if unit == "record" else ""
 
     def update(sigma: float) -> Gaussian:
@@ -389,7 +254,7 @@ def _amplified(unit: Unit, clients: _Clients, update: Gaussian) -> Release:
     return WithoutReplacement(clients.rate, update.z / 2)
 
 
-def _model_of_noisy_clients(plan: Plan, clients: _Clients, server: View, mechanism: _Mechanism) -> View:
+def _model_of_noisy_clients(plan: Plan, clients: _Clients, server: View, mechanism: Mechanism) -> View:
     reason = _why_others_do_not_count(plan)
     if reason is not None:
         return replace(server, adversary="model", assumption=f"as the server's row: {reason}")
@@ -404,7 +269,7 @@ def _model_of_noisy_clients(plan: Plan, clients: _Clients, server: View, mechani
     )
 
 
-def _copies_of_fed_sdp(plan: Plan, population: Population, mechanism: _Mechanism) -> View:
+def _copies_of_fed_sdp(plan: Plan, population: Population, mechanism: Mechanism) -> View:
     clients = _Clients(plan, population)
     if plan.noise_at == "client":
         whole = f"{_TURNED}the whole update of a client is clipped and noised before it leaves"
