@@ -87,7 +87,7 @@ def _share(name: str, row: dict[str, Any], key: str) -> str:
 
 def _clean_commit() -> str:
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()  # noqa: S607
+        return subprocess.run(["git", *words], check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()  # noqa: S607  # nosec B607
 
     if git("status", "--porcelain", "--", ":!results", ":!docs/recommended.md"):
         raise SystemExit("the tree has changes that are not committed: figures would belong to no commit")
