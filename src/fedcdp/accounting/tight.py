@@ -39,6 +39,7 @@ _FINEST = 1e-4
 _NEGLIGIBLE = 1e-13
 _POINTS = 8_000  # about how many losses one release is tabulated on: the error stays below one per cent, upwards
 _COARSEST = 1.0  # beyond, a table of losses would cost more ε than the secrecy of sampling saves
+_SHARES = 64  # at least, between which the tail's probability is shared: one for every lottery
 _TAIL = 1e-15  # probability that a composition may move to an infinite loss: far below any δ in use
 
 
@@ -65,7 +66,7 @@ def _epsilon_of_gaussians(release: Release, delta: float) -> float:
     Under zero-out the record keeps its slot, so a slotted sum moves by one sensitivity, also where slots overflow.
     """
     lotteries = _lotteries(release)
-    precision = _precision(release, 1, delta / 2 / max(lotteries, 1))
+    precision = _precision(release, 1, delta / 2 / max(lotteries, _SHARES))
     if precision == 0:  # but for δ/2, nothing at all is shown
         return 0.0
     return gaussian_epsilon(1 / math.sqrt(precision), delta / 2 if lotteries else delta)
