@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from clean_tree import clean_commit
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import state
 from fedcdp.audit import audit
@@ -67,14 +68,15 @@ def main() -> None:
 
 def grid(trials: int) -> int:
     """Attack every case of the grid; the status says whether all did what they must."""
-    verdicts = []
+    commit, verdicts = clean_commit(), []
     for verdict in run([*sound_cases(), *sabotaged_cases()], trials):
         verdicts.append(verdict)
         mark = "" if verdict.as_it_must else "   DEFECT"
         case, found = verdict.case, verdict.found
         print(f"{case.plan.method}, {case.name}, {case.adversary}/{case.unit}: at least {found.epsilon_lower:.3g}, "
               f"printed {shown(verdict.printed)}{mark}", flush=True)  # fmt: skip
-    GRID.write_text(json.dumps([each.as_json() for each in verdicts], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    told = {"commit": commit, "cases": [each.as_json() for each in verdicts]}
+    GRID.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     defects = sum(not each.as_it_must for each in verdicts)
     print(f"{len(verdicts)} cases, {defects} defects; {GRID}")
     return 1 if defects else 0
@@ -83,7 +85,7 @@ def grid(trials: int) -> int:
 def table() -> None:
     """The usual plans, attacked now, and the grid as it was attacked last."""
     print("# What an attack shows of ε\n")
-    print(ABOUT)
+    print(ABOUT + f"Measured on commit {clean_commit()[:12]}.\n")
     print("| mechanism | adversary | shown | Gaussian | guaranteed | trials a world | seconds |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, adversary, participations, plan in ROWS:
@@ -91,14 +93,15 @@ def table() -> None:
         row = state(plan, Population(1000, 500, 1, 3), rounds=participations).row(adversary, _unit(plan, adversary))
         cells = [shown(found.epsilon_lower), shown(found.epsilon_gaussian), shown(row.epsilon_worst)]
         print(f"| {name} | {adversary} | {' | '.join(cells)} | {found.trials} | {found.seconds:.0f} |", flush=True)
-    print(grid_tables(json.loads(GRID.read_text(encoding="utf-8"))))
+    stored = json.loads(GRID.read_text(encoding="utf-8"))
+    print(grid_tables(stored["cases"], stored["commit"]))
 
 
-def grid_tables(cells: list[dict[str, Any]]) -> str:
+def grid_tables(cells: list[dict[str, Any]], commit: str) -> str:
     """The grid for people."""
     head = ["| method | plan | adversary, unit, relation | shown | Gaussian | printed | trials a world |",
             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    lines = ["\n## The grid\n", ABOUT_GRID, *head]
+    lines = ["\n## The grid\n", ABOUT_GRID + f"Measured on commit {commit[:12]}.\n", *head]
     for broken in (False, True):
         if broken:
             lines += ["\n### Sabotaged: each must exceed what is printed for the sound one\n", *head]

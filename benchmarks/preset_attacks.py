@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from clean_tree import clean_commit
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "preset_attacks.json"
 PAGE = ROOT / "docs" / "recommended.md"
@@ -36,7 +38,7 @@ COMMANDS = {
 def run() -> None:
     """All commands on a clean tree, one after the other, each in a process of its own with one thread."""
     cells: dict[str, Any] = {}
-    told = {"commit": _clean_commit(), "machine": _machine(), "cells": cells}
+    told = {"commit": clean_commit("docs/recommended.md"), "machine": _machine(), "cells": cells}
     for name, command in COMMANDS.items():
         started = time.perf_counter()
         done = subprocess.run(
@@ -83,15 +85,6 @@ def table(cells: dict[str, Any]) -> str:
 def _share(name: str, row: dict[str, Any], key: str) -> str:
     digits = 1 if 0 < row[key] < 0.01 else 0
     return f"{100 * row[key]:.{digits}f} %<!-- = preset_attacks.json / cells / {name} / {key} -->"
-
-
-def _clean_commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()  # noqa: S607  # nosec B607
-
-    if git("status", "--porcelain", "--", ":!results", ":!docs/recommended.md"):
-        raise SystemExit("the tree has changes that are not committed: figures would belong to no commit")
-    return git("rev-parse", "HEAD")
 
 
 def _machine() -> str:

@@ -1,0 +1,20 @@
+"""The commit that figures are measured on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def clean_commit(*may_differ: str) -> str:
+    """The commit of this tree; ends the program where files other than results and `may_differ` are not committed."""
+    left_out = [f":!{path}" for path in ("results", *may_differ)]
+    if _git("status", "--porcelain", "--", *left_out):
+        raise SystemExit("the tree has changes that are not committed: figures would belong to no commit")
+    return _git("rev-parse", "HEAD")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], check=True, capture_output=True, text=True, cwd=_ROOT).stdout.strip()  # noqa: S607  # nosec B607
