@@ -30,6 +30,9 @@ from independent_rows import Made
 RDP = "mode rdp: a Rényi bound, looser than a table of losses by its nature"
 SAMPLING = "needlessly loose: secret sampling is paid for over twice the distance, where known sampling would cost less"
 SIZES = "needlessly loose: one bound for all clients that hold more records than slots"
+COPIES = (
+    "needlessly loose: one bound for the copies of a person at clients of different size, some with more records than slots"
+)
 TABLE = "table of losses: every release is rounded up to the table's step, which shows in a small ε"
 UNEXPLAINED = "unexplained"
 
@@ -62,6 +65,9 @@ def reason(case: Case, found: Comparison) -> str:
             alone.append(0.0 if one is None else rows_of(one)[found.key][("epsilon", "used", "worst").index(found.figure)])
         if explained(max(each or 0.0 for each in alone)):
             return SIZES
+        overflow = case.plan.record_sampling == "poisson" and max(case.federation.sizes) > case.plan.slots
+        if found.key[1] == "unique" and overflow:
+            return COPIES
     return UNEXPLAINED
 
 
