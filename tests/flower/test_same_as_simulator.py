@@ -101,7 +101,8 @@ def test_the_ledgers_of_server_and_clients_agree_with_the_simulators(grid: Local
     wanted.train(tmp_path / "simulated", quiet=True)
     serve(grid, wanted, tmp_path / "deployed", settings(reproducible=True))
     ours, theirs = (Ledger.open(tmp_path / name / "ledger.jsonl") for name in ("deployed", "simulated"))
-    assert ours.population == theirs.population
+    # A server does not believe how many records its clients say they hold: any number from the fewest on.
+    assert ours.population == theirs.population | {"sizes": None}
     assert [charge.clients.tolist() for charge in ours.charges] == [charge.clients.tolist() for charge in theirs.charges]
     for number, times in enumerate(ours.participations().tolist()):
         with ClientLedger.held(tmp_path / f"client-{number}") as ledger:

@@ -62,6 +62,8 @@ class Records:
     held: int
     overflow: float | None = None
     """Not None: this stands for all clients with at least `held` records; their slots overflow with at most this chance."""
+    told: bool = False
+    """Whether the reader is taken to know who is in where slots overflow (`OverfullPoisson`)."""
 
     @property
     def rate(self) -> float:
@@ -93,7 +95,7 @@ class Records:
         if plan.record_sampling == "fixed":
             return WithoutReplacement(self.rate, z / 2)
         if self.overflow is not None:
-            return OverfullPoisson(self.rate, self.overflow, z)
+            return OverfullPoisson(self.rate, self.overflow, z, self.told)
         if self.held <= plan.slots:
             return PoissonGaussian(self.rate, z)
         return SlottedPoisson(self.held, self.rate, plan.slots, z)
@@ -126,7 +128,7 @@ def sizes_that_count(plan: Plan, population: Population) -> list[Records]:
         return [smallest, *(Records(plan, size) for size in sizes if size > max(plan.batch_size, population.records))][:2]
     if population.sizes is None:  # sizes that are not known: all above, with the overflow of the limit of large clients
         overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
-        return [smallest, Records(plan, max(population.records, slots) + 1, overflow)]
+        return [smallest, Records(plan, max(population.records, slots) + 1, overflow, told=True)]
     above = [size for size in population.sizes if size > max(slots, population.records)]
     exact = [Records(plan, size) for size in above[:_EXACT_SIZES]]
     return [smallest, *exact, *_all_of(plan, above[_EXACT_SIZES:])]

@@ -52,12 +52,15 @@ class SlottedPoisson:
 class OverfullPoisson:
     """A bound on every `SlottedPoisson` of at most this `rate` whose slots overflow with at most this probability.
 
-    One such bound covers many clients that hold different numbers of records.
+    One such bound covers many clients that hold different numbers of records. In an overflow the record may take another's
+    place. Either that stays secret and moves the sum by two sensitivities, or (`told`) the reader is taken to know whether
+    the record is in, which then moves the sum by one: a zeroed record keeps its place.
     """
 
     rate: float
     overflow: float
     z: float
+    told: bool = False
 
 
 @dataclass(frozen=True)

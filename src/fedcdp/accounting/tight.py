@@ -87,7 +87,7 @@ def _lotteries(release: Release) -> int:
 def _precision(release: Release, times: int, tail: float) -> float:
     """Σ 1/z² of a release so many times, at most, but for a probability of `tail` for each lottery in it."""
     match release:
-        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | OverfullPoisson(_, _, z):
+        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | OverfullPoisson(_, _, z, _):
             return times / z**2
         case WithoutReplacement(_, half_z):
             return times / half_z**2
@@ -132,7 +132,7 @@ def _interval(release: Release) -> float:
 
 def _smallest_z(release: Release) -> float:
     match release:
-        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | OverfullPoisson(_, _, z):
+        case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | OverfullPoisson(_, _, z, _):
             return z
         case WithoutReplacement(_, half_z):
             return half_z
@@ -165,8 +165,8 @@ def _of_one(release: Release, interval: float) -> Distribution:
             return pld.from_truncated_subsampled_gaussian_mechanism(
                 records, rate, slots, z, value_discretization_interval=interval
             )
-        case OverfullPoisson(rate, overflow, z):
-            return _overfull(rate, overflow, z, interval)
+        case OverfullPoisson(rate, overflow, z, told):
+            return _overfull(rate, overflow, z, told, interval)
         case WithoutReplacement(rate, half_z):
             return _without_replacement(rate, half_z, interval)
         case Lottery(inner, rate):
@@ -176,12 +176,14 @@ def _of_one(release: Release, interval: float) -> Distribution:
     raise TypeError(f"{release} has no privacy loss distribution")
 
 
-def _overfull(rate: float, overflow: float, z: float, interval: float) -> Distribution:
-    """Where slots overflow, the record may take another's place: it moves the sum by two sensitivities.
+def _overfull(rate: float, overflow: float, z: float, told: bool, interval: float) -> Distribution:
+    """Poisson sampling, or, with the probability of an overflow, what that shows.
 
     A record that is drawn and kept although slots overflow is at least drawn, so `rate` bounds that probability, too.
     """
     plain = pld.from_gaussian_mechanism(z, sampling_prob=rate, value_discretization_interval=interval)
+    if told:
+        return _of_one(Lottery(Gaussian(z), rate), interval).compute_mixture(plain, overflow)
     replaced = pld.from_gaussian_mechanism(
         z / 2, sampling_prob=rate, value_discretization_interval=interval, neighboring_relation=pld.NeighborRel.REPLACE_ONE
     )
