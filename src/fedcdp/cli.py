@@ -140,7 +140,7 @@ def export(
 def _train(experiment: Experiment, out: Path, resume: bool, data_dir: Path | None, quiet: bool) -> Run:
     done = RunDirectory(out).rounds_done() if resume else 0
     splits = experiment.splits(data_dir, quiet)
-    budget = spending.Budget(experiment, experiment.population(splits))
+    budget = spending.Budget(experiment, experiment.population(splits), RunDirectory(out).ledger)
     try:
         with output.training_progress(experiment.plan, quiet, done, budget.shown_after) as progress:
             return experiment.train(out, resume=resume, splits=splits, budget=budget.allows, progress=progress)
@@ -158,24 +158,25 @@ def _say_whether_noise_is_secret(plan: Plan) -> None:
 
 
 def _summary(run: Run, privacy: Privacy | None) -> dict[str, object]:
+    speed = None if run.plan.hides_cohort else run.us_per_client_step  # how long it took tells how many took part
     return {
         "accuracy": run.accuracy,
         "rounds": run.rounds,
-        "seconds": round(run.seconds, 3),
-        "us_per_client_step": None if run.us_per_client_step is None else round(run.us_per_client_step, 2),
+        "seconds": None if run.plan.hides_cohort else round(run.seconds, 3),
+        "us_per_client_step": None if speed is None else round(speed, 2),
         "epsilon": None if privacy is None else privacy.as_json()["rows"],
     }
 
 
 def _show_run(run: Run, privacy: Privacy | None) -> None:
-    speed = run.us_per_client_step
+    speed = "" if run.us_per_client_step is None else f", {run.us_per_client_step:.0f} µs a client step"
     ended = "" if run.rounds == run.plan.rounds else f" of {run.plan.rounds}: one more would exceed the largest ε"
     rows = {
         "federation": run.federation.describe(),
         "method": run.plan.method,
         "rounds": f"{run.rounds}{ended}",
         "validation accuracy": "-" if run.accuracy is None else f"{run.accuracy:.4f}",
-        "time": f"{run.seconds:.1f} s" + ("" if speed is None else f", {speed:.0f} µs a client step"),
+        "time": "not shown: it would tell how many took part" if run.plan.hides_cohort else f"{run.seconds:.1f} s{speed}",
         "run directory": str(run.directory),
     }
     output.table("Trained", rows)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.errors import PlanError
 from fedcdp.experiment import Experiment
@@ -33,8 +35,9 @@ def statement(run: Run) -> Privacy | None:
 class Budget:
     """What the plan may spend against the chosen adversary, and how it goes on being spent."""
 
-    def __init__(self, experiment: Experiment, population: Population) -> None:
-        self._experiment, self._population = experiment, population
+    def __init__(self, experiment: Experiment, population: Population, ledger: Path | None = None) -> None:
+        """With a `ledger`, ε is shown for what it has charged, repeated rounds included."""
+        self._experiment, self._population, self._ledger = experiment, population, ledger
         self._latest = ""
         self._started, self._computing = time.perf_counter(), 0.0
         self._most_rounds: int | None = None
@@ -56,8 +59,12 @@ class Budget:
         if self._most_rounds is None:
             return True
         plan = self._experiment.plan
-        if plan.noise_follows_clip or rounds == tuple(range(len(rounds))):  # each costs the same, or none is a repeat
-            return len(rounds) <= self._most_rounds
+        planned = rounds == tuple(range(len(rounds)))
+        if planned or plan.noise_follows_clip:  # none is a repeat, or each costs the same
+            if len(rounds) <= self._most_rounds:
+                return True
+            if self._most_rounds < plan.rounds:
+                return False
         return self._target.reached(plan, self._population, rounds) <= self._target.epsilon
 
     def shown_after(self, rounds: int) -> str:
@@ -66,7 +73,8 @@ class Budget:
             return ""
         started = time.perf_counter()
         if self._computing <= _SHARE_OF_TIME * (started - self._started) or rounds == self._experiment.plan.rounds:
-            epsilon = self._target.reached(self._experiment.plan, self._population, rounds)
+            released = Ledger.open(self._ledger).rounds if self._ledger and self._ledger.exists() else rounds
+            epsilon = self._target.reached(self._experiment.plan, self._population, released)
             self._latest = f"ε {epsilon:.3g} ({self._target.adversary}, round {rounds})"
             self._computing += time.perf_counter() - started
         return self._latest

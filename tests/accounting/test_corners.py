@@ -151,6 +151,25 @@ def test_a_budget_counts_repeats_by_their_rounds(follows: bool) -> None:
     assert repeats == most if follows else repeats < most
 
 
+def test_a_budget_with_room_allows_repeats_beyond_the_planned_rounds() -> None:
+    budget = Budget(
+        assemble({"plan": STAYS, "run": {"max_epsilon": 100.0}, "data": {"clients": 10}}), Population(10, 40, 1, 3)
+    )
+    assert budget.allows((*range(40), 39, 39))
+
+
+def test_the_progress_shows_what_the_ledger_charged(tmp_path) -> None:
+    experiment, population = assemble({"plan": STAYS, "data": {"clients": 10}}), Population(10, 40, 1, 3)
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(path, Plan(**STAYS, secure_noise=True).written(), population.written(), "secure")
+    for _ in range(6):
+        ledger.charge(0, np.arange(10), 6.0)
+    shown = [Budget(experiment, population, each).shown_after(1) for each in (path, None)]
+    figures = [float(text.split()[1]) for text in shown]
+    assert figures[0] == pytest.approx(state(experiment.plan, population, rounds=(0,) * 6).row("server").epsilon, rel=0.01)
+    assert figures[0] > figures[1]
+
+
 # Small rates and nested lotteries ------------------------------------------------------------------------------------
 
 

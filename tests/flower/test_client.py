@@ -24,7 +24,7 @@ from fedcdp.flower.client import client_app
 from fedcdp.flower.data import _file
 from fedcdp.flower.ledger import ClientLedger
 from fedcdp.flower.policy import ClientPolicy
-from fedcdp.flower.roster import subscribe
+from fedcdp.flower.roster import Member, subscribe
 from fedcdp.flower.server import serve
 from fedcdp.flower.strategy import Job, PlanStrategy, deployed
 from fedcdp.flower.task import Task
@@ -210,6 +210,21 @@ def test_parts_of_ones_own(tmp_path: Path) -> None:
     assert strategy.state.round == 3
     assert wire.decode(result.arrays, strategy.engine.layout).keys() == strategy.state.weights.keys()
     assert [result.train_metrics_clientapp[n]["clients"] for n in (1, 2, 3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_round_that_a_restart_repeats_draws_its_clients_afresh(reproducible: bool) -> None:
+    """The ledger charges a repeated round as another draw; the same clients under fresh noise would cost more than that."""
+    plan = deployed(experiment(per_round=10, noise_multiplier=1.0).plan, reproducible)
+    job = Job(plan=plan, network=nn.Linear(3, 2), network_name="ours", shape=(3,), classes=2, clients=40,
+              reproducible=reproducible)  # fmt: skip
+    roster = tuple(Member(number, number, 30, f"{number:032x}") for number in range(40))
+    asked = []
+    for _ in range(2):
+        strategy = PlanStrategy(job, roster)
+        list(strategy.configure_train(1, strategy.arrays(), ConfigRecord(), LocalGrid({})))
+        asked.append(strategy.releases.charges[-1].clients.tolist())
+    assert (asked[0] == asked[1]) is reproducible
 
 
 def test_data_of_a_file(tmp_path: Path) -> None:

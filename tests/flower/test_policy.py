@@ -251,6 +251,8 @@ NOISE: list[tuple[dict[str, Any], float]] = [
     ({"clip": "cosine(6, 2)", "noise_follows_clip": False}, 6.0),
     ({"clip": "exponential(2, 6)", "noise_follows_clip": False, "noise": "cohort"}, 0.5),
     ({"clip": "quantile(0.5, 4)"}, 6.0),
+    ({"clip": "quantile(0.5, 4)", "quantile_noise": 0.5}, 1.0),
+    ({"clip": "quantile(0.5, 4)", "quantile_noise": 0.5, "noise": "cohort"}, 1.0 / 4),
     ({"method": "fed-sdp", "noise": "cohort", "noise_at": "client"}, 6.0),
 ]
 

@@ -64,5 +64,5 @@ class Follower:
                 population = Population.read(Ledger.open(self._run.ledger).population)
             except (RunError, TypeError):
                 return ""
-            self._budget = Budget(self._experiment, population)
+            self._budget = Budget(self._experiment, population, self._run.ledger)
         return self._budget.shown_after(rounds)

@@ -24,7 +24,8 @@ M_k starts, and if M_k starts only while Σ ε_k ≤ ε and Σ δ_k ≤ δ, then
 | Σ δ_k ≤ δ | ½ + ¼ + … < 1 |
 
 Not counted on: that a server chooses clients at random. Counted on: that nobody sees which records a step draws; the client
-draws them. `ledger` says how releases count that an earlier version charged without a reservation.
+draws them. `ledger` says how releases count that version 0.1.0 charged without a reservation. That version had no filter: its
+releases count with the ε and δ that it gave them, and a block of them that is widened may cost its δ_k twice.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Grant:
         plan = reserved.task.plan
         view = Target(1.0, self.adversary, self.unit).view(plan, _population(reserved))
         once = (view.participation or view.taken)(least_noise_multiplier(plan))
-        return tight.epsilon(repeated(once, reserved.participations), self.delta / 2**reserved.place)
+        return tight.epsilon(repeated(once, reserved.participations), math.ldexp(self.delta, -reserved.place))
 
     def costs(self, reserved: Iterable[Reservation]) -> list[float]:
         """The ε of each of several reservations."""

@@ -232,9 +232,12 @@ def effective_noise(plan: Plan) -> float:
     | `example` noise | σ, of one draw; the sum of a step has √S times as much |
     | `batch` noise; Fed-SDP | σ, of the sum or the update |
     | `cohort` noise | σ/K_t, which is what the sum of a step has |
-    | a bound that follows a quantile | σ: the noise follows, too |
+    | a bound that follows a quantile | σ, since the noise follows, or 2·σ_b, the noise on a count that moves by ½, if less |
     """
-    return least_noise_multiplier(plan) * (min(1.0, plan.noise_on_sum) if plan.per_example else 1.0)
+    least = least_noise_multiplier(plan)
+    if plan.quantile is not None:
+        least = min(least, 2 * plan.quantile_noise)
+    return least * (min(1.0, plan.noise_on_sum) if plan.per_example else 1.0)
 
 
 def _is_number(value: object) -> bool:

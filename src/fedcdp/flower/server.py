@@ -250,8 +250,10 @@ class _Server:
         self._directory.forget_metrics_after(strategy.state.round)
         while strategy.state.round < plan.rounds:
             remaining = len(strategy.roster) - len(strategy.gone)
-            if remaining < self._least:
-                return self._end("too-few-clients", strategy.state, _too_few(remaining, self._least))
+            # A client says that it is gone when it is drawn: to end a hidden run then would show who was drawn, and when.
+            fewest = 1 if self._hidden else self._least
+            if remaining < fewest:
+                return self._end("too-few-clients", strategy.state, _too_few(remaining, fewest))
             if failed >= self._settings.most_failed_rounds:
                 return self._end("too-few-clients", strategy.state, f"{failed} rounds in a row had too few updates")
             if not strategy.releases.may_go_on(strategy.state.round, budget.allows):

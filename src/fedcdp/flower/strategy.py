@@ -50,7 +50,7 @@ class Job:
     """What a server wants to have trained."""
 
     plan: Plan
-    """Its seed decides which clients are drawn, and is published only if the job is reproducible."""
+    """Its seed decides which clients are drawn if the job is reproducible, and is published only then."""
     network: nn.Module
     network_name: str
     """By which clients make the same network: cnn, mlp, cpl, or package.module:factory."""
@@ -123,6 +123,9 @@ class PlanStrategy(Strategy):
         self.admitted: list[int] = []
         """Whose updates the last round used."""
         self._noise = noise_of(job.plan, self.engine.layout)
+        # A round that a crash repeats is charged as two releases of cohorts that are drawn independently: so every process
+        # draws with a seed of its own, which nobody keeps.
+        self._draws = job.plan if job.reproducible else job.plan.but(seed=secrets.randbits(62))
         self._largest_ratio, self._lifetime = largest_ratio, message_lifetime
         self._smallest_records = job.plan.batch_size if job.smallest_records is None else job.smallest_records
         self._pending: list[tuple[Message, Member]] = []
@@ -145,7 +148,7 @@ class PlanStrategy(Strategy):
         plan, round_, clip = self.job.plan, self.state.round, self.state.clip
         self.state = replace(self.state, weights=wire.decode(arrays, self.engine.layout))
         # Of all clients of the run, whoever is there: that the choice is random is what ε rests on.
-        chosen = choose_clients(plan, len(self.roster), round_)
+        chosen = choose_clients(self._draws, len(self.roster), round_)
         self.releases.charge(round_, chosen, plan.clip_at(round_, clip) if plan.private else 0.0)
         self._asked, self._pending = Round(round_, self.releases.attempt, clip), []
         connected, content = set(grid.get_node_ids()), messages.ask(self.task, self._asked, arrays)
