@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import fedcdp
 from fedcdp.attacks.api import attack
 from fedcdp.attacks.recipe import CPL
-from fedcdp.models import build
+from fedcdp.models.networks import build
 
 
 def one_at_a_time(network: nn.Module, gradients: list[Tensor], label: Tensor, seed: Tensor, iterations: int) -> Tensor:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from fedcdp.attacks import RECIPES, attack
-from fedcdp.experiment import Experiment, assemble
-from fedcdp.presets import preset
+from fedcdp.config.experiment import Experiment, assemble
+from fedcdp.config.presets import preset
+from fedcdp.training.prepared import deal_out, load_splits, network_of
 
 METHODS: dict[str, dict[str, Any]] = {
     "non-private": {"method": "nonprivate"},
@@ -160,7 +161,7 @@ def measure(cell: Cell, device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     started = time.perf_counter()
     experiment = cell.experiment(device)
-    splits = experiment.splits(quiet=True)
+    splits = load_splits(experiment, quiet=True)
     row: dict[str, Any] = {"cell": cell.name, "command": cell.command(), "machine": _machine(device)}
     how: Any = cell.attack
     if cell.recipe:
@@ -170,7 +171,7 @@ def measure(cell: Cell, device: str) -> dict[str, Any]:
             changes["objective"] = replace(RECIPES[cell.attack].objective, total_variation=weight)
         how = RECIPES[cell.attack].but(**changes)
     found = attack(
-        experiment.plan, model=experiment.network(splits), federation=experiment.federation(splits), leak=cell.leak,
+        experiment.plan, model=network_of(experiment, splits), federation=deal_out(experiment, splits), leak=cell.leak,
         attack=how, victims=cell.victims, device=device, **cell.look,
     )  # fmt: skip
     return row | found.summary() | {"attack": cell.attack, "wall_seconds": round(time.perf_counter() - started, 1)}

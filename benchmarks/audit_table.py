@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.audit.grid import run, sabotaged_cases, sound_cases
 
 from clean_tree import clean_commit
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import state
 from fedcdp.audit import audit
-from fedcdp.audit.grid import run, sabotaged_cases, sound_cases
-from fedcdp.plan import Plan
+from fedcdp.config.plan import Plan
 
 ORDER = {"record_sampling": "partition", "batch_size": 5, "local_steps": 1}
 ROWS: list[tuple[str, str, int, Plan]] = [

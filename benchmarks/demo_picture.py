@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from fedcdp.attacks.pictures import grid, save
-from fedcdp.reports.api import gather
-from fedcdp.reports.subjects import subjects_of
+from fedcdp.report.api import gather
+from fedcdp.report.subjects import subjects_of
 
 
 def main(demo: Path, target: Path) -> None:

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedcdp.config.plan import Plan
 from fedcdp.engine import Batch, BatchedEngine, kernel
+from fedcdp.files.tree import Tree, repeat
+from fedcdp.mechanism.noise import deviation_of_step_sum, noise_of
+from fedcdp.mechanism.randomness import stream_key
 from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.base import Local
-from fedcdp.models import build
-from fedcdp.noise import deviation_of_step_sum, noise_of
-from fedcdp.plan import Plan
-from fedcdp.randomness import stream_key
-from fedcdp.tree import Tree, repeat
+from fedcdp.models.networks import build
 
 EXAMPLES = 2000
 CLASSES = 10

@@ -29,15 +29,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedcdp.config.experiment import Experiment, assemble
+from fedcdp.config.plan import Plan
+from fedcdp.config.presets import FEDERATIONS, FOUND, RECOMMENDED, Settings, preset
 from fedcdp.data.dataset import Dataset, Splits
-from fedcdp.experiment import Experiment, assemble
-from fedcdp.frozen import split, through
-from fedcdp.models import build, prepare
-from fedcdp.plan import Plan
-from fedcdp.presets import Settings, preset
-from fedcdp.randomness import numpy_generator
-from fedcdp.recommended import FEDERATIONS, FOUND, RECOMMENDED
-from fedcdp.simulation import simulate
+from fedcdp.engine.frozen import split, through
+from fedcdp.mechanism.randomness import numpy_generator
+from fedcdp.models.networks import build, prepare
+from fedcdp.training.prepared import deal_out, load_splits, network_of
+from fedcdp.training.simulate import simulate
 
 OUT = Path("results/recommended.json")
 DELTA = 1e-5
@@ -190,7 +190,7 @@ def _normal(value: float) -> float:
 @cache
 def splits_of(dataset: str, split_seed: int) -> Splits:
     """The benchmark's own split (its files are found through FEDCDP_DATA)."""
-    return assemble({"data": {"dataset": dataset, "scaling": "public", "split_seed": split_seed}}).splits(quiet=True)
+    return load_splits(assemble({"data": {"dataset": dataset, "scaling": "public", "split_seed": split_seed}}), quiet=True)
 
 
 @cache
@@ -222,12 +222,12 @@ def accuracy(experiment: Experiment, device: str, tuning: bool) -> float:
     data, plan = experiment.data, experiment.plan
     splits, network = featured(str(data.dataset), data.split_seed, experiment.model.network, device)
     if network is None:
-        network = experiment.network(splits)
+        network = network_of(experiment, splits)
     if tuning:
         splits = for_tuning(splits, plan.seed)
         data = replace(data, clients=data.clients * 4 // 5)
         plan = plan.but(per_round=plan.per_round * 4 // 5)
-    federation = replace(experiment, data=data, plan=plan).federation(splits)
+    federation = deal_out(replace(experiment, data=data, plan=plan), splits)
     run = simulate(network, federation, plan, device=device, evaluate_every=plan.rounds)
     assert run.accuracy is not None
     return run.accuracy
@@ -307,8 +307,8 @@ def run_all(datasets: list[str], sections: list[str], device: str, deadline: flo
 
 def epsilons_of(row: Row) -> dict[str, float]:
     """ε of a row: the server's for a record and a person, and that of who reads single gradients."""
-    from fedcdp.accounting.described import population_of  # not on a machine that only trains
     from fedcdp.accounting.statement import state
+    from fedcdp.training.prepared import population_of  # not on a machine that only trains
 
     experiment = row.experiment()
     found = state(experiment.plan, population_of(experiment)).rows

@@ -15,9 +15,8 @@ import argparse
 import re
 from pathlib import Path
 
-from fedcdp.bench.plot import plot_speed
-from fedcdp.bench.results import read
-from fedcdp.bench.tables import markdown
+from fedcdp.studies.bench.result_file import read
+from fedcdp.studies.bench.tables import markdown, plot_speed
 
 _FIGURES = re.compile(r"(<!-- figures: (\S+) (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 

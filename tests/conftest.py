@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedcdp.models import build
+from fedcdp.models.networks import build
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -74,7 +74,7 @@ def test_the_schedules_are_values_that_a_plan_takes() -> None:
 
 def test_the_core_is_imported_without_the_command_line_or_any_extra() -> None:
     code = (
-        "import sys, fedcdp, fedcdp.simulation\n"
+        "import sys, fedcdp, fedcdp.training.simulate\n"
         "unwanted = ['typer', 'rich', 'click', 'flwr', 'dp_accounting', 'onnx', 'tensorboard', 'sklearn']\n"
         "print([name for name in unwanted if name in sys.modules])\n"
     )

@@ -17,26 +17,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fedcdp.bench import against, memory, sections, subjects
-from fedcdp.bench.against import Contestant, contest
-from fedcdp.bench.measure import Case, Visit, compare, ratio, spread, visit
-from fedcdp.bench.paper import DATASETS, METHODS, printed_ms
-from fedcdp.bench.peers.turns import Task
-from fedcdp.bench.plot import plot_speed
-from fedcdp.bench.results import Results, read
-from fedcdp.bench.subjects import Subject, synthetic
-from fedcdp.bench.tables import markdown
-from fedcdp.cli import app
+from fedcdp.cli.program import app
+from fedcdp.config.experiment import EngineName, MachineSettings
 from fedcdp.data.dataset import Splits
-from fedcdp.engine import EngineName
 from fedcdp.errors import FedcdpError, ModelError, RunError
-from fedcdp.experiment import MachineSettings
+from fedcdp.studies.bench import peak_memory, peers, sections, timing
+from fedcdp.studies.bench.inputs import BenchData, synthetic
+from fedcdp.studies.bench.peers import Contestant, contest
+from fedcdp.studies.bench.result_file import BenchResults, read
+from fedcdp.studies.bench.tables import DATASETS, METHODS, markdown, plot_speed, printed_ms
+from fedcdp.studies.bench.timing import Case, Visit, compare, ratio, spread, visit
+from fedcdp.training.prepared import deal_out, network_of
 
 ON_CPU = MachineSettings(chunk=4, engine="functional")  # nothing to be tuned
 MACHINE = {"device": "cpu", "gpu": None, "cpu": "a CPU", "cores": 2, "threads": 1, "python": "3", "torch": "2"}
-TINY = Task(
-    "tiny", "cancer", "mlp", (30,), 2, batch_size=2, local_steps=2, per_round=3, machine={"engine": "functional", "chunk": 3}
-)
+TINY = {
+    "name": "tiny", "dataset": "cancer", "network": "mlp", "shape": (30,), "classes": 2, "batch_size": 2, "local_steps": 2,
+    "per_round": 3, "machine": {"engine": "functional", "chunk": 3},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +43,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def cancer() -> Subject:
+def cancer() -> BenchData:
     return synthetic("cancer")
 
 
@@ -59,14 +57,14 @@ def test_synthetic_inputs_are_as_many_and_of_the_shape_that_the_preset_needs(nam
     case = Case(name, made, ON_CPU, {"per_round": 2})
     experiment = case.experiment(local_steps=1)
     assert made.data == "synthetic"
-    assert experiment.federation(made.splits).clients == 1000
-    assert experiment.network(made.splits)(made.splits.train.inputs[:2]).shape == (2, made.splits.train.classes)
+    assert deal_out(experiment, made.splits).clients == 1000
+    assert network_of(experiment, made.splits)(made.splits.train.inputs[:2]).shape == (2, made.splits.train.classes)
 
 
 def test_files_at_hand_are_used_and_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects, "synthetic", lambda name: f"random {name}")
-    assert subjects.subject("mnist", tmp_path) == "random mnist"
-    assert subjects.subject("cancer").data == "real"
+    monkeypatch.setattr(sections, "synthetic", lambda name: f"random {name}")
+    assert sections.subject("mnist", tmp_path) == "random mnist"
+    assert sections.subject("cancer").data == "real"
 
 
 def test_the_papers_table_has_a_figure_for_every_dataset_and_method() -> None:
@@ -75,7 +73,7 @@ def test_the_papers_table_has_a_figure_for_every_dataset_and_method() -> None:
     assert all(printed_ms(dataset, method) > 0 for dataset in DATASETS for method in METHODS)
 
 
-def test_a_visit_runs_a_warm_up_round_and_those_that_count(cancer: Subject) -> None:
+def test_a_visit_runs_a_warm_up_round_and_those_that_count(cancer: BenchData) -> None:
     seen = visit(Case("one", cancer, ON_CPU, {"per_round": 2}), local_steps=2, rounds=3)
     assert len(seen.rounds) == 3
     assert all(seconds > 0 for seconds in (*seen.rounds, *seen.processor))
@@ -83,7 +81,7 @@ def test_a_visit_runs_a_warm_up_round_and_those_that_count(cancer: Subject) -> N
     assert seen.peak_bytes is None
 
 
-def test_what_is_timed_is_a_long_training_of_the_papers_setting_that_is_never_evaluated(cancer: Subject) -> None:
+def test_what_is_timed_is_a_long_training_of_the_papers_setting_that_is_never_evaluated(cancer: BenchData) -> None:
     experiment = Case("one", cancer, ON_CPU, {"method": "fed-sdp"}).experiment(7)
     assert (experiment.plan.batch_size, experiment.plan.noise_multiplier, experiment.plan.local_steps) == (4, 6.0, 7)
     assert experiment.plan.record_sampling == "partition"
@@ -92,7 +90,7 @@ def test_what_is_timed_is_a_long_training_of_the_papers_setting_that_is_never_ev
 
 
 def test_cases_take_turns_with_as_many_local_steps_as_the_dearest_affords(
-    cancer: Subject, monkeypatch: pytest.MonkeyPatch
+    cancer: BenchData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
 
@@ -100,7 +98,7 @@ def test_cases_take_turns_with_as_many_local_steps_as_the_dearest_affords(
         order.append((case.name, local_steps))
         return Visit(0.0, [0.1 * local_steps] * rounds, [0.05 * local_steps] * rounds, None, {})
 
-    monkeypatch.setattr("fedcdp.bench.measure.visit", note)
+    monkeypatch.setattr("fedcdp.studies.bench.timing.visit", note)
     cases = [Case(name, cancer, ON_CPU, {"per_round": 2}) for name in ("a", "b")]
     timings = compare(cases, repeat=2, seconds=0.5, report=silent)
     assert order == [("b", 1), ("b", 5), ("a", 5), ("b", 5), ("a", 5), ("b", 5)]
@@ -115,8 +113,8 @@ def test_a_figure_is_the_median_with_its_spread_and_a_ratio_is_of_neighbours() -
     assert ratio([2.0, 30.0], [1.0, 10.0])["samples"] == [2.0, 3.0]
 
 
-def test_memory_at_its_peak_is_that_of_a_process_of_its_own(cancer: Subject) -> None:
-    told = memory.peak_mib(Case("memory", cancer, ON_CPU, {"per_round": 2}), local_steps=1)
+def test_memory_at_its_peak_is_that_of_a_process_of_its_own(cancer: BenchData) -> None:
+    told = peak_memory.peak_mib(Case("memory", cancer, ON_CPU, {"per_round": 2}), local_steps=1)
     assert 50 < told["before_mib"] <= told["peak_mib"] < 2000
 
 
@@ -124,12 +122,12 @@ def test_memory_at_its_peak_is_that_of_a_process_of_its_own(cancer: Subject) -> 
 
 
 @pytest.fixture
-def bench(cancer: Subject, monkeypatch: pytest.MonkeyPatch) -> sections.Bench:
+def bench(cancer: BenchData, monkeypatch: pytest.MonkeyPatch) -> sections.Bench:
     """Every dataset is the smallest one, and memory is not measured."""
     small = cancer.splits.train.take(torch.arange(120))
-    subject = Subject("cancer", Splits("cancer", small, small, None, ""), "synthetic")
+    subject = BenchData("cancer", Splits("cancer", small, small, None, ""), "synthetic")
     monkeypatch.setattr(sections, "_loaded", lambda *_: subject)
-    monkeypatch.setattr(memory, "peak_mib", lambda *_: {"peak_mib": 1.0})
+    monkeypatch.setattr(timing, "peak_mib", lambda *_: {"peak_mib": 1.0})
     monkeypatch.setattr(sections, "CLIENTS", ((2, 2), (50, 2)))
     monkeypatch.setattr(sections, "PER_ROUND", (2, 3))
     monkeypatch.setattr(sections, "BATCH_SIZE", (1, 2))
@@ -187,7 +185,7 @@ def test_growth_goes_along_clients_a_round_batches_and_clients_in_all(bench: sec
 def test_rows_are_on_disk_as_soon_as_they_are_added_and_a_section_measured_again_replaces_its_own(tmp_path: Path) -> None:
     path = tmp_path / "new" / "speed.json"
     for value in (1, 2):
-        results = Results(MACHINE, path)
+        results = BenchResults(MACHINE, path)
         results.begin("steps")
         results.add("steps", [{"value": value}])
         assert read(path)["sections"]["steps"] == [{"value": value}]
@@ -197,9 +195,9 @@ def test_rows_are_on_disk_as_soon_as_they_are_added_and_a_section_measured_again
 
 
 def test_a_result_file_of_another_machine_is_refused(tmp_path: Path) -> None:
-    Results(MACHINE, tmp_path / "speed.json")
+    BenchResults(MACHINE, tmp_path / "speed.json")
     with pytest.raises(RunError, match="another machine"):
-        Results(MACHINE | {"torch": "3"}, tmp_path / "speed.json")
+        BenchResults(MACHINE | {"torch": "3"}, tmp_path / "speed.json")
 
 
 # Peers -------------------------------------------------------------------------------------------------------------
@@ -243,10 +241,11 @@ def test_ours_is_measured_only_where_there_is_somebody_to_compare_with() -> None
 
 def test_opacus_trains_the_same_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opacus")
-    monkeypatch.syspath_prepend(str(Path(against.__file__).parent / "peers"))
+    monkeypatch.syspath_prepend(str(peers.drivers()))
     import opacus_client  # type: ignore[import-not-found]
+    from turns import Task  # type: ignore[import-not-found]
 
-    task = replace(TINY, noise_multiplier=0.0, clip=0.01, local_steps=1)
+    task = Task(**TINY | {"noise_multiplier": 0.0, "clip": 0.01, "local_steps": 1})
     sent = [opacus_client.private_client(task, way) for way in ("hooks", "ew")]
     for client in sent:
         client.train()
@@ -320,7 +319,7 @@ def test_a_pages_tables_are_made_from_the_files_that_it_names(tmp_path: Path) ->
     speed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(speed)
     row = {"task": "t", "who": "fedcdp", "us_per_client_step": spread([5.0]), "times_fedcdp": spread([1.0])}
-    results = Results(MACHINE, tmp_path / "peers.json")
+    results = BenchResults(MACHINE, tmp_path / "peers.json")
     results.begin("peers")
     results.add("peers", [row])
     page = "before\n<!-- figures: {} peers -->\nold\n<!-- end of figures -->\nafter\n"

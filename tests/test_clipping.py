@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fedcdp.clipping import clip, group_norms
+from fedcdp.mechanism.clipping import clip, group_norms
 
 LAYERS = (("w", "b"), ("v",))
 FLAT = (("w", "b", "v"),)

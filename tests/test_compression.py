@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from fedcdp.compression import keep_largest
-from fedcdp.tree import Layout
+from fedcdp.files.tree import Layout
+from fedcdp.mechanism.pruning import keep_largest
 
 LAYOUT = Layout({"w": torch.Size([2, 3]), "b": torch.Size([4])}, ())
 

@@ -16,8 +16,8 @@ from fedcdp.attacks.membership import infer_membership
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.engine import FunctionalEngine
 from fedcdp.errors import ModelError
-from fedcdp.evaluation import evaluate, predictions, threshold_of
-from fedcdp.trained import Trained
+from fedcdp.training.evaluation import evaluate, predictions, threshold_of
+from fedcdp.training.saved_run import Trained
 
 FEATURES = 4
 

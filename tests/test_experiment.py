@@ -11,11 +11,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fedcdp.config.experiment import SECTIONS, Experiment, assemble, read_assignment, read_toml
+from fedcdp.config.plan import Plan
+from fedcdp.config.schedules import linear
 from fedcdp.errors import DataError, FedcdpError, PlanError, RunError
-from fedcdp.experiment import SECTIONS, Experiment, assemble, read_assignment, read_toml, stored
-from fedcdp.plan import Plan
-from fedcdp.rundir import RunDirectory
-from fedcdp.schedules import linear
+from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.simulate import train_experiment
 
 SMALL = {"data": {"dataset": "cancer", "clients": 6}, "plan": {"per_round": 3, "rounds": 2, "local_steps": 2}}
 
@@ -231,7 +233,7 @@ def test_no_name_stands_in_two_sections() -> None:
 
 def test_an_experiment_runs_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = assemble(SMALL).train(None, quiet=True)
+    run = train_experiment(assemble(SMALL), None, quiet=True)
     assert (run.rounds, run.directory) == (2, None)
     assert list(tmp_path.iterdir()) == []
 
@@ -239,16 +241,16 @@ def test_an_experiment_runs_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_network_and_the_federation_follow_the_plans_seed() -> None:
     data = {"dataset": "cancer", "partition": "iid", "clients": 10}
     one, other = (assemble({"data": data, "plan": {"seed": seed}}) for seed in (1, 2))
-    splits = one.splits(quiet=True)
-    assert torch.equal(next(one.network(splits).parameters()), next(one.network(splits).parameters()))
-    assert not torch.equal(next(one.network(splits).parameters()), next(other.network(splits).parameters()))
-    assert one.federation(splits).indices(0).tolist() == one.federation(splits).indices(0).tolist()
-    assert one.federation(splits).indices(0).tolist() != other.federation(splits).indices(0).tolist()
+    splits = load_splits(one, quiet=True)
+    assert torch.equal(next(network_of(one, splits).parameters()), next(network_of(one, splits).parameters()))
+    assert not torch.equal(next(network_of(one, splits).parameters()), next(network_of(other, splits).parameters()))
+    assert deal_out(one, splits).indices(0).tolist() == deal_out(one, splits).indices(0).tolist()
+    assert deal_out(one, splits).indices(0).tolist() != deal_out(other, splits).indices(0).tolist()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"mine\.csv does not exist"):
-        assemble({"data": {"file": str(tmp_path / "mine.csv")}}).splits()
+        load_splits(assemble({"data": {"file": str(tmp_path / "mine.csv")}}))
 
 
 # stored in a run directory -------------------------------------------------------------------------------------------

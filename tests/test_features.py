@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fedcdp.engine import BatchedEngine, FunctionalEngine
 from fedcdp.engine.base import Batch
-from fedcdp.features import OrientedGradients, UnitNorm
-from fedcdp.models import build
+from fedcdp.models.features import OrientedGradients, UnitNorm
+from fedcdp.models.networks import build
 
 SHAPES = [(1, 28, 28), (3, 32, 32)]
 

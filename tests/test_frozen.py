@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedcdp import frozen, simulation
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
-from fedcdp.features import UnitNorm
-from fedcdp.frozen import split
-from fedcdp.plan import Plan
-from fedcdp.simulation import simulate
+from fedcdp.engine import frozen
+from fedcdp.engine.frozen import split
+from fedcdp.models.features import UnitNorm
+from fedcdp.training import rounds
+from fedcdp.training import simulate as simulation
+from fedcdp.training.simulate import simulate
 
 CPU = torch.device("cpu")
 
@@ -41,7 +43,7 @@ def test_training_behind_them_is_the_same_as_training_through_them(
     plan = Plan(method=method, rounds=3, per_round=4, local_steps=2, batch_size=5, noise_multiplier=0.5, ema=0.5)
     seen: list[nn.Module | None] = []
     through: Callable[..., Tensor] = frozen.through
-    monkeypatch.setattr(simulation, "through", lambda *given: seen.append(given[0]) or through(*given))
+    monkeypatch.setattr(rounds, "through", lambda *given: seen.append(given[0]) or through(*given))
     once = simulate(network(), federation, plan, engine=engine)
     assert seen[0] is not None
     monkeypatch.setattr(simulation, "split", lambda model, *_: (None, model))

@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedcdp import Plan, simulate
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
+from fedcdp.engine import cuda_graphs
+from fedcdp.files.tree import Layout
+from fedcdp.mechanism.noise import SecureNoise, SeededNoise, StepNoise
+from fedcdp.mechanism.randomness import gaussians, normals, stream_key, words
+from fedcdp.mechanism.sampling import choose_records_of_steps
 from fedcdp.methods import METHODS
-from fedcdp.models import build
-from fedcdp.noise import SecureNoise, SeededNoise, StepNoise
-from fedcdp.randomness import gaussians, normals, stream_key, words
-from fedcdp.sampling import choose_records_of_steps
-from fedcdp.trainers import graphs
-from fedcdp.tree import Layout
+from fedcdp.models.networks import build
+from fedcdp.training.simulate import simulate
 
-_Graph = graphs.Graph
+_Graph = cuda_graphs.Graph
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -99,8 +100,8 @@ def test_the_same_seed_gives_the_same_model_from_all_engines_after_three_rounds(
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_steps_that_the_host_is_too_slow_for_are_recorded_and_give_the_same_model(federation, monkeypatch, momentum) -> None:
     recorded = []
-    monkeypatch.setattr(graphs, "_HOST_IS_SLOWER", 0.0)
-    monkeypatch.setattr(graphs, "Graph", lambda *given: recorded.append(_Graph(*given)) or recorded[-1])
+    monkeypatch.setattr(cuda_graphs, "_HOST_IS_SLOWER", 0.0)
+    monkeypatch.setattr(cuda_graphs, "Graph", lambda *given: recorded.append(_Graph(*given)) or recorded[-1])
     model = build("mlp", (1, 16, 16), 10)
     plan = Plan(
         method="fed-cdp", rounds=3, per_round=14, local_steps=5, batch_size=4, noise_multiplier=0.3, clip="linear(2, 1)",

@@ -141,8 +141,8 @@ sys.modules.update(dict.fromkeys({absent!r}))  # an import of these fails
 from pathlib import Path
 from small_demo import SILENT, SMALLER
 from fedcdp.demo import Attack, Demo
-from fedcdp.reports.api import report
-from fedcdp.cli import app
+from fedcdp.report.api import report
+from fedcdp.cli.program import app
 out = Path({str(tmp_path)!r}) / "demo"
 once = {{**SMALLER, "plan": {{"rounds": 1, "per_round": 2, "local_steps": 1}}}}
 Demo(out, once, (Attack("type2", "clip-aware", victims=1, iterations=1),)).run(SILENT)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fedcdp.interrupts import deferred_interrupts, stop_if_asked
+from fedcdp.engine.runtime import deferred_interrupts, stop_if_asked
 
 
 def press() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedcdp import partition, simulate
+from fedcdp.config.plan import Plan
+from fedcdp.data.partition import partition
 from fedcdp.errors import ModelError
-from fedcdp.models import build, prepare
-from fedcdp.plan import Plan
-from fedcdp.tree import Layout
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build, prepare
+from fedcdp.training.simulate import simulate
 
 PRIVATE = ["fed-sdp", "fed-cdp", "fed-cdp-decay"]
 

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
 
-from fedcdp import partition, simulate
+from fedcdp.config.plan import Plan
+from fedcdp.data.partition import partition
 from fedcdp.engine import Batch, FunctionalEngine
+from fedcdp.files.tree import Layout, Tree
+from fedcdp.mechanism.noise import SeededNoise, deviation_of_count, deviation_of_step_sum
 from fedcdp.methods import METHODS, Moment, train_locally
-from fedcdp.models import build
-from fedcdp.noise import SeededNoise, deviation_of_count, deviation_of_step_sum
-from fedcdp.plan import Plan
-from fedcdp.tree import Layout, Tree
+from fedcdp.models.networks import build
+from fedcdp.training.simulate import simulate
 
 SIGMA, BOUND, BATCH, PLANNED = 1.5, 2.0, 4, 10
 MODEL = build("mlp", (150,), 50)

@@ -13,11 +13,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedcdp.cli import app
+from fedcdp.cli.options import takes_settings
+from fedcdp.cli.program import app
+from fedcdp.config.experiment import SECTIONS, Experiment, assemble
+from fedcdp.config.presets import Settings
 from fedcdp.errors import PlanError
-from fedcdp.experiment import SECTIONS, Experiment, assemble
-from fedcdp.options import takes_settings
-from fedcdp.presets import Settings
 
 Parse = Callable[..., Experiment]
 

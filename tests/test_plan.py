@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from fedcdp.config.plan import Plan
+from fedcdp.config.schedules import Quantile, Schedule, constant, cosine, exponential, linear, proportional, quantile
 from fedcdp.errors import PlanError
-from fedcdp.plan import Plan
-from fedcdp.schedules import Quantile, Schedule, constant, cosine, exponential, linear, proportional, quantile
 
 BAD_VALUES: list[tuple[str, Any]] = [
     ("method", "fed-xyz"), ("method", None), ("method", 3),

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from fedcdp.engine import Batch, BatchedEngine
-from fedcdp.models import build
-from fedcdp.precision import products
-from fedcdp.tree import repeat
+from fedcdp.engine.runtime import products
+from fedcdp.files.tree import repeat
+from fedcdp.models.networks import build
 
 
 @pytest.mark.parametrize("tf32", [True, False])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from fedcdp.config.experiment import assemble
+from fedcdp.config.presets import BENCHMARKS, learning_rate, population, preset
+from fedcdp.config.schedules import linear
 from fedcdp.data import DATASETS
 from fedcdp.errors import PlanError
-from fedcdp.experiment import assemble
-from fedcdp.presets import BENCHMARKS, learning_rate, population, preset
-from fedcdp.schedules import linear
 
 # dataset: scheme, N_i (None: the full copy), L, B, T
 PAPER = {

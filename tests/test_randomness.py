@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from scipy import stats
 
-from fedcdp import randomness
-from fedcdp.randomness import _philox_on_device, gaussians, normals, numpy_generator, philox, stream_key, words
+from fedcdp.mechanism import randomness
+from fedcdp.mechanism.randomness import _philox_on_device, gaussians, normals, numpy_generator, philox, stream_key, words
 
 ONES = 0xFFFFFFFF
 word = st.integers(0, ONES)

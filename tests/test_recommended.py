@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fedcdp.accounting.described import population_of
 from fedcdp.accounting.statement import state
+from fedcdp.config.experiment import assemble
+from fedcdp.config.presets import BENCHMARKS, FEDERATIONS, RECOMMENDED, preset
 from fedcdp.data import DATASETS
-from fedcdp.experiment import assemble
-from fedcdp.models import build
-from fedcdp.presets import BENCHMARKS, preset
-from fedcdp.recommended import FEDERATIONS, RECOMMENDED
-from fedcdp.tree import Layout
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build
+from fedcdp.training.prepared import population_of
 
 
 @pytest.mark.parametrize("name", RECOMMENDED)

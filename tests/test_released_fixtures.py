@@ -24,16 +24,17 @@ from local_grid import LocalGrid  # noqa: E402
 from write_released import NODES, nodes_of, settings_of  # noqa: E402
 
 from fedcdp.accounting.ledger import Ledger  # noqa: E402
-from fedcdp.cli import app  # noqa: E402
-from fedcdp.deploy.certificates import Authority, new_node_key  # noqa: E402
-from fedcdp.deploy.site import Site  # noqa: E402
-from fedcdp.experiment import assemble, read_toml  # noqa: E402
-from fedcdp.files import load_tensors  # noqa: E402
-from fedcdp.flower.ledger import ClientLedger  # noqa: E402
-from fedcdp.flower.policy import ClientPolicy  # noqa: E402
-from fedcdp.flower.server import serve  # noqa: E402
-from fedcdp.rundir import RunDirectory  # noqa: E402
-from fedcdp.tree import Tree  # noqa: E402
+from fedcdp.cli.program import app  # noqa: E402
+from fedcdp.config.experiment import assemble, read_toml  # noqa: E402
+from fedcdp.deploy.protocol.client_ledger import ClientLedger  # noqa: E402
+from fedcdp.deploy.protocol.policy import ClientPolicy  # noqa: E402
+from fedcdp.deploy.protocol.server import serve  # noqa: E402
+from fedcdp.deploy.site.certificates import Authority, new_node_key  # noqa: E402
+from fedcdp.deploy.site.directory import Site  # noqa: E402
+from fedcdp.files.tensors import load_tensors  # noqa: E402
+from fedcdp.files.tree import Tree  # noqa: E402
+from fedcdp.training.rundir import RunDirectory  # noqa: E402
+from fedcdp.training.simulate import train_experiment  # noqa: E402
 
 RELEASES = sorted(path for path in (HERE / "fixtures").iterdir() if path.is_dir() and (path / "records.csv").exists())
 RUNS = [path for release in RELEASES for path in sorted((release / "trainings").iterdir()) if path.is_dir()]
@@ -93,7 +94,7 @@ def test_a_run_opens_and_resumes_to_its_end(released: Path, request: pytest.Fixt
     if not experiment.plan.secure_noise:
         path: Path = request.node.callspec.params["released"]
         assert_same(model(released / "model.safetensors"), model(path.with_suffix(".safetensors")))
-        uninterrupted = experiment.train(None, quiet=True).model.state_dict()
+        uninterrupted = train_experiment(experiment, None, quiet=True).model.state_dict()
         for name, value in model(released / "model.safetensors").items():
             assert torch.equal(value, uninterrupted[name]), name
 

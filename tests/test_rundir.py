@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from fedcdp.errors import RunError
-from fedcdp.files import load_tensors, save_tensors, write_atomically
-from fedcdp.rundir import RunDirectory, State
+from fedcdp.files.disk import write_atomically
+from fedcdp.files.tensors import load_tensors, save_tensors
+from fedcdp.training.rundir import RunDirectory, State
 
 
 def state(rounds: int = 3, average: bool = False) -> State:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-import fedcdp.sampling as sampling_module
-from fedcdp.plan import Plan
-from fedcdp.sampling import Draw, choose_clients, choose_records, choose_records_of_steps, words_below
+from fedcdp.config.plan import Plan
+from fedcdp.mechanism import sampling as sampling_module
+from fedcdp.mechanism.sampling import Draw, choose_clients, choose_records, choose_records_of_steps, words_below
 
 
 def draw_one(plan: Plan, size: int, round_: int = 0, step: int = 0, client: int = 0) -> list[int]:

@@ -7,8 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fedcdp.errors import PlanError
-from fedcdp.schedules import (
+from fedcdp.config.schedules import (
     Quantile,
     Schedule,
     as_bound,
@@ -20,6 +19,7 @@ from fedcdp.schedules import (
     proportional,
     quantile,
 )
+from fedcdp.errors import PlanError
 
 MOVING = [linear, exponential, cosine]
 positive = st.floats(1e-3, 1e3)

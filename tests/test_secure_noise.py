@@ -21,13 +21,15 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from fedcdp import Plan, PlanError, partition, simulate
-from fedcdp import noise as noise_module
-from fedcdp.data.partition import Federation
-from fedcdp.models import build
-from fedcdp.noise import Noise, SecureNoise, SeededNoise, noise_of, noised
-from fedcdp.randomness import box_muller, normals, philox, words
-from fedcdp.tree import Layout
+from fedcdp.config.plan import Plan
+from fedcdp.data.partition import Federation, partition
+from fedcdp.errors import PlanError
+from fedcdp.files.tree import Layout
+from fedcdp.mechanism import noise as noise_module
+from fedcdp.mechanism.noise import Noise, SecureNoise, SeededNoise, noise_of, noised
+from fedcdp.mechanism.randomness import box_muller, normals, philox, words
+from fedcdp.models.networks import build
+from fedcdp.training.simulate import simulate
 
 MODEL = build("mlp", (150,), 50)
 LAYOUT = Layout.of(MODEL)

@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedcdp import partition, simulate
+from fedcdp.config.plan import Plan
+from fedcdp.data.partition import partition
 from fedcdp.engine import FunctionalEngine
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.noise import SeededNoise
+from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS, Moment
-from fedcdp.noise import SeededNoise
-from fedcdp.plan import Plan
-from fedcdp.sampling import choose_clients
-from fedcdp.server import Aggregate, moving_average, server_update
-from fedcdp.tree import Tree
+from fedcdp.methods.aggregation import Aggregate, moving_average, server_update
+from fedcdp.training.simulate import simulate
 
 MODEL = nn.Linear(2, 3)
 ENGINE = FunctionalEngine(MODEL, F.cross_entropy)

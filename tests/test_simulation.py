@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import ModelError, PlanError, RunError
-from fedcdp.plan import Plan
-from fedcdp.rundir import RunDirectory
-from fedcdp.sampling import choose_clients, choose_records
-from fedcdp.simulation import simulate
+from fedcdp.mechanism.sampling import choose_clients, choose_records
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.simulate import simulate
 
 CLASSES = 3
 METHODS = ["nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd"]

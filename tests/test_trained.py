@@ -10,15 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fedcdp.config.experiment import assemble
+from fedcdp.config.plan import Plan
 from fedcdp.data import load
 from fedcdp.data.partition import partition
 from fedcdp.errors import RunError
-from fedcdp.experiment import assemble
-from fedcdp.files import save_tensors
-from fedcdp.models import build
-from fedcdp.plan import Plan
-from fedcdp.simulation import simulate
-from fedcdp.trained import Trained
+from fedcdp.files.tensors import save_tensors
+from fedcdp.models.networks import build
+from fedcdp.training.prepared import deal_out
+from fedcdp.training.saved_run import Trained
+from fedcdp.training.simulate import simulate, train_experiment
 
 QUANTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
 
@@ -35,7 +36,7 @@ def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "plan": {"method": "nonprivate", "per_round": 7, "rounds": 6, "local_steps": 5, "learning_rate": 0.2},
         }
     )
-    experiment.train(place / "run")
+    train_experiment(experiment, place / "run")
     return place / "run"
 
 
@@ -72,7 +73,7 @@ def test_accuracy_is_the_share_of_right_answers(trained: Trained, split: str) ->
 
 def test_a_clients_training_accuracy_is_that_on_its_own_records(trained: Trained) -> None:
     answers = right(trained, "train")
-    federation = trained.experiment.federation(trained.splits)
+    federation = deal_out(trained.experiment, trained.splits)
     own = [float(np.mean([answers[record] for record in federation.indices(client)])) for client in range(7)]
     assert len(set(own)) > 1
     assert trained.evaluate("train", per_client=True)["per_client"] == pytest.approx(spread(own))
@@ -82,7 +83,7 @@ def test_a_clients_validation_accuracy_weighs_classes_as_it_holds_them(trained: 
     answers = right(trained, "validation")
     targets = trained.splits.validation.targets.tolist()
     of_class = [np.mean([ok for ok, target in zip(answers, targets, strict=True) if target == c]) for c in range(3)]
-    federation = trained.experiment.federation(trained.splits)
+    federation = deal_out(trained.experiment, trained.splits)
     held = trained.splits.train.targets
     own = [float(np.mean([of_class[int(held[i])] for i in federation.indices(client)])) for client in range(7)]
     assert len(set(own)) > 1
@@ -189,5 +190,5 @@ def test_the_exported_model_of_a_network_with_tied_weights_can_be_read(
     network = {"model": {"network": "tied_network:make"}}
     data = {name: value for name, value in vars(experiment.data).items() if value is not None}
     tied = assemble({"data": data, "plan": {"per_round": 7, "rounds": 1, "local_steps": 1}}, network)
-    tied.train(tmp_path / "tied")
+    train_experiment(tied, tmp_path / "tied")
     assert Trained.load(tmp_path / "tied").evaluate()["examples"] == 30

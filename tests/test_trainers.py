@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import Plan, simulate, tuning
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import BatchedEngine
 from fedcdp.methods import METHODS
-from fedcdp.models import build, prepare
-from fedcdp.rundir import State
-from fedcdp.simulation import Simulator
-from fedcdp.trainers import Compiled
+from fedcdp.models.networks import build, prepare
+from fedcdp.training import autotune
+from fedcdp.training.compiled import Compiled
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import State
+from fedcdp.training.simulate import simulate
 
 CHUNK = 4
 
@@ -48,10 +50,10 @@ def plan(**changes: Any) -> Plan:
 def simulator(federation: Federation, plan: Plan, model: nn.Module | None = None) -> tuple[Simulator, State, Compiled]:
     network = prepare(model or build("cnn", (1, 10, 10), 3), plan, "cpu")
     engine = BatchedEngine(network, F.cross_entropy)
-    made = Simulator(engine, federation, plan, torch.device("cpu"), CHUNK)
+    made = Simulator.stepwise(ClientData(federation, plan, torch.device("cpu")), engine, CHUNK)
     weights = {name: p.detach() for name, p in network.named_parameters()}
     clip = plan.quantile.start if plan.quantile else None
-    compiled = Compiled(METHODS[plan.method], plan, engine, made.examples, CHUNK, backend="aot_eager")
+    compiled = Compiled(METHODS[plan.method], plan, engine, made.data.examples, CHUNK, backend="aot_eager")
     return made, State(0, weights, None, clip), compiled
 
 
@@ -87,7 +89,7 @@ def test_one_program_trains_all_chunks_of_all_rounds_as_the_reference_does(feder
 
 def test_a_sum_that_is_not_finite_is_done_again_without_the_example(federation):
     made, state, compiled = simulator(federation, plan(method="nonprivate", record_sampling="partition"))
-    made.examples.inputs[federation.table([2])[0][0, 1]] = torch.inf
+    made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.inf
     expected = after(made, state)
     assert torch.isfinite(expected).all()
     made.trainer = compiled
@@ -97,7 +99,7 @@ def test_a_sum_that_is_not_finite_is_done_again_without_the_example(federation):
 
 def test_an_example_that_is_not_finite_is_left_out_within_the_program(federation):
     made, state, compiled = simulator(federation, plan(method="fed-cdp", record_sampling="partition"))
-    made.examples.inputs[federation.table([2])[0][0, 1]] = torch.nan
+    made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.nan
     expected = after(made, state)
     made.trainer = compiled
     torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
@@ -148,8 +150,8 @@ def test_an_engine_that_is_asked_for_is_used(federation, monkeypatch):
             asked.append(given[-1])
             super().__init__(*given, backend="aot_eager")
 
-    monkeypatch.setattr(tuning, "Compiled", Watched)
-    model = fedcdp.models.build("cnn", (1, 10, 10), 3)
+    monkeypatch.setattr(autotune, "Compiled", Watched)
+    model = fedcdp.models.networks.build("cnn", (1, 10, 10), 3)
     what = plan(method="fed-cdp", rounds=1)
     one = simulate(model, federation, what, engine="compiled", chunk=4)
     other = simulate(model, federation, what, engine="functional")

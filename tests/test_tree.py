@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from fedcdp.models import build
-from fedcdp.tree import Layout, combine, repeat
+from fedcdp.files.tree import Layout, combine, repeat
+from fedcdp.models.networks import build
 
 
 def test_a_layer_is_a_module_with_its_weight_and_bias_together():

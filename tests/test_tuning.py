@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import Plan, simulate, tuning
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import BatchedEngine
-from fedcdp.engine.choice import Choice
 from fedcdp.methods import METHODS
-from fedcdp.models import build
-from fedcdp.trainers import Trainer
+from fedcdp.models.networks import build
+from fedcdp.training import autotune
+from fedcdp.training.autotune import Choice
+from fedcdp.training.simulate import simulate
+from fedcdp.training.trainers import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def federation() -> Federation:
 
 @pytest.fixture
 def model() -> nn.Module:
-    return fedcdp.models.build("cnn", (1, 10, 10), 3)
+    return fedcdp.models.networks.build("cnn", (1, 10, 10), 3)
 
 
 def plan(**changes: object) -> Plan:
@@ -71,8 +73,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         asked.append((trainer.name, clients))
         return (2.0 if trainer.name == "batched" else 1.0) * (1 + abs(clients - 4))
 
-    monkeypatch.setattr(tuning, "seconds_a_client_step", seconds)
-    monkeypatch.setattr(tuning, "_LONG", 1)
+    monkeypatch.setattr(autotune, "seconds_a_client_step", seconds)
+    monkeypatch.setattr(autotune, "_LONG", 1)
     return asked
 
 
@@ -105,15 +107,15 @@ def test_a_long_training_on_a_gpu_takes_the_kernel_where_it_is_the_fastest(monke
         plan, device, examples = Plan(rounds=100, per_round=10, local_steps=10), Gpu(), None
 
     engine = BatchedEngine(build("cnn", (1, 10, 10), 3), F.cross_entropy)
-    monkeypatch.setattr(tuning, "_measured", lambda *_: Choice("batched", 4, 4.0))
-    monkeypatch.setattr(tuning, "refusal", lambda *_: None)
-    monkeypatch.setattr(tuning, "seconds_a_client_step", lambda *_: kernel_seconds)
-    trainer, chunk = tuning.tuned(Simulator(), {"batched": engine}, None, None, "auto")
+    monkeypatch.setattr(autotune, "_measured", lambda *_: Choice("batched", 4, 4.0))
+    monkeypatch.setattr(autotune, "refusal", lambda *_: None)
+    monkeypatch.setattr(autotune, "seconds_a_client_step", lambda *_: kernel_seconds)
+    trainer, chunk = autotune.tuned(Simulator(), {"batched": engine}, None, None, "auto")
     assert (trainer.name, chunk) == (used, 10 if used == "kernel" else 4)
 
 
 def test_a_short_training_does_not_measure(model, federation, measured, monkeypatch):
-    monkeypatch.setattr(tuning, "_LONG", 1000)
+    monkeypatch.setattr(autotune, "_LONG", 1000)
     simulate(model, federation, plan(rounds=1))
     assert measured == []
 
@@ -121,11 +123,11 @@ def test_a_short_training_does_not_measure(model, federation, measured, monkeypa
 @pytest.mark.parametrize("method", METHODS)
 def test_a_measured_training_gives_the_model_of_one_that_is_not(model, federation, method, monkeypatch):
     short = simulate(model, federation, plan(method=method), engine="functional")
-    monkeypatch.setattr(tuning, "_LONG", 1)
+    monkeypatch.setattr(autotune, "_LONG", 1)
     long = simulate(model, federation, plan(method=method))
     torch.testing.assert_close(weights(long.model), weights(short.model), rtol=0, atol=1e-4)
 
 
 def test_a_quantile_clip_can_be_measured(model, federation, monkeypatch):
-    monkeypatch.setattr(tuning, "_LONG", 1)
+    monkeypatch.setattr(autotune, "_LONG", 1)
     simulate(model, federation, plan(rounds=1, clip="quantile(0.5, 1)"))

@@ -37,9 +37,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.bench.machine import describe, load_average
-from fedcdp.files import write_atomically
-from fedcdp.rundir import RunDirectory
+from fedcdp.files.disk import write_atomically
+from fedcdp.studies.bench.result_file import describe, load_average
+from fedcdp.training.rundir import RunDirectory
 
 KB_A_ROUND = {"usual": 8.0, "returning": 4.0}
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer.main
 
-from fedcdp.cli import app
+from fedcdp.cli.program import app
 
 # Settings that every command with a plan takes: written once.
 _SHARED = ("Where settings come from", "Plan", "Data", "Network", "Machine")

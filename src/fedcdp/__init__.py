@@ -1,20 +1,17 @@
 """fedcdp: gradient-leakage resilient federated learning for PyTorch."""
 
-from importlib.metadata import PackageNotFoundError, version
-
-try:
-    __version__ = version("fedcdp")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+source"
-
-from fedcdp.attacks import attack
-from fedcdp.data import Dataset, Splits, load, load_file
+from fedcdp._version import __version__
+from fedcdp.accounting.budget import privacy_of_plan
+from fedcdp.attacks.api import attack
+from fedcdp.config.plan import Plan
+from fedcdp.config.schedules import Schedule, constant, cosine, exponential, linear, proportional, quantile
+from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.load import load
+from fedcdp.data.own_files import load_file
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
-from fedcdp.plan import Plan
-from fedcdp.reports import report
-from fedcdp.schedules import Schedule, constant, cosine, exponential, linear, proportional, quantile
-from fedcdp.simulation import Run, simulate
+from fedcdp.report.api import report
+from fedcdp.training.simulate import Run, simulate
 
 __all__ = [
     "DataError",
@@ -42,3 +39,5 @@ __all__ = [
     "report",
     "simulate",
 ]
+
+Plan.privacy = privacy_of_plan  # accounting is above the plan, which imports nothing of it

@@ -1,4 +1,6 @@
-"""Errors of ours: each carries one clear sentence that names the field, the value and what is allowed."""
+"""Errors: each carries one clear sentence that names the field, the value and what is allowed."""
+
+from __future__ import annotations
 
 
 class FedcdpError(Exception):
@@ -31,3 +33,32 @@ class RunError(FedcdpError):
 
 class StorageError(RunError):
     """What had to be written was not: the disk is full or broken, or the directory is gone. What was there is kept."""
+
+
+class TaskError(FedcdpError):
+    """A published task that is not one, or not one that this version knows."""
+
+
+class WireError(FedcdpError):
+    """What arrived over the wire is not what was agreed on."""
+
+
+class PolicyError(FedcdpError):
+    """A client's policy that cannot be read."""
+
+
+class RefusedError(FedcdpError):
+    """A client does not do what the server asks."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+        """Whether it will not take part in this task again."""
+
+
+class DeploymentError(FedcdpError):
+    """A deployment directory or machine that cannot be used as asked: bad input."""
+
+
+class DeploymentFailedError(DefectError):
+    """A deployment that was started and did not finish; the sentence names the log that says why."""

@@ -13,8 +13,8 @@ from independent_rows import Federation, Figures, Key, Ledger
 
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Mode, Privacy, Usage, state
+from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
-from fedcdp.plan import Plan
 
 BELOW = 0.005
 """The share by which a printed ε may stay below the recomputed one: the error of the numerics on both sides."""

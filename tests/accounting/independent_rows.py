@@ -12,7 +12,7 @@ from independent_epsilon import epsilon
 from independent_losses import Chance, Release, together
 from scipy.stats import binom, hypergeom
 
-from fedcdp.plan import Plan
+from fedcdp.config.plan import Plan
 
 Key = tuple[str, str, str]
 Made = Callable[[float], Release]

@@ -13,7 +13,7 @@ from independent_recipes import Recipes
 from independent_rows import Federation, Ledger, Row
 from scipy.stats import binom
 
-from fedcdp.plan import Plan
+from fedcdp.config.plan import Plan
 
 
 class AmplifiedInAFixedOrder(Recipes):

@@ -9,8 +9,7 @@ import pytest
 from independent_recipes import Recipes
 from independent_rows import Federation
 from independent_sabotage import AmplifiedInAFixedOrder, CreditedDespitePruning, CreditedDespiteSmallClients
-
-from fedcdp.audit.grid import LAYERS, Case, run, secure_corners
+from tests.audit.grid import LAYERS, Case, run, secure_corners
 
 CORNERS = {case.name.removeprefix("secure aggregation, "): case for case in secure_corners()}
 OLD = {

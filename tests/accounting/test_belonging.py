@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.accounting.spent import spent
+from fedcdp.config.experiment import assemble
 from fedcdp.errors import RunError
-from fedcdp.experiment import assemble
+from fedcdp.training.saved_run import spent
+from fedcdp.training.simulate import train_experiment
 
 PLAN = {"rounds": 3, "per_round": 2, "local_steps": 1, "batch_size": 3, "noise_multiplier": 2.0}
 
 
 def train(out: Path, clients: int = 4, **plan: object) -> Path:
     data = {"dataset": "cancer", "clients": clients, "partition": "iid", "records": 20}
-    assemble({"data": data, "plan": PLAN | plan}).train(out, quiet=True)
+    train_experiment(assemble({"data": data, "plan": PLAN | plan}), out, quiet=True)
     return out
 
 

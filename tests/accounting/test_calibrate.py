@@ -6,8 +6,8 @@ import pytest
 
 from fedcdp.accounting.calibrate import Target, calibrate, calibrate_slots, rounds_within
 from fedcdp.accounting.population import Population
+from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
-from fedcdp.plan import Plan
 
 PAPER = Population(clients=1000, records=500, copies=1, layers=3)
 SMALL = Population(clients=50, records=40, copies=1, layers=3)

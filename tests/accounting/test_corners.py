@@ -9,10 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fedcdp
-from fedcdp.accounting import tight
+from fedcdp.accounting import pld
+from fedcdp.accounting.budget import Budget
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.accounting.population import Population
-from fedcdp.accounting.releases import (
+from fedcdp.accounting.mechanisms import (
     Gaussian,
     Lottery,
     OverfullPoisson,
@@ -22,14 +22,14 @@ from fedcdp.accounting.releases import (
     SlottedPoisson,
     WithoutReplacement,
 )
-from fedcdp.accounting.renyi import epsilon as rdp_epsilon
-from fedcdp.accounting.spent import spent
+from fedcdp.accounting.population import Population
+from fedcdp.accounting.rdp import epsilon as rdp_epsilon
 from fedcdp.accounting.statement import Privacy, Usage, state
+from fedcdp.config.experiment import assemble
+from fedcdp.config.plan import Plan
+from fedcdp.config.presets import preset
 from fedcdp.errors import PlanError
-from fedcdp.experiment import assemble
-from fedcdp.plan import Plan
-from fedcdp.presets import preset
-from fedcdp.spending import Budget
+from fedcdp.training.saved_run import spent
 
 SUM = {"secure_aggregation": True, "local_steps": 1, "rounds": 3, "per_round": 5, "batch_size": 4}
 
@@ -86,8 +86,8 @@ def test_with_everybody_in_every_round_the_sum_is_one_gaussian(noise: str, layer
     privacy = state(plan, Population(5, 40, 1, layers))
     draws = {"example": math.sqrt(4), "batch": 1.0, "cohort": 1 / 5}[noise]
     z = 2.0 * draws * math.sqrt(5) / math.sqrt(layers) / math.sqrt(plan.rounds)
-    assert privacy.row("model").epsilon == pytest.approx(tight.gaussian_epsilon(z, 1e-5), rel=1e-6)
-    assert privacy.row("model", "client").epsilon == pytest.approx(tight.gaussian_epsilon(z / 4, 1e-5), rel=1e-6)
+    assert privacy.row("model").epsilon == pytest.approx(pld.gaussian_epsilon(z, 1e-5), rel=1e-6)
+    assert privacy.row("model", "client").epsilon == pytest.approx(pld.gaussian_epsilon(z / 4, 1e-5), rel=1e-6)
     assert privacy.row("model").epsilon_worst == privacy.row("model").epsilon
 
 
@@ -95,8 +95,8 @@ def test_everybody_in_every_round_of_fed_sdp() -> None:
     plan = Plan(**SUM, method="fed-sdp", noise_at="client", noise_multiplier=2.0)
     privacy = state(plan, Population(5, 40, 1, 3))
     z = 2.0 * math.sqrt(5 / 3 / plan.rounds)
-    assert privacy.row("model", "client").epsilon == pytest.approx(tight.gaussian_epsilon(z, 1e-5), rel=1e-6)
-    assert privacy.row("model", "record").epsilon == pytest.approx(tight.gaussian_epsilon(z / 2, 1e-5), rel=1e-6)
+    assert privacy.row("model", "client").epsilon == pytest.approx(pld.gaussian_epsilon(z, 1e-5), rel=1e-6)
+    assert privacy.row("model", "record").epsilon == pytest.approx(pld.gaussian_epsilon(z / 2, 1e-5), rel=1e-6)
 
 
 def test_the_recommended_preset_under_secure_aggregation() -> None:
@@ -119,7 +119,7 @@ def test_repeated_rounds_cost_what_they_cost(rounds: list[int]) -> None:
     released = tuple(sorted(rounds))
     row = state(plan, population, rounds=released, usage=Usage(released, (len(rounds),))).row("server")
     sigma = [6.0 * plan.clip_at(0) / plan.clip_at(t) for t in released]
-    exact = tight.gaussian_epsilon(1 / math.sqrt(sum(3 / 5 / s**2 for s in sigma)), 1e-5)
+    exact = pld.gaussian_epsilon(1 / math.sqrt(sum(3 / 5 / s**2 for s in sigma)), 1e-5)
     for found in (row.epsilon, row.epsilon_used, row.epsilon_worst):
         assert found == pytest.approx(exact, rel=1e-6)
 
@@ -176,7 +176,7 @@ def test_the_progress_shows_what_the_ledger_charged(tmp_path) -> None:
 @pytest.mark.parametrize("rate", [1e-10, 1e-7, 4e-7, 1.5e-6, 1e-3])
 def test_rates_of_sampling_without_replacement_are_not_rounded(rate: float) -> None:
     release = Repeated(WithoutReplacement(rate, 0.5), 50)
-    assert rdp_epsilon(release, 1e-9) >= tight.epsilon(release, 1e-9) > 0
+    assert rdp_epsilon(release, 1e-9) >= pld.epsilon(release, 1e-9) > 0
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -187,7 +187,7 @@ def test_tails_of_nested_lotteries_are_spent_once_a_participation(inner: float, 
     drawn = -math.expm1(times * math.log1p(-inner * outer))
     release = Repeated(Lottery(Sequence((Lottery(Gaussian(1e-4), inner), Gaussian(10.0))), outer), times)
     assume(drawn > 2 * delta)
-    assert tight.epsilon(release, delta) > 1e5
+    assert pld.epsilon(release, delta) > 1e5
 
 
 @pytest.mark.parametrize("records", [2_000, 200_000, 20_000_000])
@@ -236,10 +236,10 @@ def test_one_bound_covers_every_client_above_the_slots(slots: int, more: int, z:
     exact = Repeated(SlottedPoisson(held, 5 / held, slots, z), 10)
     overflow = float(poisson.sf(slots - 1, 5))
     bound = Repeated(OverfullPoisson(5 / held, overflow, z), 10)
-    assert tight.epsilon(exact, 1e-5) <= tight.epsilon(bound, 1e-5) * (1 + 1e-9)
-    told = tight.epsilon(Repeated(OverfullPoisson(5 / held, overflow, z, told=True), 10), 1e-5)
-    never = tight.epsilon(Repeated(PoissonGaussian(5 / held, z), 10), 1e-5)
-    always = tight.epsilon(Repeated(Lottery(Gaussian(z), 5 / held), 10), 1e-5)
+    assert pld.epsilon(exact, 1e-5) <= pld.epsilon(bound, 1e-5) * (1 + 1e-9)
+    told = pld.epsilon(Repeated(OverfullPoisson(5 / held, overflow, z, told=True), 10), 1e-5)
+    never = pld.epsilon(Repeated(PoissonGaussian(5 / held, z), 10), 1e-5)
+    always = pld.epsilon(Repeated(Lottery(Gaussian(z), 5 / held), 10), 1e-5)
     assert never <= told * (1 + 1e-9)
     assert told <= always * (1 + 1e-9)
 
@@ -249,7 +249,9 @@ def test_a_federation_tells_its_distinct_sizes() -> None:
     lists = [range(3), range(3, 10), range(10, 17)]
     federation = fedcdp.partition(data, scheme="custom", indices=[list(each) for each in lists])
     plan = Plan(per_round=2)
-    found = Population.of(federation, fedcdp.tree.Layout.of(fedcdp.models.build("linear", data.shape, 2)), plan)
+    found = Population.of(
+        federation, fedcdp.files.tensors.Layout.of(fedcdp.models.networks.build("linear", data.shape, 2)), plan
+    )
     assert (found.records, found.sizes) == (3, (3, 7))
 
 
@@ -272,7 +274,7 @@ def test_sizes_survive_a_ledger(tmp_path) -> None:
 
 def test_no_metric_shows_how_many_clients_a_hidden_cohort_had() -> None:
     federation = fedcdp.partition(fedcdp.load("cancer"), clients=20, scheme="iid")
-    model = fedcdp.models.build("linear", federation.train.shape, 2)
+    model = fedcdp.models.networks.build("linear", federation.train.shape, 2)
     shown = {}
     for sampling in ("poisson", "fixed"):
         plan = Plan(method="fed-sdp", client_sampling=sampling, per_round=5, rounds=3, local_steps=1)

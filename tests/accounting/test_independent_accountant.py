@@ -30,7 +30,7 @@ from independent_recipes import Recipes
 from independent_rows import Federation, Ledger
 from scipy.stats import binom
 
-from fedcdp.plan import Plan
+from fedcdp.config.plan import Plan
 
 EXACT = 1e-3
 
@@ -42,7 +42,7 @@ def test_it_shares_nothing_with_what_it_checks() -> None:
         for node in ast.walk(ast.parse(source)):
             modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             imported |= {*modules, node.module} if isinstance(node, ast.ImportFrom) else set(modules)
-    assert {each for each in imported if each and each.startswith(("fedcdp", "dp_accounting"))} == {"fedcdp.plan"}
+    assert {each for each in imported if each and each.startswith(("fedcdp", "dp_accounting"))} == {"fedcdp.config.plan"}
 
 
 # Closed forms ---------------------------------------------------------------------------------------------------------

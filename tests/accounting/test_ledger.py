@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcdp.accounting.ledger import Charge, Ledger, Noise
+from fedcdp.config.plan import Plan
 from fedcdp.errors import RunError
-from fedcdp.plan import Plan
 
 PLAN = {"method": "fed-cdp", "rounds": 10, "clip": "linear(6, 2)", "noise_multiplier": 6.0}
 POPULATION = {"clients": 100, "records": 500}

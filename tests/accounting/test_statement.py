@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcdp.accounting import renyi, tight
-from fedcdp.accounting.population import Population
-from fedcdp.accounting.recipes import views
-from fedcdp.accounting.releases import (
+from fedcdp.accounting import pld, rdp
+from fedcdp.accounting.mechanisms import (
     Draws,
     Gaussian,
     Lottery,
@@ -25,9 +23,11 @@ from fedcdp.accounting.releases import (
     repeated,
     sequence,
 )
+from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Usage, state
+from fedcdp.accounting.views import views
+from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
-from fedcdp.plan import Plan
 
 SMALL = Population(clients=50, records=40, copies=1, layers=3)
 
@@ -96,11 +96,11 @@ def test_tight_is_no_larger_than_rdp_where_rdp_knows_the_release(plan: Plan) -> 
     for view in views(plan, SMALL):
         release = view.before([plan.noise_multiplier] * plan.rounds)
         try:
-            by_rdp = renyi.epsilon(release, plan.delta)
+            by_rdp = rdp.epsilon(release, plan.delta)
         except PlanError:
             assert plan.record_sampling == "poisson"
             continue
-        assert tight.epsilon(release, plan.delta) <= by_rdp * 1.001 + 1e-3
+        assert pld.epsilon(release, plan.delta) <= by_rdp * 1.001 + 1e-3
 
 
 def test_rdp_refuses_poisson_sampling_with_slots() -> None:
@@ -127,7 +127,7 @@ def test_secrecy_of_sampling_only_helps(release: Release) -> None:
         return part
 
     worst = repeated(exposed(release.inner), release.times)  # type: ignore[union-attr]
-    assert tight.epsilon(release, 1e-5) <= tight.epsilon(worst, 1e-5) + 1e-3
+    assert pld.epsilon(release, 1e-5) <= pld.epsilon(worst, 1e-5) + 1e-3
 
 
 @settings(max_examples=50, deadline=None)
@@ -143,7 +143,7 @@ def test_gaussian_epsilon_is_the_exact_curve() -> None:
 
     for z in (0.3, 1.0, 4.0):
         table = pld.from_gaussian_mechanism(z, value_discretization_interval=1e-4).get_epsilon_for_delta(1e-5)
-        assert tight.gaussian_epsilon(z, 1e-5) == pytest.approx(table, rel=1e-3)
+        assert pld.gaussian_epsilon(z, 1e-5) == pytest.approx(table, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_one_step_by_quantile_is_one_gaussian_release_of_both() -> None:
         clip="quantile(0.5, 4)", quantile_noise=2.0, local_steps=1, rounds=1, per_round=50, record_sampling="partition"
     )
     found = state(plan, SMALL).row("example").epsilon
-    assert found == pytest.approx(tight.gaussian_epsilon(1 / math.sqrt(3 / 36 + 1 / 16), 1e-5))
+    assert found == pytest.approx(pld.gaussian_epsilon(1 / math.sqrt(3 / 36 + 1 / 16), 1e-5))
 
 
 def test_each_layer_counts() -> None:
@@ -245,7 +245,7 @@ def test_copies_may_all_have_been_used_in_the_round_with_the_least_noise() -> No
     plan = Plan(per_round=10, rounds=10, record_sampling="partition", clip="linear(6, 1)", noise_follows_clip=False)
     row = state(plan, Population(50, 40, 2, 3), usage=Usage(tuple(range(10)), (1, 1))).row("server", "unique")
     steps = math.ceil(100 * 5 / 40)
-    twice_in_the_first = tight.gaussian_epsilon(6 * math.sqrt(5 / 3) / math.sqrt(2 * steps), 1e-5)
+    twice_in_the_first = pld.gaussian_epsilon(6 * math.sqrt(5 / 3) / math.sqrt(2 * steps), 1e-5)
     assert row.epsilon_used is not None
     assert row.epsilon_used >= twice_in_the_first
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from fedcdp.accounting import tight
+from fedcdp.accounting import pld
+from fedcdp.accounting.mechanisms import PoissonGaussian, repeated
 from fedcdp.accounting.paper import classical_epsilons, printed_epsilon
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.releases import PoissonGaussian, repeated
 from fedcdp.accounting.statement import Privacy, Usage, state
-from fedcdp.plan import Plan
+from fedcdp.config.plan import Plan
 
 ALONE = Population(clients=1000, records=500, copies=1, layers=3)
 COPIED = Population(clients=1000, records=500, copies=10, layers=3)
@@ -52,13 +52,13 @@ def test_the_servers_view_of_a_record(sampling: str, slots: int, noise: str, exp
     ("z", "expected"), [(6 * math.sqrt(5 / 3), (0.141, 0.130, 0.453)), (6 / math.sqrt(3), (0.353, 0.321, 1.116))]
 )
 def test_plain_poisson_batches_for_comparison(z: float, expected: tuple[float, ...]) -> None:
-    from fedcdp.accounting.releases import Lottery
+    from fedcdp.accounting.mechanisms import Lottery
 
     one = repeated(PoissonGaussian(0.01, z), 100)
     found = [
-        tight.epsilon(repeated(Lottery(one, 0.1), 100), 1e-5),
-        tight.epsilon(repeated(one, 10), 1e-5),
-        tight.epsilon(repeated(one, 100), 1e-5),
+        pld.epsilon(repeated(Lottery(one, 0.1), 100), 1e-5),
+        pld.epsilon(repeated(one, 10), 1e-5),
+        pld.epsilon(repeated(one, 100), 1e-5),
     ]
     assert all(close(value, figure) for value, figure in zip(found, expected, strict=True)), found
 
@@ -132,4 +132,4 @@ def test_the_five_methods_of_the_authors_scripts() -> None:
     found = classical_epsilons(Plan())
     expected = [123.457, 6.686, 6.740, 1.1588, 0.8227]
     assert list(found.values()) == pytest.approx(expected, rel=1e-4)
-    assert tight.epsilon(repeated(PoissonGaussian(0.01, 6), 10_000), 1e-5) == pytest.approx(0.601, rel=0.01)
+    assert pld.epsilon(repeated(PoissonGaussian(0.01, 6), 10_000), 1e-5) == pytest.approx(0.601, rel=0.01)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedcdp import Dataset, load
-from fedcdp.models import build
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.load import load
+from fedcdp.models.networks import build
 
 
 @pytest.fixture(scope="session")

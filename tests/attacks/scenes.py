@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcdp import Dataset, Federation, Plan, partition
-from fedcdp.attacks.capture import Look, capture
-from fedcdp.attacks.captured import Captured, Leak
+from fedcdp.attacks.observe import Captured, Leak, Look, capture
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import FunctionalEngine
-from fedcdp.models import prepare
-from fedcdp.rundir import State
-from fedcdp.simulation import Simulator
-from fedcdp.tree import Tree
+from fedcdp.files.tree import Tree
+from fedcdp.models.networks import prepare
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import State
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Scene:
 
     @property
     def federation(self) -> Federation:
-        return self.simulator.federation
+        return self.simulator.data.federation
 
     def look(self, leak: Leak, victims: int, **where: Any) -> Captured:
         return capture(self.simulator, self.state, Look(leak, **where), victims)
@@ -51,7 +52,9 @@ def scene(model: nn.Module, federation: Federation, **fields: Any) -> Scene:
     plan = Plan(**defaults | fields)
     network = prepare(model, plan, "cpu")
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
-    simulator = Simulator(FunctionalEngine(network, F.cross_entropy), federation, plan, torch.device("cpu"), None)
+    simulator = Simulator.stepwise(
+        ClientData(federation, plan, torch.device("cpu")), FunctionalEngine(network, F.cross_entropy)
+    )
     average = dict(weights) if plan.ema else None
     return Scene(simulator, State(0, weights, average, plan.quantile.start if plan.quantile else None))
 

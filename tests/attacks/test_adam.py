@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.adam import Adam
+from fedcdp.attacks.optimisers import Adam
 
 
 def evaluate(points: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedcdp import Dataset, load
 from fedcdp.attacks.analytic import Recovered, first_dense, invert_dense
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.load import load
 from fedcdp.errors import ModelError
-from fedcdp.models import build
+from fedcdp.models.networks import build
 
 DATA = os.environ.get("FEDCDP_DATA")  # read before a fixture hides it
 

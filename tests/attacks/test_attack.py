@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import DataError, Dataset, FedcdpError, Federation, ModelError, Plan, PlanError
 from fedcdp.attacks import RECIPES, Criteria, Leaks, Membership
-from fedcdp.experiment import assemble
-from fedcdp.models import build
-from fedcdp.simulation import Run
-from fedcdp.trained import Trained
+from fedcdp.config.experiment import assemble
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
+from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
+from fedcdp.models.networks import build
+from fedcdp.training.saved_run import Trained
+from fedcdp.training.simulate import Run, train_experiment
 
 CANCER = (30,)
 
@@ -112,7 +115,9 @@ def test_an_attack_changes_neither_the_network_nor_the_random_numbers_of_its_use
 def kept(tmp_path: Path) -> tuple[Run, Trained]:
     """A run, as it was returned and as it is read back from its directory."""
     plan = {"method": "fed-cdp", "rounds": 2, "per_round": 5, "local_steps": 2, "noise_multiplier": 0.05, "ema": 0.3}
-    run = assemble({"data": {"dataset": "cancer", "clients": 20}, "plan": plan}).train(tmp_path / "run", quiet=True)
+    run = train_experiment(
+        assemble({"data": {"dataset": "cancer", "clients": 20}, "plan": plan}), tmp_path / "run", quiet=True
+    )
     return run, Trained.load(tmp_path / "run")
 
 

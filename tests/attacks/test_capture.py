@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from scenes import Scene, federation_of, flat, naive_loop, scene
 from torch import Tensor, nn
 
-from fedcdp import Federation, simulate
-from fedcdp.attacks import capture as capturing
-from fedcdp.attacks.capture import promised_deviation, state_at
-from fedcdp.attacks.captured import LEAKS, Captured, Leak
+from fedcdp.attacks import observe as capturing
+from fedcdp.attacks.observe import LEAKS, Captured, Leak, promised_deviation, state_at
+from fedcdp.data.partition import Federation
 from fedcdp.errors import PlanError
-from fedcdp.sampling import choose_clients
-from fedcdp.tree import Tree
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.training.simulate import simulate
 
 naive = naive_loop()
 

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import fedcdp
-from fedcdp import Dataset, Federation, Plan
 from fedcdp.attacks import Leaks
-from fedcdp.attacks.closed_form import invert
+from fedcdp.attacks.analytic import invert
 from fedcdp.attacks.reconstruct import Reconstruction
-from fedcdp.models import build
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
+from fedcdp.models.networks import build
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from scenes import Scene, federation_of, flat, naive_loop, scene
 from torch import Tensor, nn
 
-from fedcdp.attacks.captured import LEAKS, Captured, Leak
-from fedcdp.attacks.forward import Knows, check_reproduces, predicted
-from fedcdp.attacks.objectives import Objective
-from fedcdp.clipping import clip, group_norms
+from fedcdp.attacks.objectives import Knows, Objective, check_reproduces, predicted
+from fedcdp.attacks.observe import LEAKS, Captured, Leak
 from fedcdp.errors import ModelError
-from fedcdp.models import build
+from fedcdp.mechanism.clipping import clip, group_norms
+from fedcdp.models.networks import build
 
 naive = naive_loop()
 

@@ -10,13 +10,14 @@ from scenes import federation_of, one_example_each, scene
 from scipy.stats import binomtest
 from torch import Tensor, nn
 
-from fedcdp import Dataset, partition
-from fedcdp.attacks.captured import Captured
 from fedcdp.attacks.labels import infer_labels, last_layer
-from fedcdp.attacks.seeds import Seed
+from fedcdp.attacks.observe import Captured
+from fedcdp.attacks.spaces import Seed
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import partition
 from fedcdp.errors import ModelError, PlanError
-from fedcdp.models import build
-from fedcdp.tree import Layout
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build
 
 SHAPE = (1, 28, 28)
 SINGLE = ("gradient", "agnostic", "negative-sum", "counts")

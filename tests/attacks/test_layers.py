@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import Federation, Plan
-from fedcdp.attacks import LayerLeaks, attempts
-from fedcdp.attacks.layers import _much_less
+from fedcdp.attacks import LayerLeaks, portfolio
+from fedcdp.attacks.per_layer import _much_less
 from fedcdp.attacks.recipe import CPL
+from fedcdp.config.plan import Plan
+from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch
+from fedcdp.files.tree import Layout, Tree
+from fedcdp.mechanism.noise import Noise
 from fedcdp.methods import METHODS, FedCDP, FedSDP, Moment
-from fedcdp.noise import Noise
-from fedcdp.tree import Layout, Tree
 
 TENSORS = ("0.weight", "0.bias", "2.weight", "2.bias")
 
@@ -31,7 +32,7 @@ def tables() -> Federation:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise is measured, whatever the search finds: one iteration will do."""
-    monkeypatch.setattr(attempts, "ONE_TENSOR", CPL.but(iterations=1))
+    monkeypatch.setattr(portfolio, "ONE_TENSOR", CPL.but(iterations=1))
 
 
 def looked(federation: Federation, victims: int = 4, leak: Any = "type2", **fields: Any) -> LayerLeaks:
@@ -96,7 +97,7 @@ def test_a_tensor_that_was_left_without_noise_is_found_by_its_name(
 
 
 def test_what_was_left_without_noise_gives_the_record_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "ONE_TENSOR", CPL.but(iterations=60, labels="known"))
+    monkeypatch.setattr(portfolio, "ONE_TENSOR", CPL.but(iterations=60, labels="known"))
     monkeypatch.setitem(METHODS, "fed-cdp", Forgetful("0.weight"))
     generator = torch.Generator().manual_seed(3)
     records = torch.rand(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)

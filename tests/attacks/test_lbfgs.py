@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from scenes import one_example_each, scene
 from torch import Tensor, nn
 
-from fedcdp import Dataset
-from fedcdp.attacks.forward import predicted
-from fedcdp.attacks.lbfgs import LBFGS, Evaluate
-from fedcdp.attacks.objectives import Objective
-from fedcdp.attacks.seeds import Seed
+from fedcdp.attacks.objectives import Objective, predicted
+from fedcdp.attacks.optimisers import LBFGS, Evaluate
+from fedcdp.attacks.spaces import Seed
+from fedcdp.data.dataset import Dataset
 
 Function = Callable[[Tensor, int], Tensor]
 """The value of one problem, given by its number, at one point [D]."""

@@ -14,9 +14,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import Dataset, Federation, Plan
 from fedcdp.attacks import RECIPES, Criteria, Leaks
 from fedcdp.attacks.leaks import Observer, compared_truth, finite
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
 
 CONTRACT = [
     "method", "leak", "attack", "victims", "success_rate", "distance_mean", "distance_median", "psnr_mean",

@@ -11,13 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import Dataset, Federation, ModelError, Plan, RunError
 from fedcdp.attacks import Leaks
 from fedcdp.attacks.linear_head import find_head
 from fedcdp.attacks.replay import FRESH, PLAN, REPLAYED, Course
-from fedcdp.experiment import assemble
-from fedcdp.models import build
-from fedcdp.trained import Trained
+from fedcdp.config.experiment import assemble
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
+from fedcdp.errors import ModelError, RunError
+from fedcdp.models.networks import build
+from fedcdp.training.prepared import load_splits, network_of
+from fedcdp.training.saved_run import Trained
+from fedcdp.training.simulate import train_experiment
 
 CLASSES, SIZE = 5, 12
 DEFENCES: dict[str, dict[str, Any]] = {
@@ -211,10 +216,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) -> None:
     experiment = assemble(SETTINGS)
-    run = experiment.train(tmp_path / "run", quiet=True)
-    splits = experiment.splits(quiet=True)
+    run = train_experiment(experiment, tmp_path / "run", quiet=True)
+    splits = load_splits(experiment, quiet=True)
     target = run if in_memory else Trained.load(tmp_path / "run").as_run()
-    course = Course(experiment.network(splits), run.federation, run.plan, torch.device("cpu"), F.cross_entropy, target)
+    course = Course(network_of(experiment, splits), run.federation, run.plan, torch.device("cpu"), F.cross_entropy, target)
     assert course.source == REPLAYED
     simulator, first = course.begin()
     last = None
@@ -224,24 +229,24 @@ def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) ->
     assert last.average is not None
     for name, value in run.model.named_parameters():
         assert torch.equal(last.average[name], value), name
-    row = attacked(target, model=experiment.network(splits), victims=5).summary()
+    row = attacked(target, model=network_of(experiment, splits), victims=5).summary()
     assert row["source"] == REPLAYED
     assert row["releases_mean"] >= 1
 
 
 def test_a_replay_that_ends_elsewhere_is_refused(tmp_path: Path) -> None:
     experiment = assemble(SETTINGS)
-    run = experiment.train(tmp_path / "run", quiet=True)
+    run = train_experiment(experiment, tmp_path / "run", quiet=True)
     with torch.no_grad():
         next(run.model.parameters()).add_(1e-6)
     with pytest.raises(RunError, match="replay: it ends at other weights"):
-        fedcdp.attack(run, model=experiment.network(experiment.splits(quiet=True)), victims=4)
+        fedcdp.attack(run, model=network_of(experiment, load_splits(experiment, quiet=True)), victims=4)
 
 
 def test_secure_noise_is_attacked_in_a_fresh_training_and_that_is_said(tmp_path: Path) -> None:
     experiment = assemble(SETTINGS, {"plan": {"secure_noise": True}})
-    run = experiment.train(tmp_path / "run", quiet=True)
-    model = experiment.network(experiment.splits(quiet=True))
+    run = train_experiment(experiment, tmp_path / "run", quiet=True)
+    model = network_of(experiment, load_splits(experiment, quiet=True))
     assert attacked(run, model=model, victims=4).summary()["source"] == FRESH
     plan = attacked(run.plan, model=model, federation=run.federation, victims=4).summary()
     assert plan["source"] == PLAN
@@ -249,6 +254,6 @@ def test_secure_noise_is_attacked_in_a_fresh_training_and_that_is_said(tmp_path:
 
 def test_without_the_untrained_network_a_run_is_looked_at_once() -> None:
     experiment = assemble(SETTINGS)
-    run = experiment.train(None, quiet=True)
+    run = train_experiment(experiment, None, quiet=True)
     row = attacked(run, victims=4).summary()
     assert (row["source"], row["releases_mean"]) == ("a single look", 1)

@@ -16,10 +16,11 @@ from scipy.stats import binomtest, norm
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor, nn
 
-from fedcdp import Dataset, load
 from fedcdp.attacks.membership import Estimate, Membership, infer_membership
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.load import load
 from fedcdp.errors import DataError
-from fedcdp.models import build
+from fedcdp.models.networks import build
 
 
 class Told(nn.Module):

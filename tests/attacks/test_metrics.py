@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fedcdp
-from fedcdp.attacks.metrics import Criteria, Judge, chance_interval, cleaned, match, rearrange
-from fedcdp.attacks.similarity import visible_inputs
+from fedcdp.attacks.scores import Criteria, Judge, chance_interval, cleaned, match, rearrange, visible_inputs
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import PlanError
-from fedcdp.models import build
+from fedcdp.models.networks import build
 
 quick = settings(deadline=None, derandomize=True, max_examples=40)
 seeds = st.integers(0, 2**31)

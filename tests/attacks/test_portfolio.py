@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedcdp
-from fedcdp import Dataset, FedcdpError, Federation, Plan
 from fedcdp.attacks import RECIPES, Leaks
-from fedcdp.models import build
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
+from fedcdp.errors import FedcdpError
+from fedcdp.models.networks import build
 
 SHAPE = (1, 14, 14)
 NETWORKS = ("cnn", "mlp", "cpl", "small", "linear", "oriented-gradients")

@@ -13,11 +13,13 @@ from scipy.special import expit, logit, ndtr
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import Dataset, Federation, Plan
 from fedcdp.attacks import Criteria, Presence, presence
-from fedcdp.attacks.capture import Captured, Look
 from fedcdp.attacks.membership import Estimate
-from fedcdp.models import build
+from fedcdp.attacks.observe import Captured, Look
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import Federation
+from fedcdp.models.networks import build
 
 CLIENTS = 400
 

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp import DataError, Dataset, FedcdpError, ModelError, Plan, PlanError
 from fedcdp.attacks import RECIPES, Leaks
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 
 Named = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -11,16 +11,15 @@ import torch
 from scenes import Scene, federation_of, one_example_each, scene
 from torch import Tensor, nn
 
-from fedcdp import Dataset, partition
 from fedcdp.attacks import reconstruct as reconstructing
-from fedcdp.attacks.adam import Adam
-from fedcdp.attacks.captured import Captured
-from fedcdp.attacks.forward import predicted
-from fedcdp.attacks.lbfgs import LBFGS
-from fedcdp.attacks.objectives import Objective
+from fedcdp.attacks.objectives import Objective, predicted
+from fedcdp.attacks.observe import Captured
+from fedcdp.attacks.optimisers import LBFGS, Adam
 from fedcdp.attacks.recipe import CPL, RECIPES, Recipe
 from fedcdp.attacks.reconstruct import Reconstruction, reconstruct
-from fedcdp.attacks.seeds import Seed
+from fedcdp.attacks.spaces import Seed
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.partition import partition
 from fedcdp.errors import DataError, PlanError
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from fedcdp.attacks.similarity import psnr, ssim, visible_inputs
-from fedcdp.models import build
+from fedcdp.attacks.scores import psnr, ssim, visible_inputs
+from fedcdp.models.networks import build
 
 quick = settings(deadline=None, derandomize=True, max_examples=40)
 seeds = st.integers(0, 2**31)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedcdp import Dataset
 from fedcdp.attacks.spaces import Pixels, Subspace
+from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import IO
 
 import pytest
 
-from fedcdp.data import download
+from fedcdp.data import fetch
 
 # Read before the fixture below hides it from the tests.
 FULL_DATA = os.environ.get("FEDCDP_DATA")
@@ -32,5 +32,5 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.delenv("FEDCDP_DATA", raising=False)
     monkeypatch.setenv("FEDCDP_CACHE", str(folder))
-    monkeypatch.setattr(download, "open_https", offline)
+    monkeypatch.setattr(fetch, "open_https", offline)
     return folder

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedcdp.data import adult, load
-from fedcdp.data.splitting import random_split
+from fedcdp.data import load
+from fedcdp.data.datasets import adult
+from fedcdp.data.prepare import random_split
 from fedcdp.errors import DataError
 
 FIRST = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "

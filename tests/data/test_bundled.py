@@ -11,7 +11,7 @@ import sklearn.datasets
 import torch
 
 from fedcdp.data import load
-from fedcdp.data.splitting import stratified_split
+from fedcdp.data.prepare import stratified_split
 from fedcdp.errors import DataError
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedcdp.data import cifar10, download, load
-from fedcdp.data.download import Remote
+from fedcdp.data import fetch, load
+from fedcdp.data.datasets import cifar10
+from fedcdp.data.fetch import Remote
 from fedcdp.errors import DataError
 
 BATCHES = [*cifar10.TRAINING_BATCHES, cifar10.TEST_BATCH]
@@ -108,7 +109,7 @@ def test_a_download_is_unpacked_into_the_cache_and_the_archive_removed(
     content = pack(tmp_path / "served.tar.gz", members_of(small)).read_bytes()
     remote = Remote("cifar-10-python.tar.gz", ("https://example.org/",), "md5", hashlib.md5(content).hexdigest())
     monkeypatch.setattr(cifar10, "ARCHIVE", remote)
-    monkeypatch.setattr(download, "open_https", lambda _: io.BytesIO(content))
+    monkeypatch.setattr(fetch, "open_https", lambda _: io.BytesIO(content))
     assert torch.equal(load("cifar10", quiet=True).train.inputs, load("cifar10", small.parent).train.inputs)
     assert [path.name for path in (cache / "cifar10").iterdir()] == ["cifar-10-batches-py"]
     assert len(load("cifar10", download=False).train) == 15

@@ -7,13 +7,13 @@ from typing import IO
 
 import pytest
 
-from fedcdp.data import download
-from fedcdp.data.download import Remote, fetch
+from fedcdp.data import fetch as fetching
+from fedcdp.data.fetch import Remote, fetch
 from fedcdp.errors import DataError
-from fedcdp.files import atomic_write
+from fedcdp.files.disk import atomic_write
 
 CONTENT = b"original " * 1000
-open_https = download.open_https
+open_https = fetching.open_https
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _file_urls_count_as_https(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert url.startswith("file://")
         return urllib.request.urlopen(url)
 
-    monkeypatch.setattr(download, "open_https", open_file_url)
+    monkeypatch.setattr(fetching, "open_https", open_file_url)
 
 
 def original(*mirrors: Path, content: bytes = CONTENT) -> Remote:

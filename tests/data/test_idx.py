@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedcdp.data.idx import parse_idx
+from fedcdp.data.formats import parse_idx
 from fedcdp.errors import DataError
 
 LABELS = struct.pack(">II", 2049, 3) + bytes([7, 2, 1])

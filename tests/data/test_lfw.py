@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fedcdp.data import lfw, load
+from fedcdp.data import load
+from fedcdp.data.datasets import lfw
 from fedcdp.errors import DataError
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedcdp.data import download, load, mnist
+from fedcdp.data import fetch, load
+from fedcdp.data.datasets import mnist
 from fedcdp.errors import DataError
 
 TRAIN_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -63,7 +64,7 @@ def test_a_missing_file_is_downloaded_once_into_the_cache(small: Path, cache: Pa
         opened.append(url)
         return io.BytesIO(originals[url.rpartition("/")[2]])
 
-    monkeypatch.setattr(download, "open_https", serve)
+    monkeypatch.setattr(fetch, "open_https", serve)
     expected = load("mnist", small.parent).train.inputs
     for _ in range(2):
         assert torch.equal(load("mnist", quiet=True).train.inputs, expected)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedcdp.data import load_file
-from fedcdp.data.splitting import stratified_split
+from fedcdp.data.prepare import stratified_split
 from fedcdp.errors import DataError
 
 LABELS = np.arange(20) % 2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcdp.data.pickled import read_pickle
+from fedcdp.data.formats import read_pickle
 from fedcdp.errors import DataError
 
 PIXELS = np.arange(12, dtype=np.uint8).reshape(2, 6)

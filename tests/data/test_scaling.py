@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fedcdp.data import load
-from fedcdp.data.scaling import logarithmic, standardise, unit_pixels
+from fedcdp.data.prepare import logarithmic, standardise, unit_pixels
 from fedcdp.errors import DataError
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcdp.data.splitting import random_split, seeded_order, stratified_split
+from fedcdp.data.prepare import random_split, seeded_order, stratified_split
 from fedcdp.errors import DataError
 
 labels_and_validation_count = st.lists(st.integers(0, 5), min_size=2, max_size=60).flatmap(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcdp.data.download import Remote
-from fedcdp.data.storage import Storage, read_unpacked
+from fedcdp.data.fetch import Remote, Storage, read_unpacked
 from fedcdp.errors import DataError
 
 REMOTE = Remote("file.gz", ("https://example.org/file.gz",), "sha256", "0" * 64)

@@ -16,7 +16,7 @@ x509 = pytest.importorskip("cryptography.x509")
 from cryptography.hazmat.primitives import serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
 
-from fedcdp.deploy.certificates import Authority, new_node_key  # noqa: E402
+from fedcdp.deploy.site.certificates import Authority, new_node_key  # noqa: E402
 
 
 def _shake_hands(tmp_path: Path, signed_by: Authority, trusted: Authority, called: str) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcdp.deploy.processes import Supervisor
+from fedcdp.deploy.site.processes import Supervisor
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's process tree")
 
@@ -73,7 +73,7 @@ def test_what_this_process_started_elsewhere_is_left_alone(tmp_path: Path) -> No
 def test_all_end_when_their_starter_is_killed_also_those_that_do_not_want_to(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     starter = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom fedcdp.deploy.processes import Supervisor\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom fedcdp.deploy.site.processes import Supervisor\n"
         "with Supervisor() as supervisor:\n"
         f"    command = [sys.executable, '-c', {_STUBBORN!r}, {str(note)!r}]\n"
         f"    child = supervisor.start('one', command, os.environ, Path({str(tmp_path / 'one.log')!r}))\n"

@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("cryptography")
 
-from fedcdp.cli import main
-from fedcdp.deploy import flower
-from fedcdp.deploy.errors import DeploymentError, DeploymentFailedError
-from fedcdp.deploy.site import Site, SiteSettings
-from fedcdp.deploy.up import Deployment
-from fedcdp.deploy.writing import experiment_for, write
+from fedcdp.cli.program import main
+from fedcdp.deploy.site import flower_commands
+from fedcdp.deploy.site.directory import Site, SiteSettings
+from fedcdp.deploy.site.local_deployment import Deployment
+from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.errors import DeploymentError, DeploymentFailedError
 
 CANCER = {"data": {"dataset": "cancer"}, "plan": {"rounds": 2, "local_steps": 2}}
 LISTEN = f"""exec {sys.executable} -c '
@@ -42,7 +42,7 @@ echo '{{"ended": "done", "rounds": 2, "sentence": "all rounds are done"}}' > "$h
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A deployment whose scripts pretend."""
-    monkeypatch.setattr(flower, "require_flower", lambda: None)
+    monkeypatch.setattr(flower_commands, "require_flower", lambda: None)
     site = write(tmp_path / "site", SiteSettings(nodes=2), experiment_for(2, [CANCER]))
     _pretend(site, "start-superlink.sh", LISTEN)
     _pretend(site, "run.sh", JOB)

@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("cryptography")
 pytest.importorskip("flwr")
 
-from fedcdp.deploy.errors import DeploymentError
-from fedcdp.deploy.site import Site, SiteSettings
-from fedcdp.deploy.writing import experiment_for, write
-from fedcdp.errors import PlanError
-from fedcdp.experiment import Experiment, assemble, read_toml
-from fedcdp.flower.policy import ClientPolicy, effective_noise
-from fedcdp.flower.strategy import Job, deployed
+from fedcdp.config.experiment import Experiment, assemble, read_toml
+from fedcdp.deploy.protocol.policy import ClientPolicy, effective_noise
+from fedcdp.deploy.protocol.strategy import Job, deployed
+from fedcdp.deploy.site.directory import Site, SiteSettings
+from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.errors import DeploymentError, PlanError
+from fedcdp.training.prepared import build_network, deal_out, load_splits
 
 CANCER = {"data": {"dataset": "cancer"}, "plan": {"rounds": 3, "local_steps": 2}}
 SECRETS = ("ca.key", "server.key", "node.key", "node.toml", "policy.toml")
@@ -70,7 +70,7 @@ def test_of_a_file_each_node_gets_its_own_part(tmp_path: Path) -> None:
     own = {"data": {"file": str(tmp_path / "all.npz")}, "plan": {"rounds": 1, "batch_size": 2}}
     experiment = experiment_for(2, [own])
     site = write(tmp_path / "site", SiteSettings(nodes=2), experiment)
-    federation = experiment.federation(experiment.splits())
+    federation = deal_out(experiment, load_splits(experiment))
     held = [np.load(node.records) for node in site.nodes(2)]
     assert [len(part["x"]) for part in held] == [16, 16]
     assert not set(held[0]["x"][:, 0]) & set(held[1]["x"][:, 0])
@@ -176,7 +176,7 @@ def test_the_policy_accepts_the_noise_of_the_plan_that_it_was_written_for(plan: 
     experiment = experiment_for(2, [given])
     site = write(tmp_path / "site", SiteSettings(nodes=2), experiment)
     policy = ClientPolicy.read(site.node(1).policy)
-    task = Job(plan=deployed(experiment.plan, False), network=experiment.network_for((30,), 2), network_name="mlp",
+    task = Job(plan=deployed(experiment.plan, False), network=build_network(experiment, (30,), 2), network_name="mlp",
                shape=(30,), classes=2, clients=2).task()  # fmt: skip
     assert policy.smallest_noise_multiplier == effective_noise(experiment.plan) > 0
     assert policy.objection(task) is None

@@ -23,7 +23,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from fedcdp.cli import app
+from fedcdp.cli.program import app
 
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(?P<shown>[\d.,]*\d)(?P<percent> ?%)?[*_]*<!-- = (?P<source>.*?) -->")

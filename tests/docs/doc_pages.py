@@ -132,11 +132,11 @@ def _shell(page: Path, block: Block) -> str:
 
 
 def _fedcdp(words: list[str], out: IO[str], errors: IO[str]) -> None:
-    from fedcdp import cli, output
+    from fedcdp.cli import main, terminal
 
     sys.argv, sys.stdout, sys.stderr = words, out, errors
-    output.stdout.width = output.console.width = _WIDTH
-    cli.main()
+    terminal.stdout.width = terminal.console.width = _WIDTH
+    main()
 
 
 def rewrite(page: Path) -> None:

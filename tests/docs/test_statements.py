@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from doc_figures import MARKED, ROOT
 
-from fedcdp.reproduce.catalogue import Table, table, tables
-from fedcdp.reproduce.layouts import Section, sections
-from fedcdp.reproduce.markdown import page
-from fedcdp.reproduce.overview import overview
-from fedcdp.reproduce.results import Results
+from fedcdp.studies.reproduce.catalogue import Table, table, tables
+from fedcdp.studies.reproduce.cell_file import TableResults
+from fedcdp.studies.reproduce.layouts import Section, sections
+from fedcdp.studies.reproduce.markdown import overview, page
 
 REPRODUCTION = ROOT / "results" / "reproduction"
 README, GUARANTEES, REPRODUCING = ROOT / "README.md", ROOT / "docs" / "guarantees.md", ROOT / "docs" / "reproduction.md"
@@ -31,7 +30,7 @@ def text_of(path: Path) -> str:
 
 
 def made_of(each: Table) -> tuple[dict[str, Any], list[Section]]:
-    cells = Results(each, REPRODUCTION).cells
+    cells = TableResults(each, REPRODUCTION).cells
     return cells, sections(each, cells)
 
 

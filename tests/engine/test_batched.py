@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedcdp.clipping import clip
 from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine
 from fedcdp.errors import ModelError
-from fedcdp.tree import Tree
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.clipping import clip
 
 CLASSES = 3
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedcdp.engine import BatchedEngine, FunctionalEngine, engines_for
-from fedcdp.engine.choice import Choice, chunks_up_to, fastest, machine, remembered
+from fedcdp.engine import BatchedEngine, FunctionalEngine
+from fedcdp.engine.batched import engines_for
 from fedcdp.errors import PlanError
+from fedcdp.training.autotune import Choice, chunks_up_to, fastest, machine, remembered
 
 KNOWN = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 UNKNOWN = nn.Sequential(nn.Linear(4, 5), nn.PReLU(), nn.Linear(5, 3))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedcdp.engine import Batch, FunctionalEngine
 from fedcdp.errors import ModelError
-from fedcdp.tree import Tree
+from fedcdp.files.tree import Tree
 
 
 def own_weights(model: nn.Module, clients: int) -> Tree:

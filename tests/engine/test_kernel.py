@@ -15,21 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine, kernel
 from fedcdp.errors import ModelError
+from fedcdp.files.tree import Tree, repeat
+from fedcdp.mechanism.noise import deviation_of_step_sum, noise_of
+from fedcdp.mechanism.randomness import stream_key
 from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.base import Local
-from fedcdp.models import build, prepare
-from fedcdp.noise import deviation_of_step_sum, noise_of
-from fedcdp.plan import Plan
-from fedcdp.randomness import stream_key
-from fedcdp.rundir import State
-from fedcdp.simulation import Simulator, simulate
-from fedcdp.trainers import Examples, Kernel, Stepwise
-from fedcdp.trainers.kernel import refusal
-from fedcdp.tree import Tree, repeat
+from fedcdp.models.networks import build, prepare
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import State
+from fedcdp.training.simulate import simulate
+from fedcdp.training.trainers import Examples, Kernel, Stepwise, refusal
 
 ROUND = 7
 CLASSES = 3
@@ -240,10 +240,10 @@ def trained(federation: Federation, plan: Plan, device: torch.device, by_kernel:
     """The global weights after a round of four clients."""
     network = prepare(build("cnn", (1, 10, 10), CLASSES), plan, device)
     engine = BatchedEngine(network, F.cross_entropy)
-    simulator = Simulator(engine, federation, plan, device, chunk=3)
+    simulator = Simulator.stepwise(ClientData(federation, plan, device), engine, 3)
     method = METHODS[plan.method]
     make = Kernel if by_kernel else lambda method, _, *rest: Stepwise(method, *rest)
-    simulator.trainer = make(method, plan, engine, simulator.examples)
+    simulator.trainer = make(method, plan, engine, simulator.data.examples)
     if tap is not None:
         simulator.moment = lambda *given: replace(Simulator.moment(simulator, *given), tap=tap)
     weights = {name: p.detach() for name, p in network.named_parameters()}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine
-from fedcdp.engine.memory import BUDGET, clients_within_budget, keep_freed_memory
-from fedcdp.models import build
+from fedcdp.engine.runtime import BUDGET, clients_within_budget, keep_freed_memory
+from fedcdp.models.networks import build
 
 
 def test_more_slots_leave_room_for_fewer_clients():

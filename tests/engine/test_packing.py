@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedcdp.engine import Batch, BatchedEngine
 from fedcdp.engine.packing import PackedEngine, rows_needed
-from fedcdp.models import build
-from fedcdp.tree import repeat
+from fedcdp.files.tree import repeat
+from fedcdp.models.networks import build
 
 SLOTS = 7
 

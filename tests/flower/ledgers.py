@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.task import Task
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.task import Task
 
 
 def written_by_0_1_0(directory: Path, made: list[tuple[Task, int]]) -> None:

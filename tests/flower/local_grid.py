@@ -20,10 +20,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedcdp.experiment import Experiment, assemble
-from fedcdp.flower.client import client_app
-from fedcdp.flower.policy import ClientPolicy
-from fedcdp.flower.server import ServerSettings
+from fedcdp.config.experiment import Experiment, assemble
+from fedcdp.deploy.protocol.client import client_app
+from fedcdp.deploy.protocol.policy import ClientPolicy
+from fedcdp.deploy.protocol.server import ServerSettings
 
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
 

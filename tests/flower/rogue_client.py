@@ -24,11 +24,11 @@ from rogue_tasks import TENSORS
 from torch import nn
 
 from fedcdp.accounting.journal import Journal
-from fedcdp.flower import client, messages, wire
-from fedcdp.flower.admission import is_counted
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.task import Task
-from fedcdp.flower.training import LocalTraining, Round
+from fedcdp.deploy.protocol import client, messages, wire
+from fedcdp.deploy.protocol.admission import is_counted
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.local_round import LocalTraining, Round
+from fedcdp.deploy.protocol.task import Task
 from fedcdp.methods import Sent
 
 EPSILON, DELTA = 0.25, 1e-5

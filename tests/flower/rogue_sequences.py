@@ -11,8 +11,8 @@ from typing import Any
 from rogue_client import Client
 from rogue_tasks import aliases_of, task_of
 
-from fedcdp.flower.task import Task
-from fedcdp.flower.training import Round
+from fedcdp.deploy.protocol.local_round import Round
+from fedcdp.deploy.protocol.task import Task
 
 _RECORD = ("server", "record")
 

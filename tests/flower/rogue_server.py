@@ -35,8 +35,8 @@ from rogue_client import DELTA, EPSILON, Client, watched
 from rogue_sequences import HAND_WRITTEN
 from rogue_tasks import PLANS, aliases_of, task_of
 
-from fedcdp.flower import client
-from fedcdp.flower.training import Round
+from fedcdp.deploy.protocol import client
+from fedcdp.deploy.protocol.local_round import Round
 
 READERS = [("server", "record")] * 5 + [("server", "client"), ("example", "record")]
 

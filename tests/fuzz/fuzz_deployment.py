@@ -17,20 +17,20 @@ from flwr.supercore.task_identity import TaskIdentity
 from fuzz_mutations import HOSTILE_NUMBERS, HOSTILE_TEXTS, as_json, as_toml, mutate_bytes, mutate_value
 from fuzz_runs import SMALL, _changed_lines, rechained
 
-from fedcdp.deploy.following import Follower
-from fedcdp.deploy.site import Site
-from fedcdp.experiment import assemble
-from fedcdp.flower import messages, wire
-from fedcdp.flower.admission import check_size, is_counted
-from fedcdp.flower.errors import WireError
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.policy import ClientPolicy, Facts
-from fedcdp.flower.roster import Subscribing, load_roster
-from fedcdp.flower.task import Task, tensors_of
-from fedcdp.flower.training import Round, network_for
-from fedcdp.models import build
-from fedcdp.plan import Plan
-from fedcdp.tree import Layout
+from fedcdp.config.experiment import assemble
+from fedcdp.config.plan import Plan
+from fedcdp.deploy.protocol import messages, wire
+from fedcdp.deploy.protocol.admission import check_size, is_counted
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.local_round import Round, network_for
+from fedcdp.deploy.protocol.policy import ClientPolicy, Facts
+from fedcdp.deploy.protocol.roster import Subscribing, load_roster
+from fedcdp.deploy.protocol.task import Task, tensors_of
+from fedcdp.deploy.site.directory import Site
+from fedcdp.deploy.site.local_deployment import Follower
+from fedcdp.errors import WireError
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build
 
 Attempt = Callable[[Random, Path], None]
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
@@ -44,7 +44,7 @@ FIRST = Round(0, 0, None)
 
 def site(_place: Path) -> Attempt:
     """`deployment.toml`, and what is made of it: scripts and addresses."""
-    from fedcdp.deploy import scripts
+    from fedcdp.deploy.site import texts
 
     sound = {"nodes": 2, "host": "127.0.0.1", "port": 9443}
 
@@ -54,7 +54,7 @@ def site(_place: Path) -> Attempt:
         there = Site(place)
         settings = there.require()
         there.nodes(settings.nodes)
-        written = scripts.superlink(settings) + scripts.node(settings, 1) + scripts.run(settings) + settings.to_toml()
+        written = texts.superlink(settings) + texts.node(settings, 1) + texts.run(settings) + settings.to_toml()
         if any(sign in settings.host for sign in ";&|<>(){}!*?#\x1b\n~^%"):
             raise AssertionError(f"a script would hold {settings.host!r}: {written[:0]}")
 

@@ -26,14 +26,14 @@ import atheris
 
 with atheris.instrument_imports(include=["fedcdp", "pickletools", "tomllib"]):
     from fedcdp.accounting.ledger import Ledger
-    from fedcdp.data.adult import parse_adult
-    from fedcdp.data.idx import parse_idx
-    from fedcdp.data.own_csv import read_csv
-    from fedcdp.data.pickled import read_pickle
+    from fedcdp.config.experiment import assemble
+    from fedcdp.data.datasets.adult import parse_adult
+    from fedcdp.data.formats import parse_idx, read_pickle
+    from fedcdp.data.own_files import read_csv
+    from fedcdp.deploy.protocol.task import Task
     from fedcdp.errors import FedcdpError
-    from fedcdp.experiment import assemble, stored
-    from fedcdp.files import load_tensors
-    from fedcdp.flower.task import Task
+    from fedcdp.files.tensors import load_tensors
+    from fedcdp.training.prepared import stored
 
 import numpy as np
 import torch

@@ -13,7 +13,7 @@ import numpy as np
 from fuzz_data import lying_npz, packed_npz, zero_bomb
 from fuzz_mutations import HOSTILE_TEXTS, as_json, mutate_bytes, mutate_value
 
-from fedcdp.reports.api import report
+from fedcdp.report.api import report
 
 Attempt = Callable[[Random, Path], None]
 

@@ -16,14 +16,15 @@ from fuzz_mutations import as_json, as_toml, mutate_bytes, mutate_value
 
 from fedcdp.accounting.journal import _line
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.accounting.spent import spent
-from fedcdp.engine.choice import _read as read_choice
+from fedcdp.config.experiment import assemble, read_toml
 from fedcdp.errors import FedcdpError
-from fedcdp.experiment import assemble, read_toml, stored
-from fedcdp.files import load_tensors
-from fedcdp.models import build
-from fedcdp.rundir import RunDirectory
-from fedcdp.trained import Trained
+from fedcdp.files.tensors import load_tensors
+from fedcdp.models.networks import build
+from fedcdp.training.autotune import _read as read_choice
+from fedcdp.training.prepared import deal_out, load_splits, stored
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.saved_run import Trained, spent
+from fedcdp.training.simulate import train_experiment
 
 Attempt = Callable[[Random, Path], None]
 SMALL: dict[str, Any] = {
@@ -36,7 +37,7 @@ def finished_run(place: Path) -> Path:
     """A finished small run, made once for a place."""
     run = place / "sound"
     if not run.exists():
-        assemble(SMALL).train(run, quiet=True)
+        train_experiment(assemble(SMALL), run, quiet=True)
     return run
 
 
@@ -177,7 +178,7 @@ def configuration(place: Path) -> Attempt:
     settings = read_toml(sound / "config.toml")
     run = place / "config-run"
     run.mkdir(exist_ok=True)
-    splits = assemble(settings).splits(quiet=True)
+    splits = load_splits(assemble(settings), quiet=True)
 
     def attempt(case: Random, _place: Path) -> None:
         changed = mutate_value(case, settings)
@@ -187,9 +188,9 @@ def configuration(place: Path) -> Attempt:
         experiment.plan.digest()
         experiment.to_toml()
         if experiment.data.file is not None:
-            experiment.splits(quiet=True)
+            load_splits(experiment, quiet=True)
         build(experiment.model.network, splits.train.shape, splits.train.classes, experiment.model.activation)
-        experiment.federation(splits)
+        deal_out(experiment, splits)
 
     return attempt
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import fedcdp
-from fedcdp.cli import main
-from fedcdp.data import download
-from fedcdp.experiment import assemble
+from fedcdp.cli.program import main
+from fedcdp.config.experiment import assemble
+from fedcdp.data import fetch
+from fedcdp.training.simulate import train_experiment
 
 SMALL = {
     "data": {"dataset": "cancer", "clients": 8},
@@ -51,7 +52,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
     monkeypatch.delenv("FEDCDP_DATA", raising=False)
     monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(download, "open_https", offline)
+    monkeypatch.setattr(fetch, "open_https", offline)
     monkeypatch.setattr(sys, "path", list(sys.path))  # --model adds the current directory
     return place
 
@@ -115,7 +116,7 @@ def wait_for_rounds() -> Callable[[Path, int], None]:
 @pytest.fixture(scope="session")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("finished") / "run"
-    assemble(SMALL).train(run, quiet=True)
+    train_experiment(assemble(SMALL), run, quiet=True)
     return run
 
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from flower_site import CANCER, RunningSite, left_of, wait_until
 
-from fedcdp.bench.machine import describe, load_average
-from fedcdp.deploy.processes import descendants
-from fedcdp.files import write_atomically
-from fedcdp.presets import Settings
+from fedcdp.config.presets import Settings
+from fedcdp.deploy.site.processes import descendants
+from fedcdp.files.disk import write_atomically
+from fedcdp.studies.bench.result_file import describe, load_average
 
 _PATIENCE = 1800.0  # seconds for a round, or for a killed node to be back
 

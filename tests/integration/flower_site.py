@@ -17,19 +17,21 @@ from torch import Tensor
 
 import fedcdp
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.deploy import flower
-from fedcdp.deploy.processes import Process, Supervisor, descendants
-from fedcdp.deploy.site import Site, SiteSettings
-from fedcdp.deploy.writing import experiment_for, write
-from fedcdp.engine import engines_for
-from fedcdp.experiment import Experiment, assemble, read_toml
-from fedcdp.files import load_tensors
-from fedcdp.flower.ledger import ClientLedger
-from fedcdp.flower.task import Task
-from fedcdp.models import prepare
-from fedcdp.presets import Settings
-from fedcdp.rundir import RunDirectory, State
-from fedcdp.simulation import Simulator
+from fedcdp.config.experiment import Experiment, assemble, read_toml
+from fedcdp.config.presets import Settings
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.task import Task
+from fedcdp.deploy.site import flower_commands
+from fedcdp.deploy.site.directory import Site, SiteSettings
+from fedcdp.deploy.site.processes import Process, Supervisor, descendants
+from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.engine.batched import engines_for
+from fedcdp.files.tensors import load_tensors
+from fedcdp.models.networks import prepare
+from fedcdp.training.prepared import deal_out, load_splits, network_of
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import RunDirectory, State
+from fedcdp.training.simulate import train_experiment
 
 HAS_FLOWER = importlib.util.find_spec("flwr") is not None
 PATIENCE = 240.0  # seconds for anything that should happen soon, on a machine that does much else
@@ -77,11 +79,11 @@ class RunningSite:
         self.supervisor = Supervisor()
         self.nodes: dict[int, Process] = {}
         self.server: Process | None = None
-        self._environment = flower.environment(nodes) | {
+        self._environment = flower_commands.environment(nodes) | {
             "PYTHONPATH": source_path(),
             "FEDCDP_CACHE": str(directory.parent / "cache"),
         }
-        self.port, *self._node_ports = flower.free_ports(1 + nodes)
+        self.port, *self._node_ports = flower_commands.free_ports(1 + nodes)
         self._environment |= {"FEDCDP_PORT": str(self.port), "FEDCDP_SERVER": f"127.0.0.1:{self.port}"}
 
     def __enter__(self) -> RunningSite:
@@ -107,7 +109,7 @@ class RunningSite:
 
     def start_server(self) -> Process:
         self.server = self.start("superlink", "start-superlink.sh")
-        wait_until(lambda: flower.listens(self.port), "the server to listen")
+        wait_until(lambda: flower_commands.listens(self.port), "the server to listen")
         return self.server
 
     def register(self) -> None:
@@ -134,9 +136,9 @@ class RunningSite:
     def finish(self, job: Process) -> str:
         """Wait for the job's end; how Flower says that it ended."""
         wait_until(lambda: self.supervisor.reap() or job.status is not None, "the job to end", 2 * PATIENCE)
-        number = flower.started_run(job.log)
+        number = flower_commands.started_run(job.log)
         assert number is not None, self.log("run")
-        return flower.state_of(number, self.site, self._environment)
+        return flower_commands.state_of(number, self.site, self._environment)
 
     def use_client(self, component: str, place: Path) -> None:
         """Let the nodes run another ClientApp, of a module that lies in a place."""
@@ -201,12 +203,12 @@ def simulated(experiment: Experiment, rounds: list[list[int]] | None = None) -> 
     """The model of the simulator, from the same plan and seed; with only these clients heard in each round, if given."""
     torch.set_num_threads(1)
     if rounds is None:
-        run = experiment.train(None)
+        run = train_experiment(experiment, None)
         return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
-    splits = experiment.splits(quiet=True)
-    network = prepare(experiment.network(splits), experiment.plan, "cpu")
+    splits = load_splits(experiment, quiet=True)
+    network = prepare(network_of(experiment, splits), experiment.plan, "cpu")
     engine = next(iter(engines_for(network, F.cross_entropy).values()))
-    simulator = Simulator(engine, experiment.federation(splits), experiment.plan, torch.device("cpu"), None)
+    simulator = Simulator.stepwise(ClientData(deal_out(experiment, splits), experiment.plan, torch.device("cpu")), engine)
     state = State(0, {name: p.detach() for name, p in network.named_parameters()}, None)
     for heard in rounds:
         state = simulator.round(state, torch.tensor(heard, dtype=torch.int64))

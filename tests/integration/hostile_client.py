@@ -10,10 +10,10 @@ import os
 import torch
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcdp.flower import messages, wire
+from fedcdp.deploy.protocol import messages, wire
+from fedcdp.deploy.protocol.local_round import Round
+from fedcdp.files.tree import Layout
 from fedcdp.flower.app import client
-from fedcdp.flower.training import Round
-from fedcdp.tree import Layout
 
 __all__ = ["client"]
 

@@ -16,10 +16,11 @@ import pytest
 from PIL import Image
 
 import fedcdp
-from fedcdp import experiment
 from fedcdp.attacks import ATTACKS, RECIPES, Leaks
-from fedcdp.experiment import assemble
-from fedcdp.trained import Trained
+from fedcdp.config import experiment
+from fedcdp.config.experiment import assemble
+from fedcdp.training.prepared import deal_out, load_splits, network_of
+from fedcdp.training.saved_run import Trained
 
 CONTRACT = [
     "method", "leak", "attack", "victims", "success_rate", "distance_mean", "distance_median", "psnr_mean",
@@ -109,8 +110,10 @@ def test_the_command_gives_what_python_gives(cli: Cli) -> None:
     same = assemble({
         "data": {"dataset": "cancer", "clients": 20}, "plan": {"method": "fed-cdp", "noise_multiplier": 0.01, "seed": 3}
     })  # fmt: skip
-    splits = same.splits(quiet=True)
-    found = fedcdp.attack(same.plan, model=same.network(splits), federation=same.federation(splits), leak="type1", victims=4)
+    splits = load_splits(same, quiet=True)
+    found = fedcdp.attack(
+        same.plan, model=network_of(same, splits), federation=deal_out(same, splits), leak="type1", victims=4
+    )
     for name, value in found.summary().items():
         if name != "seconds":
             assert row[name] == value, name
@@ -142,9 +145,9 @@ def test_a_person_reads_the_filters_figures(cli: Cli) -> None:
 
 
 def test_a_person_sees_every_tensor(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedcdp.attacks import attempts
+    from fedcdp.attacks import portfolio
 
-    monkeypatch.setattr(attempts, "ONE_TENSOR", RECIPES["cpl"].but(iterations=1))
+    monkeypatch.setattr(portfolio, "ONE_TENSOR", RECIPES["cpl"].but(iterations=1))
     shown = words(cli(*TABLE, "--attack", "per-layer").stdout)
     for part in ("without its noise", "no tensor", "1.weight", "5.bias", "noise on it"):
         assert part in shown, part
@@ -161,9 +164,9 @@ def test_quiet_is_silent_and_json_is_not_polluted_by_progress(cli: Cli, monkeypa
 def test_a_terminal_shows_progress_on_standard_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from fedcdp import output
+    from fedcdp.cli import terminal
 
-    monkeypatch.setattr(output, "console", Console(stderr=True, force_terminal=True, width=80))
+    monkeypatch.setattr(terminal, "console", Console(stderr=True, force_terminal=True, width=80))
     outcome = cli(*TABLE, "--method", "nonprivate", "--json")
     assert json.loads(outcome.stdout)["success_rate"] == 1
     assert "attack" in outcome.stderr
@@ -460,7 +463,7 @@ def test_ctrl_c_gives_one_line(start: Callable[..., Any]) -> None:
         "def told(*a, **k):\n"
         "    print('at work', flush=True)\n"
         "    return first(*a, **k)\n"
-        "import fedcdp.attacks.attempts as attempts\n"
+        "import fedcdp.attacks.portfolio as attempts\n"
         "attempts.reconstruct = told\n"
         "import sys\n"
         "sys.argv = ['fedcdp', 'attack', '--dataset', 'cancer', '--attack', 'dlg', '--iterations', '9999']\n"

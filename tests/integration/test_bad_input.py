@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedcdp.experiment import assemble
-from fedcdp.files import load_tensors, save_tensors
+from fedcdp.config.experiment import assemble
+from fedcdp.files.tensors import load_tensors, save_tensors
+from fedcdp.training.simulate import train_experiment
 
 CANCER = ["train", "--quiet", "--dataset", "cancer", "--clients", "8", "--per-round", "4", "--local-steps", "2"]
 NEW = [*CANCER, "--out", "new"]
@@ -361,7 +362,7 @@ def test_a_damaged_model_is_not_evaluated(refused: Callable[..., str], run: Path
 def test_the_checkpoint_of_another_network_is_refused(refused: Callable[..., str], run: Path, tmp_path: Path) -> None:
     other = {"data": {"dataset": "cancer", "clients": 8}, "plan": {"per_round": 4, "rounds": 1, "local_steps": 1}}
     Path("narrow.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(30, 2)\n")
-    assemble(other, {"model": {"network": "narrow:make"}}).train(tmp_path / "other", quiet=True)
+    train_experiment(assemble(other, {"model": {"network": "narrow:make"}}), tmp_path / "other", quiet=True)
     tensors, _ = load_tensors(tmp_path / "other/checkpoint.safetensors", "checkpoint-1")
     _, about = load_tensors(run / "checkpoint.safetensors", "checkpoint-1")
     save_tensors(run / "checkpoint.safetensors", tensors, about)

@@ -25,14 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcdp import Dataset, load
+from fedcdp.config.plan import MethodName, Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.load import load
 from fedcdp.engine import Batch, FunctionalEngine
 from fedcdp.errors import DataError
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.noise import noise_of
 from fedcdp.methods import METHODS, Moment, take_part
-from fedcdp.models import build
-from fedcdp.noise import noise_of
-from fedcdp.plan import MethodName, Plan
-from fedcdp.tree import Tree
+from fedcdp.models.networks import build
 
 try:
     pytest.importorskip("torchvision")

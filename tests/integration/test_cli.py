@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file as load_tensors
 
 import fedcdp
-from fedcdp.models import build
+from fedcdp.models.networks import build
 
 METHODS = ["nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd"]
 TINY = ["--clients", "8", "--per-round", "4", "--rounds", "3", "--local-steps", "2"]

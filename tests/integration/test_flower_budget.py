@@ -9,10 +9,10 @@ import pytest
 from flower_site import CANCER, HAS_FLOWER, left_of
 
 from conftest import Start
-from fedcdp.deploy.policies import epsilon_of
-from fedcdp.deploy.site import SiteSettings
-from fedcdp.deploy.writing import experiment_for, write
-from fedcdp.rundir import RunDirectory
+from fedcdp.deploy.site.directory import SiteSettings
+from fedcdp.deploy.site.policies import epsilon_of
+from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.training.rundir import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flower_site import CANCER, HAS_FLOWER, REPRODUCIBLE, RunningSite, largest_difference, simulated
 
-from fedcdp.presets import Settings
+from fedcdp.config.presets import Settings
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

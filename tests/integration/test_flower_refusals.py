@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flower_site import CANCER, HAS_FLOWER, RunningSite, wait_until
 
-from fedcdp.deploy.certificates import new_node_key
+from fedcdp.deploy.site.certificates import new_node_key
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

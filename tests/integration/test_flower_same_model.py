@@ -10,11 +10,11 @@ from flower_site import CANCER, HAS_FLOWER, MNIST5K, REPRODUCIBLE, largest_diffe
 
 from conftest import Start
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.deploy.site import Site, SiteSettings
-from fedcdp.deploy.writing import experiment_for, write
-from fedcdp.experiment import Experiment
-from fedcdp.files import load_tensors
-from fedcdp.rundir import RunDirectory
+from fedcdp.config.experiment import Experiment
+from fedcdp.deploy.site.directory import Site, SiteSettings
+from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.files.tensors import load_tensors
+from fedcdp.training.rundir import RunDirectory
 
 pytestmark = pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")
 

@@ -11,10 +11,10 @@ from flower_site import CANCER, HAS_FLOWER, REPRODUCIBLE, largest_difference, le
 
 from conftest import Start
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.deploy.site import SiteSettings
-from fedcdp.deploy.writing import experiment_for, write
-from fedcdp.files import load_tensors
-from fedcdp.rundir import RunDirectory
+from fedcdp.deploy.site.directory import SiteSettings
+from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.files.tensors import load_tensors
+from fedcdp.training.rundir import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

@@ -8,8 +8,8 @@ import pytest
 from counting_proxy import CountingProxy
 from flower_site import HAS_FLOWER, MNIST5K, RunningSite
 
-from fedcdp.models import build
-from fedcdp.presets import Settings
+from fedcdp.config.presets import Settings
+from fedcdp.models.networks import build
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

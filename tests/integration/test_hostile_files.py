@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.config.experiment import assemble, read_assignment, read_toml
 from fedcdp.data import load_file
-from fedcdp.data.own_npz import checked_member
-from fedcdp.data.pickled import read_pickle
-from fedcdp.data.storage import read_unpacked
+from fedcdp.data.fetch import read_unpacked
+from fedcdp.data.formats import read_pickle
+from fedcdp.data.own_files import checked_member
 from fedcdp.errors import DataError, ModelError, RunError
-from fedcdp.experiment import assemble, read_assignment, read_toml
-from fedcdp.files import atomic_write
-from fedcdp.reproduce.catalogue import Cell, read
-from fedcdp.rundir import RunDirectory
-from fedcdp.untrusted import parse_toml, printable, read_bounded
+from fedcdp.files.disk import atomic_write
+from fedcdp.files.untrusted import parse_toml, printable, read_bounded
+from fedcdp.studies.reproduce.catalogue import Cell, read
+from fedcdp.training.prepared import build_network
+from fedcdp.training.rundir import RunDirectory
 
 Cli = Callable[..., Any]
 OWN = "def make(input_shape, classes):\n    from torch import nn\n    return nn.Linear(input_shape[0], classes)\n"
@@ -125,7 +126,7 @@ def test_code_that_the_user_named_once_is_imported_from_then_on(cli: Cli, monkey
 @pytest.mark.parametrize("network", ["os:abort", "builtins:breakpoint", "os.path:abspath"])
 def test_pythons_own_library_has_no_networks(network: str) -> None:
     with pytest.raises(ModelError, match="Python's own library"):
-        assemble({"data": {"dataset": "cancer"}, "model": {"network": network}}).network_for((30,), 2)
+        build_network(assemble({"data": {"dataset": "cancer"}, "model": {"network": network}}), (30,), 2)
 
 
 def test_a_pickle_whose_key_would_be_hashed_for_ever_is_refused() -> None:

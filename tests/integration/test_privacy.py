@@ -156,7 +156,7 @@ def test_what_was_used_is_what_the_busiest_client_did(cli: Cli) -> None:
     counts = Ledger.open("run/ledger.jsonl").participations()
     assert counts.sum() == 6 * 4
     rows = answer(cli("account", "--run", "run", "--json"))["rows"]
-    from fedcdp.accounting.tight import gaussian_epsilon
+    from fedcdp.accounting.pld import gaussian_epsilon
 
     z = 6 * np.sqrt(4 / 3) / np.sqrt(counts.max())
     assert epsilon(rows, "server", figure="epsilon_used") == pytest.approx(gaussian_epsilon(z, 1e-5), rel=1e-6)
@@ -249,7 +249,7 @@ def test_an_audit_of_what_is_raw_finds_much_and_is_promised_nothing(cli: Cli) ->
 
 def test_an_audit_that_exceeds_the_guarantee_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise is left out of the real mechanism; exit 1, since that is no fault of the user."""
-    from fedcdp.noise import SeededNoise
+    from fedcdp.mechanism.noise import SeededNoise
 
     def forgotten(_: SeededNoise, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:  # noqa: ARG001
         return torch.zeros(len(clients), length)

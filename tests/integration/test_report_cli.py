@@ -100,7 +100,7 @@ def test_a_demo_does_not_take_a_directory_that_is_not_its_own(cli: Cli, run: Pat
 
 
 def test_a_demo_that_is_stopped_says_how_to_go_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedcdp.experiment import Experiment
+    from fedcdp.config.experiment import Experiment
 
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fedcdp import cli_reproduce
-from fedcdp.reproduce import catalogue, running
-from fedcdp.reproduce.markdown import shown
-from fedcdp.reproduce.place import Place
+from fedcdp.cli import reproduce
+from fedcdp.studies.reproduce import catalogue, runner
+from fedcdp.studies.reproduce.markdown import shown
+from fedcdp.studies.reproduce.place import Place
 
 TINY = """
 title = "Tiny"
@@ -112,13 +112,13 @@ def test_what_is_measured_is_not_measured_again(cli, tiny: Path, monkeypatch: py
     before = content(Path("out/tiny.json"))["cells"]
     assert list(before) == ["fed-cdp/L1/cohort", "fed-cdp/L1/example"]
     begun: list[str] = []
-    measure = running.measure
+    measure = runner.measure
 
     def noted(table: str, cell: Any, place: Any) -> dict[str, Any]:
         begun.append(cell.name)
         return measure(table, cell, place)
 
-    monkeypatch.setattr(running, "measure", noted)
+    monkeypatch.setattr(runner, "measure", noted)
     assert cli("reproduce", tiny, "--cells", "fed-cdp", "--workers", 1, "--out", "out").status == 0
     assert sorted(begun) == ["fed-cdp/L2/cohort", "fed-cdp/L2/example"]
     after = content(Path("out/tiny.json"))["cells"]
@@ -143,7 +143,7 @@ def test_a_cell_of_other_settings_does_not_count(cli, tiny: Path) -> None:
 
 def test_epsilon_is_added_where_it_can_be_computed(cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(cli_reproduce, "accounting_is_installed", lambda: False)
+        elsewhere.setattr(reproduce, "accounting_is_installed", lambda: False)
         assert cli("reproduce", tiny, "--cells", "fed-cdp/L1/example", "--workers", 1, "--out", "out").status == 0
     without = content(Path("out/tiny.json"))["cells"]["fed-cdp/L1/example"]
     assert "epsilon" not in without

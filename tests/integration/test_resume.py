@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fedcdp.experiment import assemble
-from fedcdp.rundir import RunDirectory
+from fedcdp.config.experiment import assemble
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.simulate import train_experiment
 
 ROUNDS = 60
 LONG = ["train", "--dataset", "cancer", "--clients", 12, "--per-round", 8, "--local-steps", 4, "--rounds", ROUNDS]
@@ -80,7 +81,7 @@ def assert_same(one: Path | str, other: Path | str) -> None:
 def stop_after(run: Path, whole: Path, rounds: int) -> None:
     """Leave `run` as a process that was killed after some rounds of `whole` left it; `whole` is in the meantime done."""
     shutil.rmtree(run, ignore_errors=True)
-    assemble(_settings(whole)).train(run, quiet=True, most_releases=rounds)
+    train_experiment(assemble(_settings(whole)), run, quiet=True, most_releases=rounds)
     (run / "model.safetensors").unlink()
 
 

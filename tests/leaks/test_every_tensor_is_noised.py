@@ -18,17 +18,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedcdp import Plan
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import partition
 from fedcdp.engine import Batch, BatchedEngine, Engine, FunctionalEngine
 from fedcdp.errors import ModelError
+from fedcdp.files.tree import Tree, repeat
 from fedcdp.methods import METHODS, fedcdp
-from fedcdp.models import prepare
-from fedcdp.rundir import State
-from fedcdp.simulation import Simulator, simulate
-from fedcdp.trainers import Compiled
-from fedcdp.tree import Tree, repeat
+from fedcdp.models.networks import prepare
+from fedcdp.training.compiled import Compiled
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import State
+from fedcdp.training.simulate import simulate
 
 SIDE, CLASSES, CLIENTS = 6, 3, 40
 Drawn = tuple[nn.Module, tuple[int, ...]]
@@ -125,15 +126,15 @@ def trained(engine: Engine, network: nn.Module, shape: tuple[int, ...], plan: Pl
     """How far each client's weights moved, over its learning rate."""
     data = Dataset(torch.rand(CLIENTS * 2, *shape), torch.zeros(CLIENTS * 2, dtype=torch.int64), CLASSES)
     federation = partition(Splits("dots", data, data, None, ""), clients=CLIENTS, scheme="iid")
-    simulator = Simulator(engine, federation, plan, torch.device("cpu"), CLIENTS)
+    simulator = Simulator.stepwise(ClientData(federation, plan, torch.device("cpu")), engine, CLIENTS)
     if compiled:
         method = METHODS[plan.method]
-        simulator.trainer = Compiled(method, plan, engine, simulator.examples, CLIENTS, backend="aot_eager")
+        simulator.trainer = Compiled(method, plan, engine, simulator.data.examples, CLIENTS, backend="aot_eager")
     weights = weights_of(network)
     clients = torch.arange(CLIENTS)
-    table, sizes = simulator.records_of(clients)
+    table, sizes = simulator.data.records_of(clients)
     at = simulator.moment(State(0, weights, None), clients, sizes)
-    sent = simulator.trainer(weights, simulator.draw(at, table, sizes), at)
+    sent = simulator.trainer(weights, simulator.data.draw(at, table, sizes), at)
     return sent.update
 
 

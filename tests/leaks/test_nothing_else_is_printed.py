@@ -18,7 +18,7 @@ import pytest
 import torch
 from watched import Seen, differences
 
-from fedcdp.cli import app
+from fedcdp.cli.program import app
 
 RunTwice = Callable[..., list[Seen]]
 

@@ -22,9 +22,9 @@ from local_grid import ALL, CLIENTS, OPEN, LocalGrid, Node, experiment, settings
 
 from fedcdp.data import load
 from fedcdp.data.partition import partition
-from fedcdp.flower.client import client_app
-from fedcdp.flower.policy import ClientPolicy
-from fedcdp.flower.server import serve
+from fedcdp.deploy.protocol.client import client_app
+from fedcdp.deploy.protocol.policy import ClientPolicy
+from fedcdp.deploy.protocol.server import serve
 
 RunTwice = Callable[..., list[Seen]]
 Data = tuple[Tensor, Tensor]

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 from watched import Seen, differences
 
-from fedcdp import Plan, output, partition, simulate
+from fedcdp.cli import terminal
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.federation import Federation
-from fedcdp.files import load_tensors
-from fedcdp.simulation import Simulator
+from fedcdp.data.partition import partition
+from fedcdp.files.tensors import load_tensors
+from fedcdp.training.rounds import Simulator
+from fedcdp.training.simulate import simulate
 
 RunTwice = Callable[..., list[Seen]]
 
@@ -98,7 +101,7 @@ def train(chosen: Plan, engine: str = "auto") -> Callable[[Federation], None]:
     """A run in full view: into a directory, with its progress on the console."""
 
     def action(given: Federation) -> None:
-        with output.training_progress(chosen, quiet=False) as progress:
+        with terminal.training_progress(chosen, quiet=False) as progress:
             run = simulate(network(), given, chosen, out="run", engine=engine, progress=progress)  # type: ignore[arg-type]
         print(run.metrics, run.accuracy, run.participations, run.releases, run.chunk, run.engine, run.rounds)
         print(run)
@@ -132,7 +135,7 @@ def test_the_reference_engine_is_as_silent(run_twice: RunTwice, changes: dict[st
 def test_what_is_measured_of_engines_depends_on_shapes_and_the_clock_alone(
     run_twice: RunTwice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedcdp.tuning._LONG", 0)
+    monkeypatch.setattr("fedcdp.training.autotune._LONG", 0)
     seen = run_twice(train(plan()), neighbours("record"))
     assert any(name.startswith("cache/engines/") for name in seen[0].files)
     everything_equal(seen)

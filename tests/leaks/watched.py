@@ -24,8 +24,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedcdp.files.tree import Tree
 from fedcdp.methods import fedcdp, fedsdp, quantile
-from fedcdp.tree import Tree
 
 _HARMLESS = re.compile(r"/dev/|/proc/|\.pyc(\.\d+)?$|__pycache__|torchinductor|/\.triton/")
 _NEW_NAME = re.compile(r"events\.out\.tfevents\.\S+")

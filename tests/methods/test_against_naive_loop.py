@@ -17,11 +17,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
 
-from fedcdp import Federation, Plan, partition, simulate
-from fedcdp.noise import SeededNoise
-from fedcdp.sampling import choose_clients, choose_records
-from fedcdp.schedules import quantile
-from fedcdp.tree import Layout
+from fedcdp.config.plan import Plan
+from fedcdp.config.schedules import quantile
+from fedcdp.data.partition import Federation, partition
+from fedcdp.files.tree import Layout
+from fedcdp.mechanism.noise import SeededNoise
+from fedcdp.mechanism.sampling import choose_clients, choose_records
+from fedcdp.training.simulate import simulate
 
 TOLERANCE = 1e-5  # float32 against float64
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedcdp.config.plan import Plan
 from fedcdp.engine import Batch, FunctionalEngine
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.methods import METHODS, Moment, train_locally
-from fedcdp.noise import SeededNoise
-from fedcdp.plan import Plan
-from fedcdp.tree import Tree
 
 CLIENTS = [4, 7]
 BATCH, STEPS, SLOTS = 3, 2, 9

@@ -19,15 +19,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from fedcdp import Plan, PlanError, RunError, partition, simulate
-from fedcdp.data.partition import Federation
+from fedcdp.config.plan import Plan
+from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import Batch, FunctionalEngine
+from fedcdp.errors import PlanError, RunError
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.methods import METHODS, Moment, take_part
+from fedcdp.methods.aggregation import Aggregate, next_clip
 from fedcdp.methods.quantile import count_examples, indicators
-from fedcdp.noise import SeededNoise
-from fedcdp.rundir import RunDirectory
-from fedcdp.server import Aggregate, next_clip
-from fedcdp.tree import Tree
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.simulate import simulate
 
 MODEL = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
 ENGINE = FunctionalEngine(MODEL, F.cross_entropy)

@@ -15,8 +15,8 @@ from crash_processes import Ended
 from safetensors.torch import load_file
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.files import load_tensors
-from fedcdp.rundir import RunDirectory
+from fedcdp.files.tensors import load_tensors
+from fedcdp.training.rundir import RunDirectory
 
 
 class CrashError(AssertionError):

@@ -14,9 +14,10 @@ from typing import Any
 
 from faults import Faults, Strike
 
-from fedcdp import simulation, spending
-from fedcdp.cli import main as fedcdp_main
-from fedcdp.rundir import State
+from fedcdp.cli import train
+from fedcdp.cli.program import main as fedcdp_main
+from fedcdp.training import rounds
+from fedcdp.training.rundir import State
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside
             os.dup2(output, 1)
             os.dup2(output, 2)
             _bear_witness(os.open(witness, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-            spending.statement = lambda _: None  # ε takes longer than all else, and nothing is written any more by then
+            # ε takes longer than all else, and nothing is written any more by then
+            train.accounting_is_installed = lambda: False
             Faults(place, strike, seen).install()
             sys.argv = ["fedcdp", *arguments]
             fedcdp_main()
@@ -57,13 +59,13 @@ def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside
 
 def _bear_witness(file: int) -> None:
     """Write down every round as its training begins, by other means than the ledger's."""
-    real, write = simulation.Simulator.round, os.write
+    real, write = rounds.Simulator.round, os.write
 
     def witnessed(self: Any, state: State, chosen: Any) -> State:
         write(file, f"{state.round}\n".encode())
         return real(self, state, chosen)
 
-    simulation.Simulator.round = witnessed  # type: ignore[method-assign]
+    rounds.Simulator.round = witnessed  # type: ignore[method-assign]
 
 
 def command(*arguments: str) -> subprocess.Popen[bytes]:
@@ -94,6 +96,6 @@ class Fork:
 
 
 def _main(arguments: tuple[str, ...]) -> None:
-    spending.statement = lambda _: None
+    train.accounting_is_installed = lambda: False
     sys.argv = ["fedcdp", *arguments]
     fedcdp_main()

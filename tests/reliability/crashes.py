@@ -47,9 +47,10 @@ from crash_checks import CrashError, examine, require, same, told_in_one_line, w
 from crash_processes import Ended, command, forked, run_fork
 from faults import Strike
 
-from fedcdp.bench.machine import describe, load_average
-from fedcdp.experiment import assemble
-from fedcdp.files import write_atomically
+from fedcdp.config.experiment import assemble
+from fedcdp.files.disk import write_atomically
+from fedcdp.studies.bench.result_file import describe, load_average
+from fedcdp.training.simulate import train_experiment
 
 SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "2"]
 SCENARIOS: dict[str, list[str]] = {
@@ -315,8 +316,10 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has spoken to the driver cannot be forked,
     if given.device == "cpu":  # and any training on a machine with a GPU does; what is loaded here need not be in every fork
-        assemble({"data": {"dataset": "cancer"}, "plan": {"rounds": 1, "local_steps": 1, "per_round": 2}}).train(
-            None, quiet=True
+        train_experiment(
+            assemble({"data": {"dataset": "cancer"}, "plan": {"rounds": 1, "local_steps": 1, "per_round": 2}}),
+            None,
+            quiet=True,
         )
     found: dict[str, dict[str, Any]] = {}
     started = time.monotonic()

@@ -18,11 +18,12 @@ from torch import nn
 
 import fedcdp
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.cli import main
+from fedcdp.cli.program import main
+from fedcdp.config.experiment import assemble
 from fedcdp.errors import RunError, StorageError
-from fedcdp.experiment import assemble
-from fedcdp.files import load_tensors
-from fedcdp.rundir import RunDirectory, State
+from fedcdp.files.tensors import load_tensors
+from fedcdp.training.rundir import RunDirectory, State
+from fedcdp.training.simulate import train_experiment
 
 HERE = Path(__file__).parent
 SMALL = {"data": {"dataset": "cancer", "clients": 8}, "plan": {"per_round": 4, "rounds": 4, "local_steps": 1}}
@@ -53,7 +54,7 @@ def test_the_checks_find_a_release_that_is_charged_too_late(tmp_path: Path, monk
     """A harness that cannot fail shows nothing: the ledger loses a line, and a round begins that was not charged."""
     monkeypatch.syspath_prepend(str(HERE))
     crashes = pytest.importorskip("crash_checks")
-    assemble(SMALL).train(tmp_path / "run", quiet=True, most_releases=2)
+    train_experiment(assemble(SMALL), tmp_path / "run", quiet=True, most_releases=2)
     witness = tmp_path / "witness"
     witness.write_text("0\n1\n")
     crashes.examine(tmp_path / "run", witness, False)
@@ -71,7 +72,7 @@ def test_the_checks_find_a_release_that_is_charged_too_late(tmp_path: Path, monk
 
 def training(run: Path, disturb: Callable[[int], None]) -> None:
     """A training that something happens to after each round."""
-    assemble(SMALL).train(run, quiet=True, progress=lambda row: disturb(row["round"]))
+    train_experiment(assemble(SMALL), run, quiet=True, progress=lambda row: disturb(row["round"]))
 
 
 def test_a_directory_that_is_deleted_ends_the_training_and_is_not_made_anew(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_resumed_run_computes_as_before_whatever_the_cache_says(tmp_path: Path
     federation = fedcdp.partition(fedcdp.load("cancer"), clients=8, scheme="iid")
     plan = fedcdp.Plan(rounds=2, per_round=8, local_steps=2)
 
-    def simulate(**how: Any) -> fedcdp.simulation.Run:
+    def simulate(**how: Any) -> fedcdp.training.simulate.Run:
         return fedcdp.simulate(nn.Linear(30, 2), federation, plan, out=tmp_path / "run", **how)
 
     first = simulate(engine="functional", chunk=3, most_releases=1)
@@ -155,6 +156,6 @@ def test_a_resumed_run_computes_as_before_whatever_the_cache_says(tmp_path: Path
                                      b'{"device": "cuda", "engine": "kernel", "chunk": 3}'])  # fmt: skip
 def test_a_damaged_word_on_the_engine_is_passed_over(tmp_path: Path, content: bytes) -> None:
     run = tmp_path / "run"
-    assemble(SMALL).train(run, quiet=True, most_releases=1)
+    train_experiment(assemble(SMALL), run, quiet=True, most_releases=1)
     (run / "engine.json").write_bytes(content)
-    assert assemble(SMALL).train(run, quiet=True, resume=True).rounds == 4
+    assert train_experiment(assemble(SMALL), run, quiet=True, resume=True).rounds == 4

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from small_demo import FEWER, SILENT, SMALLER
 
-from fedcdp.demo import Demo
-from fedcdp.reports import report
+from fedcdp.report import report
+from fedcdp.studies.demo import Demo
 
 
 @pytest.fixture(scope="session")

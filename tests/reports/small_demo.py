@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from fedcdp.demo import Attack, Show
+from fedcdp.studies.demo import Attack, Show
 
 SMALLER: dict[str, dict[str, Any]] = {
     "data": {"clients": 4, "records": 40},

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from small_demo import FEWER, SILENT, SMALLER
 
-from fedcdp.demo import ATTACKS, Demo
 from fedcdp.errors import RunError
-from fedcdp.trained import Trained
+from fedcdp.studies.demo import ATTACKS, Demo
+from fedcdp.training.saved_run import Trained
 
 
 def times(folder: Path) -> dict[str, int]:

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcdp.reports.charts import Series, line_chart
+from fedcdp.report.charts import Series, line_chart
 
 VALUES = st.floats(min_value=1e-6, max_value=1e9)
 

@@ -13,9 +13,9 @@ import torch
 
 import fedcdp
 from fedcdp.errors import RunError
-from fedcdp.reports import report
-from fedcdp.reports.api import gather, private_records
-from fedcdp.reports.facts import METHOD_NAMES
+from fedcdp.report import report
+from fedcdp.report.api import gather, private_records
+from fedcdp.report.facts import METHOD_NAMES
 
 
 class Outline(HTMLParser):
@@ -95,7 +95,7 @@ def test_every_row_of_the_statement_stands_with_its_assumption(demo_directory: P
 
 
 def test_epsilon_over_rounds_ends_at_what_the_ledger_says(demo_directory: Path) -> None:
-    from fedcdp.accounting.spent import spent
+    from fedcdp.training.saved_run import spent
 
     for run in gather([demo_directory])[0]:
         _, privacy = spent(demo_directory / run.plan.method)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedcdp.reproduce.catalogue import table
-from fedcdp.reproduce.figures import Images, draw
-from fedcdp.reproduce.place import Place
+from fedcdp.studies.reproduce.catalogue import table
+from fedcdp.studies.reproduce.figures import Images, draw
+from fedcdp.studies.reproduce.place import Place
 
 
 def keep(place: Place, name: str, cell: str, examples: int) -> None:

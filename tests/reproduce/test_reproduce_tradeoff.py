@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import partition
 from fedcdp.engine import FunctionalEngine
-from fedcdp.plan import Plan
-from fedcdp.reproduce.tradeoff import borne, injected
-from fedcdp.rundir import State
-from fedcdp.sampling import choose_clients
-from fedcdp.simulation import Simulator
+from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.studies.reproduce.tradeoff import borne, injected
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import State
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,9 @@ def simulator(inputs: torch.Tensor, **changes: object) -> tuple[Simulator, State
     model = nn.Linear(inputs.shape[1], 3, bias=False)
     federation = partition(Splits("x", data, data, None, "none"), clients=6, scheme="iid")
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return Simulator(FunctionalEngine(model, F.cross_entropy), federation, plan, CPU, None), State(0, weights, None)
+    return Simulator.stepwise(ClientData(federation, plan, CPU), FunctionalEngine(model, F.cross_entropy)), State(
+        0, weights, None
+    )
 
 
 @pytest.mark.parametrize("noise", ["example", "batch", "cohort"])
@@ -74,7 +76,7 @@ def test_the_bound_of_a_linear_network_is_the_way_to_the_nearest_other_class() -
 
 def test_where_nothing_is_right_there_is_no_bound() -> None:
     made, state = simulator(torch.randn(12, 4))
-    wrong = Dataset(made.examples.inputs, 1 + 0 * made.examples.targets, 3)
+    wrong = Dataset(made.data.examples.inputs, 1 + 0 * made.data.examples.targets, 3)
     weights = {"weight": torch.zeros(3, 4)}
     told = borne(made.engine, weights, state.weights, wrong, CPU)
     assert told["right"] == 0

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedcdp.accounting.adversaries import View
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.recipes import views
 from fedcdp.accounting.statement import Mode, epsilon_after
+from fedcdp.accounting.views import View, views
+from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
-from fedcdp.plan import Plan
 
 _PRECISION = 1e-3  # relative, of the noise multiplier; always on the safe side
 _WEAKEST, _STRONGEST = 1e-2, 1e5

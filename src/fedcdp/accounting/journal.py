@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from fedcdp.errors import RunError, StorageError
-from fedcdp.files import PRIVATE, not_written, sync_directory, write_atomically
-from fedcdp.untrusted import MOST_LINES, read_bounded
+from fedcdp.files.disk import PRIVATE, not_written, sync_directory, write_atomically
+from fedcdp.files.untrusted import MOST_LINES, read_bounded
 
 _LINE = re.compile(rb'(\{.*),"digest":"([0-9a-f]{32})"\}', re.DOTALL)
 

@@ -28,6 +28,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedcdp.accounting.journal import Journal, LineError
+from fedcdp.accounting.population import Population
+from fedcdp.config.plan import Plan
 from fedcdp.errors import RunError
 
 Noise = Literal["seeded", "secure"]
@@ -79,6 +81,17 @@ class Ledger(Journal):
             return Ledger.create(path, plan, population, noise)
         ledger = Ledger.open(path)
         ledger.check(plan, population, noise)
+        return ledger
+
+    @staticmethod
+    def of_run(path: Path | str, plan: Plan, population: Population, noise: Noise, rounds_done: int) -> Ledger:
+        """The ledger of a run that has come to a checkpoint of `rounds_done` rounds.
+
+        It holds no seed: a ledger may be handed to an accountant, and who was or will be drawn is nobody's to know.
+        """
+        written = {key: value for key, value in plan.written().items() if key != "seed"}
+        ledger = Ledger.open_or_create(path, written, population.written(), noise)
+        ledger.check(written, population.written(), noise, rounds_done)
         return ledger
 
     def check(

@@ -11,10 +11,10 @@ import math
 import dp_accounting
 import numpy as np
 
-from fedcdp.accounting import tight
-from fedcdp.accounting.releases import PoissonGaussian, repeated
-from fedcdp.accounting.renyi import Curve, curve_of_event
-from fedcdp.plan import Plan
+from fedcdp.accounting import pld
+from fedcdp.accounting.mechanisms import PoissonGaussian, repeated
+from fedcdp.accounting.rdp import Curve, curve_of_event
+from fedcdp.config.plan import Plan
 
 BANNER = "paper mode: the paper's figures, not a guarantee; an attack on single gradients exceeds them (docs/guarantees.md)"
 ORDERS: Curve = np.array(
@@ -40,7 +40,7 @@ def printed_epsilon(plan: Plan) -> float:
 def tight_epsilon(plan: Plan) -> float:
     """What a tight accountant makes of the same steps at the same rate. As little a guarantee as the others."""
     steps = repeated(PoissonGaussian(_RECORD_RATE, plan.noise_multiplier), plan.rounds * plan.local_steps)
-    return tight.epsilon(steps, plan.delta)
+    return pld.epsilon(steps, plan.delta)
 
 
 def classical_epsilons(plan: Plan) -> dict[str, float]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.errors import PlanError
-from fedcdp.plan import Plan
-from fedcdp.tree import Layout
+from fedcdp.files.tree import Layout
 
 
 @dataclass(frozen=True)

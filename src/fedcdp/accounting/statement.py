@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fedcdp.accounting import paper, renyi, tight
-from fedcdp.accounting.adversaries import View, noise_multipliers
+from fedcdp.accounting import paper, pld, rdp
+from fedcdp.accounting.mechanisms import Release
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.recipes import views
-from fedcdp.accounting.releases import Release
+from fedcdp.accounting.views import View, noise_multipliers, views
+from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
-from fedcdp.plan import Plan
 
 Mode = Literal["tight", "rdp", "paper"]
 _VACUOUS = 50.0  # an ε from here on says nothing, and the table says so
@@ -127,7 +126,7 @@ def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mod
 
 def _epsilon(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
     """The ε of a row: for each client size the smallest that holds, and of all sizes the largest."""
-    epsilon = tight.epsilon if mode == "tight" else renyi.epsilon
+    epsilon = pld.epsilon if mode == "tight" else rdp.epsilon
     of_sizes = []
     for row in (view, *view.others):
         rows = [row] if row.fallback is None else [row, row.fallback]

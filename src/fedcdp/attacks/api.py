@@ -8,25 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcdp.attacks.attempts import Attempts
-from fedcdp.attacks.capture import Look
-from fedcdp.attacks.captured import LEAKS, Leak
-from fedcdp.attacks.layers import LayerLeaks
 from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.membership import Membership, infer_membership
-from fedcdp.attacks.metrics import Criteria
-from fedcdp.attacks.portfolio import strongest
+from fedcdp.attacks.observe import LEAKS, Leak, Look
+from fedcdp.attacks.per_layer import LayerLeaks
+from fedcdp.attacks.portfolio import Attempts, strongest
 from fedcdp.attacks.presence import Presence
 from fedcdp.attacks.recipe import RECIPES, Recipe
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.scene import RawGradients, given_gradients, simulated
+from fedcdp.attacks.scores import Criteria
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
-from fedcdp.devices import usable_device
 from fedcdp.engine import Loss
+from fedcdp.engine.runtime import usable_device
 from fedcdp.errors import DataError, PlanError
-from fedcdp.plan import Plan
-from fedcdp.simulation import Run
+from fedcdp.training.simulate import Run
 
 ATTACKS = ("best", *RECIPES, "analytic", "linear-head", "matched-filter", "per-layer", "membership")
 Found = Leaks | Presence | LayerLeaks | Membership

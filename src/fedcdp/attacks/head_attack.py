@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.candidates import Candidates
-from fedcdp.attacks.feature_prior import FeaturePrior
 from fedcdp.attacks.head_solver import Solved, coefficients, shown, solve
-from fedcdp.attacks.linear_head import LinearHead
+from fedcdp.attacks.linear_head import FeaturePrior, LinearHead
+from fedcdp.attacks.presence import Candidates
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.sightings import Sighting, Sightings
 from fedcdp.data.dataset import Dataset

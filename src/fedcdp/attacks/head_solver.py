@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedcdp.attacks.feature_prior import FeaturePrior
+from fedcdp.attacks.linear_head import FeaturePrior
 from fedcdp.attacks.sightings import Sighting
 
 _TRIAL, _SINGLE, _JOINT = 3, 8, 12  # fixed-point steps: for each label, for one example, for a batch

@@ -21,10 +21,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.captured import Captured
-from fedcdp.attacks.forward import Knows, predicted
+from fedcdp.attacks.objectives import Knows, predicted
+from fedcdp.attacks.observe import Captured
 from fedcdp.errors import ModelError, PlanError
-from fedcdp.tree import Layout, Tree
+from fedcdp.files.tree import Layout, Tree
 
 _FEW = 16  # examples of which every pair is tried
 

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcdp.attacks.captured import Captured
-from fedcdp.attacks.metrics import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
+from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.reconstruct import Reconstruction
+from fedcdp.attacks.scores import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
 from fedcdp.data.dataset import Dataset
-from fedcdp.files import write_atomically
+from fedcdp.files.disk import write_atomically
 
 _SHOWN_VICTIMS = 8
 _SHOWN_ITERATIONS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200, 300)

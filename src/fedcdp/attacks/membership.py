@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcdp.audit.bounds import Numbers, upper_limit
+from fedcdp.audit.intervals import Numbers, upper_limit
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError
-from fedcdp.evaluation import is_binary
-from fedcdp.randomness import numpy_generator
+from fedcdp.mechanism.randomness import numpy_generator
+from fedcdp.training.evaluation import is_binary
 
 CONFIDENCE = 0.99
 _BATCH = 1000

@@ -14,9 +14,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from fedcdp.attacks.metrics import cleaned
+from fedcdp.attacks.scores import cleaned
 from fedcdp.errors import PlanError
-from fedcdp.files import atomic_write
+from fedcdp.files.disk import atomic_write
 
 _CELL = 96  # pixels, about: a picture is enlarged by a whole factor
 _GAP, _MARGIN, _PADDING = 8, 20, 12  # between pictures, round the page, between pictures and titles

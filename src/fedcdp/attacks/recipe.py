@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from fedcdp.attacks.adam import Adam
-from fedcdp.attacks.forward import Knows
 from fedcdp.attacks.labels import LabelRule
-from fedcdp.attacks.lbfgs import LBFGS
-from fedcdp.attacks.objectives import Objective
-from fedcdp.attacks.seeds import Seed
+from fedcdp.attacks.objectives import Knows, Objective
+from fedcdp.attacks.optimisers import LBFGS, Adam
+from fedcdp.attacks.spaces import Seed
 from fedcdp.errors import PlanError
 
 

@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.captured import Captured
-from fedcdp.attacks.forward import predicted
-from fedcdp.attacks.graphed import Graphed, record
 from fedcdp.attacks.labels import infer_labels
-from fedcdp.attacks.lbfgs import LBFGS
-from fedcdp.attacks.objectives import total_variation
+from fedcdp.attacks.objectives import predicted, total_variation
+from fedcdp.attacks.observe import Captured
+from fedcdp.attacks.optimisers import LBFGS
 from fedcdp.attacks.recipe import Recipe
 from fedcdp.attacks.spaces import Pixels, Space, Subspace
 from fedcdp.data.dataset import Dataset
+from fedcdp.engine.cuda_graphs import Graphed, record
+from fedcdp.engine.runtime import deferred_interrupts, stop_if_asked
 from fedcdp.errors import DataError
-from fedcdp.interrupts import deferred_interrupts, stop_if_asked
-from fedcdp.randomness import stream_key
+from fedcdp.mechanism.randomness import stream_key
 
 _FITS = 1e-12  # of what showing nothing would lose: nothing is left to gain
 _LOST = 1e6  # of a coordinate, in units of an input's range: nothing comes back from there

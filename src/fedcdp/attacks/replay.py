@@ -9,18 +9,18 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
+from fedcdp.config.experiment import EngineName
+from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
-from fedcdp.engine import EngineName, Loss, engines_for
+from fedcdp.engine import Loss
+from fedcdp.engine.runtime import stop_if_asked
 from fedcdp.errors import RunError
-from fedcdp.frozen import split
-from fedcdp.interrupts import stop_if_asked
-from fedcdp.models import prepare
-from fedcdp.plan import Plan
-from fedcdp.rundir import RunDirectory, State
-from fedcdp.sampling import choose_clients
-from fedcdp.simulation import Run, Simulator
-from fedcdp.tree import Tree
-from fedcdp.tuning import tuned
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.training.prepared import Prepared
+from fedcdp.training.rounds import Simulator
+from fedcdp.training.rundir import RunDirectory, State
+from fedcdp.training.simulate import Run, begin
 
 PLAN = "a training of the plan"
 REPLAYED = "the run's own rounds, replayed from its seed"
@@ -56,23 +56,15 @@ class Course:
     def begin(self) -> tuple[Simulator, State]:
         """The simulator and the state before round 0, computing as the run did where that is known."""
         engine, chunk = self._computing()
-        ready = prepare(self.network, self.plan, self.device)
-        self.plan.check_clients(self.federation.clients)
-        front, trained = split(ready, self.federation.train.inputs, self.device)
-        engines = engines_for(trained, self.loss, engine)
-        simulator = Simulator(next(iter(engines.values())), self.federation, self.plan, self.device, chunk, front)
-        weights = {name: p.detach() for name, p in ready.named_parameters() if p.requires_grad}
-        bound = self.plan.quantile.start if self.plan.quantile else None
-        state = State(0, weights, dict(weights) if self.plan.ema else None, bound)
-        simulator.engine.check(weights, simulator.batch_of_first_client(), per_example=True)
-        simulator.trainer, simulator.chunk = tuned(simulator, engines, state, chunk, engine)
-        return simulator, state
+        prepared = Prepared.of(self.network, self.federation, self.plan)
+        network = prepared.network.to(self.device)
+        return begin(prepared, network, device=self.device, loss=self.loss, engine=engine, chunk=chunk, per_example=True)
 
     def states(self, simulator: Simulator, state: State) -> Iterator[tuple[State, Tensor]]:
         """The state at the beginning of each round, and its clients; at the end, the run's own model must come out."""
         for _ in range(self.rounds):
             stop_if_asked()
-            chosen = torch.from_numpy(choose_clients(simulator.draws, self.federation.clients, state.round))
+            chosen = torch.from_numpy(choose_clients(simulator.data.draws, self.federation.clients, state.round))
             yield state, chosen
             state = simulator.round(state, chosen)
         if self.run is not None and self.is_replay:

@@ -10,21 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcdp.attacks.capture import Look, capture, state_at
-from fedcdp.attacks.captured import Captured, Leak
 from fedcdp.attacks.linear_head import LinearHead, find_head
-from fedcdp.attacks.raw import raw_gradients
+from fedcdp.attacks.observe import Captured, Leak, Look, capture, state_at
+from fedcdp.attacks.raw_gradients import raw_gradients
 from fedcdp.attacks.replay import Course
-from fedcdp.attacks.similarity import visible_inputs
+from fedcdp.attacks.scores import visible_inputs
+from fedcdp.config.plan import Plan
+from fedcdp.config.schedules import constant
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
-from fedcdp.models import mixing_layers, prepare
-from fedcdp.plan import Plan
-from fedcdp.rundir import State
-from fedcdp.schedules import constant
-from fedcdp.simulation import Run, Simulator
+from fedcdp.models.networks import mixing_layers, prepare
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import State
+from fedcdp.training.simulate import Run
 
 RawGradients = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -139,10 +139,10 @@ def simulated(
         state = State(min(target.rounds, plan.rounds - 1), weights, None, bound)
     elif at_round:
         plan.check_clients(federation.clients)
-        state = state_at(Simulator(engine, federation, plan, device, None), state, at_round)
+        state = state_at(Simulator.stepwise(ClientData(federation, plan, device), engine), state, at_round)
     looked_at = plan.but(local_steps=max(step + 1, 1) if leak == "type2" else steps)
-    simulator = Simulator(engine, federation, looked_at, device, None)
-    batch = simulator.batch_of_first_client()
+    simulator = Simulator.stepwise(ClientData(federation, looked_at, device), engine)
+    batch = simulator.data.first_batch()
     simulator.engine.check(weights, batch, per_example=True)
     _require_finite(engine.outputs(state.weights, batch.inputs[0]))
     low, high = float(federation.train.inputs.min()), float(federation.train.inputs.max())

@@ -9,20 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.capture import promised_deviation
-from fedcdp.attacks.captured import Captured, Leak
 from fedcdp.attacks.linear_head import LinearHead
+from fedcdp.attacks.observe import Captured, Leak, promised_deviation
 from fedcdp.attacks.replay import Course
+from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Batch
 from fedcdp.errors import PlanError
+from fedcdp.files.tree import Tree, repeat
+from fedcdp.mechanism.randomness import numpy_generator
+from fedcdp.mechanism.sampling import Draw, choose_clients, choose_records_of_steps
 from fedcdp.methods import METHODS, Local, Moment, take_part
 from fedcdp.methods.base import Tap
-from fedcdp.plan import Plan
-from fedcdp.randomness import numpy_generator
-from fedcdp.rundir import State
-from fedcdp.sampling import Draw, choose_clients, choose_records_of_steps
-from fedcdp.simulation import Simulator
-from fedcdp.tree import Tree, repeat
+from fedcdp.training.rounds import Simulator
+from fedcdp.training.rundir import State
 
 _USUAL, _USUAL_EXAMPLES = 100, 1000  # victims; of updates, no more than have so many examples together, but two
 
@@ -120,9 +119,9 @@ def sighted_throughout(
 def _victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | None) -> list[tuple[int, list[int]]]:
     """Clients that take part, in a random order, each with its records that are victims (of updates: all of them)."""
     clients = course.federation.clients
-    took_part = {int(c) for r in range(course.rounds) for c in choose_clients(simulator.draws, clients, r)}
+    took_part = {int(c) for r in range(course.rounds) for c in choose_clients(simulator.data.draws, clients, r)}
     order = [int(c) for c in numpy_generator(course.plan.seed, "victims").permutation(clients) if int(c) in took_part]
-    table, sizes = simulator.records_of(torch.tensor(order))
+    table, sizes = simulator.data.records_of(torch.tensor(order))
     records = [row[:size].tolist() for row, size in zip(table, sizes.tolist(), strict=True)]
     usual = _USUAL if leak == "type2" else max(2, min(_USUAL, _USUAL_EXAMPLES // max(map(len, records))))
     count = usual if wanted is None else wanted
@@ -149,11 +148,11 @@ def _drawn(course: Course, simulator: Simulator, clients: list[int], wanted: int
     """Records of these clients that some local step draws: of as many clients as do, until so many are known."""
     found: dict[int, dict[int, None]] = {client: {} for client in clients}
     for round_ in range(course.rounds):
-        chosen = choose_clients(simulator.draws, course.federation.clients, round_).tolist()
+        chosen = choose_clients(simulator.data.draws, course.federation.clients, round_).tolist()
         mine = torch.tensor([client for client in clients if client in set(chosen)], dtype=torch.int64)
         if len(mine):
-            table, sizes = simulator.records_of(mine)
-            drawn = choose_records_of_steps(simulator.draws, mine.to(simulator.device), sizes, round_)
+            table, sizes = simulator.data.records_of(mine)
+            drawn = choose_records_of_steps(simulator.data.draws, mine.to(simulator.data.device), sizes, round_)
             for at, client in enumerate(mine.tolist()):
                 used = table[at][drawn.positions[:, at][drawn.present[:, at]]]
                 found[client] |= dict.fromkeys(used.tolist())
@@ -175,9 +174,9 @@ class _Spy:
         """See one round."""
         mine = torch.tensor([c for c in chosen.tolist() if c in self._records], dtype=torch.int64)
         for clients in mine.split(self._simulator.chunk) if len(mine) else ():
-            table, sizes = self._simulator.records_of(clients)
-            at = self._simulator.moment(state, clients.to(self._simulator.device), sizes)
-            draw = self._simulator.draw(at, table, sizes)
+            table, sizes = self._simulator.data.records_of(clients)
+            at = self._simulator.moment(state, clients.to(self._simulator.data.device), sizes)
+            draw = self._simulator.data.draw(at, table, sizes)
             (self._examples if self._leak == "type2" else self._updates)(state, at, draw)
 
     def _examples(self, state: State, at: Moment, draw: Draw) -> None:
@@ -195,19 +194,19 @@ class _Spy:
                     at, step=step, plan=plan.but(batch_size=most, slots=most),
                     tap=_kept_in(told),
                 )  # fmt: skip
-                method.gradient_sum(local.weights, self._simulator.examples.batch(mine.clamp(min=0), there), alone)
+                method.gradient_sum(local.weights, self._simulator.data.examples.batch(mine.clamp(min=0), there), alone)
                 seen, (weights, biases) = self._head.gradient(told[0]), self._head.weights(local.weights)
                 for client, slot in there.nonzero().tolist():
                     key = (names[client], int(mine[client, slot]))
                     shares = torch.ones(1, dtype=torch.float64)
                     self._keep(key, state, seen[client, slot], weights[client], biases[client], shares, 1)
             if step + 1 < len(draw.positions):
-                batch = self._simulator.examples.batch(positions, filled)
+                batch = self._simulator.data.examples.batch(positions, filled)
                 local = method.local_step(local, batch, replace(at, step=step))
 
     def _updates(self, state: State, at: Moment, draw: Draw) -> None:
         batches: list[Batch] = [
-            self._simulator.examples.batch(*each) for each in zip(draw.positions, draw.present, strict=True)
+            self._simulator.data.examples.batch(*each) for each in zip(draw.positions, draw.present, strict=True)
         ]
         update = take_part(METHODS[at.plan.method], state.weights, batches, at).update
         rate = self._simulator.plan.learning_rate_at(state.round)
@@ -242,10 +241,10 @@ class _Spy:
     def _captured(self, found: list[Sighting], records: list[list[int]]) -> Captured:
         """The victims with their examples; what was seen is that of the first release."""
         simulator, most = self._simulator, max(map(len, records))
-        train = simulator.federation.train
+        train = simulator.data.federation.train
         padded = torch.tensor([each + each[:1] * (most - len(each)) for each in records])
         present = torch.arange(most) < torch.tensor([[len(each)] for each in records])
-        device, layout = simulator.device, simulator.engine.layout
+        device, layout = simulator.data.device, simulator.engine.layout
         first = torch.stack([each.seen[0] for each in found]).float().to(device)
         weights = torch.stack([each.weights[0] for each in found]).float().to(device)
         rows = layout.shapes[self._head.weight][1]

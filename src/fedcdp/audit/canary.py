@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcdp.audit.bounds import Numbers
+from fedcdp.audit.intervals import Numbers
+from fedcdp.config.plan import Plan
 from fedcdp.engine import Batch, FunctionalEngine
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.noise import SeededNoise, noise_of
+from fedcdp.mechanism.randomness import stream_key
+from fedcdp.mechanism.sampling import choose_clients, choose_records
 from fedcdp.methods import Method, Moment, train_locally
-from fedcdp.noise import SeededNoise, noise_of
-from fedcdp.plan import Plan
-from fedcdp.randomness import stream_key
-from fedcdp.sampling import choose_clients, choose_records
-from fedcdp.server import Aggregate, server_update
-from fedcdp.tree import Tree
+from fedcdp.methods.aggregation import Aggregate, server_update
 
 _FEWEST_TRIALS, _MOST_TRIALS = 5_000, 4_000_000
 _BUDGET = 7e6  # microseconds, roughly, that a world's default number of trials may take

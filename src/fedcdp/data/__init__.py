@@ -1,7 +1,7 @@
 """Datasets: the benchmarks by name (`load`), or a file of one's own (`load_file`), each as seeded `Splits`."""
 
-from fedcdp.data.catalogue import DATASETS, load
 from fedcdp.data.dataset import Dataset, Splits
-from fedcdp.data.own_file import load_file
+from fedcdp.data.load import DATASETS, load
+from fedcdp.data.own_files import load_file
 
 __all__ = ["DATASETS", "Dataset", "Splits", "load", "load_file"]

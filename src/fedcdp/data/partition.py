@@ -15,7 +15,7 @@ from torch import Tensor
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.federation import Dealt, Federation, Indices, Listed, Rows
 from fedcdp.errors import DataError, PlanError
-from fedcdp.randomness import numpy_generator
+from fedcdp.mechanism.randomness import numpy_generator
 
 __all__ = ["SCHEMES", "Federation", "partition"]
 
@@ -81,7 +81,7 @@ def partition(
     )
 
 
-class Rule(Protocol):
+class DealingRule(Protocol):
     """How many records of each class the next client takes: exactly its share in all, never more than are left."""
 
     def __call__(self, left: Indices, clients: int, rng: np.random.Generator) -> Indices:
@@ -100,7 +100,7 @@ class Deal:
     labels: npt.NDArray[np.unsignedinteger]
     clients: int
     records: int
-    rule: Rule | None
+    rule: DealingRule | None
     seed: int
 
     def __call__(self, copy: int) -> Rows:
@@ -249,7 +249,9 @@ def _records_each(total: int, clients: int, scheme: str, records: int | None) ->
     return total // clients
 
 
-def _rule(train: Dataset, scheme: str, records: int, classes_per_client: int, alpha: float) -> tuple[Rule | None, str]:
+def _rule(
+    train: Dataset, scheme: str, records: int, classes_per_client: int, alpha: float
+) -> tuple[DealingRule | None, str]:
     """The rule of a dealt scheme, and the words for it."""
     counts = np.bincount(train.targets.cpu().numpy())
     if scheme == "shards":

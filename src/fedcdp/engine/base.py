@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from fedcdp.tree import Group, Layout, Tree
+from fedcdp.files.tree import Group, Layout, Tree
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Mean loss of (outputs, targets) over a batch."""

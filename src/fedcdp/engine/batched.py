@@ -2,24 +2,36 @@
 
 Per-example gradients are formed directly, or not at all where only their norms and a sum are needed. A network with any
 other layer is for the reference engine (`functional`), whose numbers these are to 1e-5.
+
+A network as a chain of rules: which layers the batched engine knows, and what it leaves to the reference.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from fedcdp.clipping import clip_factors, norms_of_groups
-from fedcdp.engine.base import Batch, Loss
-from fedcdp.engine.chain import chain_of
+from fedcdp.config.experiment import EngineName
+from fedcdp.engine.base import Batch, Engine, Loss
 from fedcdp.engine.functional import FunctionalEngine, all_finite, sum_of_finite
 from fedcdp.engine.gradients import Gradients
-from fedcdp.engine.memory import keep_freed_memory
-from fedcdp.tree import Group, Tree, masked
+from fedcdp.engine.layers import Convolution, Embedding, Linear, Pair, Rule, Scaled, pair_of, without_weights
+from fedcdp.engine.runtime import keep_freed_memory
+from fedcdp.errors import ModelError, PlanError
+from fedcdp.files.tree import Group, Layout, Tree, masked
+from fedcdp.mechanism.clipping import clip_factors, norms_of_groups
+from fedcdp.models.features import FIXED
+
+_LOG = logging.getLogger("fedcdp")
 
 LossGradients = Callable[[Tensor, Tensor], Tensor]
 
@@ -81,3 +93,164 @@ def _of_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.dim() != 2 or targets.dim() != 1:
         return _by_autograd(F.cross_entropy)(outputs, targets)
     return outputs.softmax(1) - F.one_hot(targets, outputs.shape[1])
+
+
+# Layers whose output for an example depends on that example alone, and that draw no random numbers.
+_ONE_BY_ONE: tuple[type[nn.Module], ...] = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign,
+    nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Tanh, nn.Tanhshrink, nn.Softshrink,
+    nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding, *FIXED,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Rules in the order in which they are applied, and the values of the tensors that are not trained [1, ...]."""
+
+    rules: tuple[Rule, ...]
+    constants: Tree
+    first_trained: int
+    """The place of the first rule with trained tensors: what is before it needs no way back."""
+
+    def __call__(self, weights: Tree, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Iterator[Gradients]]]:
+        """The network's outputs [clients, examples, ...], and the way from the loss's derivative to all gradients."""
+        tensors, backs = self.constants | weights, []
+        for place, rule in enumerate(self.rules):
+            inputs, back = rule(tensors, inputs, inputs_matter=place > self.first_trained)
+            if place >= self.first_trained:
+                backs.append(back)
+
+        def all_back(deltas: Tensor | None) -> Iterator[Gradients]:
+            for back in reversed(backs):
+                assert deltas is not None
+                deltas, gradients = back(deltas)
+                yield from (each for each in gradients if each.name in weights)
+
+        return inputs, all_back
+
+
+def chain_of(model: nn.Module) -> Chain:
+    """The chain that does what the model does, or a `ModelError` that names what there is no rule for."""
+    layout = Layout.of(model)
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and id(parameter) in seen:
+            raise ModelError(f"{name} is shared by several layers")
+        seen.add(id(parameter))
+    named = list(_layers(model, ""))
+    for name, layer in named:
+        if (reason := _why_not(layer)) is not None:
+            raise ModelError(f"layer {name or '(the network itself)'} is {type(layer).__name__}, {reason}")
+    named = _pooled_early(named)
+    trained = [any(p.requires_grad for p in layer.parameters()) for _, layer in named]
+    following = [layer for _, layer in named[1:]] + [None]
+    rules = tuple(
+        _rule_of(name, layer, after) if has else without_weights(_out_of_place(layer))
+        for (name, layer), has, after in zip(named, trained, following, strict=True)
+    )
+    constants = {name: p.detach()[None] for name, p in model.named_parameters() if name not in layout.shapes}
+    return Chain(rules, constants, trained.index(True))
+
+
+def one_by_one(layer: nn.Module) -> bool:
+    """Whether a layer is known to make of each example what depends on that example alone."""
+    return all(_why_not(each) is None for _, each in _layers(layer, ""))
+
+
+def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of nested sequences, in order."""
+    if type(module) is nn.Sequential and not _hooked(module):
+        for child, layer in module._modules.items():
+            if layer is not None:
+                yield from _layers(layer, f"{name}.{child}" if name else child)
+    else:
+        yield name, module
+
+
+def _pooled_early(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """ReLU behind the MaxPool2d that follows it: the same values, and the same gradients, on fewer of them."""
+    named = list(named)
+    for place in range(len(named) - 1):
+        if isinstance(named[place][1], nn.ReLU) and isinstance(named[place + 1][1], nn.MaxPool2d):
+            named[place], named[place + 1] = named[place + 1], named[place]
+    return named
+
+
+def _rule_of(name: str, layer: nn.Module, after: nn.Module | None) -> Rule:
+    """The rule of a layer with trained tensors, given the layer that follows it."""
+    prefix = f"{name}." if name else ""
+    weight, bias = f"{prefix}weight", f"{prefix}bias" if getattr(layer, "bias", None) is not None else None
+    if isinstance(layer, nn.Linear):
+        return Linear(weight, bias)
+    if isinstance(layer, nn.Conv2d):
+        return Convolution.of(layer, weight, bias, _window(after))
+    if isinstance(layer, nn.GroupNorm):
+        return Scaled(partial(F.group_norm, num_groups=layer.num_groups, eps=layer.eps), weight, bias, channels_first=True)
+    if isinstance(layer, nn.LayerNorm):
+        normalise = partial(F.layer_norm, normalized_shape=layer.normalized_shape, eps=layer.eps)
+        return Scaled(normalise, weight, bias, channels_first=False)
+    assert isinstance(layer, nn.Embedding)
+    return Embedding(weight, layer.padding_idx)
+
+
+def _window(after: nn.Module | None) -> tuple[Pair, Pair] | None:
+    """Kernel and stride of a pooling that drops what does not fill a window."""
+    if not isinstance(after, nn.MaxPool2d | nn.AvgPool2d) or after.ceil_mode or any(pair_of(after.padding)):
+        return None
+    if isinstance(after, nn.MaxPool2d) and pair_of(after.dilation) != (1, 1):
+        return None
+    return pair_of(after.kernel_size), pair_of(after.stride)
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    """What keeps a layer from having a rule. A subclass may do anything: it must be exactly a type that is known."""
+    if type(layer) not in _ONE_BY_ONE:
+        return "for which there is no rule"
+    if _hooked(layer):
+        return "which has hooks"
+    if not {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}:
+        return "which has tensors of the user's own"
+    if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+        return "which is switched on"
+    if isinstance(layer, nn.Flatten) and layer.start_dim < 1:
+        return "which may mix examples"
+    if isinstance(layer, nn.MaxPool2d) and layer.return_indices:
+        return "which returns indices"
+    if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
+        return f"which pads with {layer.padding_mode}"
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+        return "which rescales its rows or their gradients, or has sparse ones"
+    return None
+
+
+def _out_of_place(layer: nn.Module) -> nn.Module:
+    """The layer, or a twin of it that does not write over its inputs."""
+    if getattr(layer, "inplace", False):
+        layer = copy.copy(layer)
+        layer.inplace = False  # type: ignore[assignment]
+    return layer
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, each) for each in hooks)
+
+
+def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:
+    """The engines that may be used for a network, by name; the batched one first where it knows every layer.
+
+    What is compiled is the batched one, and what serves a kernel as its reference.
+    """
+    if name not in get_args(EngineName):
+        raise PlanError(f"engine: {name!r} is not one of {', '.join(get_args(EngineName))}")
+    reference: dict[str, Engine] = {"functional": FunctionalEngine(model, loss)}
+    if name == "functional":
+        return reference
+    try:
+        batched: dict[str, Engine] = {"batched": BatchedEngine(model, loss)}
+    except ModelError as reason:
+        _LOG.log(logging.INFO if name == "auto" else logging.WARNING, "the functional engine is used: %s", reason)
+        return reference
+    return batched | reference if name == "auto" else batched

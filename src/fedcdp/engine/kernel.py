@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp.engine.base import Loss
-from fedcdp.engine.chain import chain_of
-from fedcdp.engine.rules import pair_of
+from fedcdp.engine.batched import chain_of
+from fedcdp.engine.layers import pair_of
 from fedcdp.errors import ModelError
-from fedcdp.tree import Layout, Tree
+from fedcdp.files.tree import Layout, Tree
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
 _CHANNELS = ((16, 32), (16, 32, 64))  # of the two convolutions

@@ -14,8 +14,11 @@ reads it.
 
 This file is written in Triton's language, whose functions are typed by their callers. Import it only where Triton is there.
 """
+
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 # ruff: noqa: RUF005 (Triton has no starred expressions)
+
+from __future__ import annotations
 
 import triton
 import triton.language as tl

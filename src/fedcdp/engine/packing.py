@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.tree import Group, Tree, masked
+from fedcdp.files.tree import Group, Tree, masked
 
 
 def rows_needed(present: Tensor, width: int) -> Tensor:

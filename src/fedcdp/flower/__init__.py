@@ -1,11 +1,39 @@
 """The same plan across real processes and machines, on Flower (`pip install fedcdp[flower]`).
 
-| part | for |
+| name | for |
 | --- | --- |
 | `app` | the ready Flower app |
-| `client.client_app`, `server.server_app`, `strategy.PlanStrategy` | your own Flower app |
-| `policy.ClientPolicy` | what a client grants |
-| `task.Task` | what a server publishes |
+| `client_app`, `server_app`, `PlanStrategy` | your own Flower app |
+| `ClientPolicy` | what a client grants |
+| `Task` | what a server publishes |
 
-Nothing here is imported unless it is asked for: Flower is an optional part.
+Nothing is imported before it is asked for: Flower is an optional part.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedcdp.deploy.protocol.client import client_app
+    from fedcdp.deploy.protocol.policy import ClientPolicy
+    from fedcdp.deploy.protocol.server import server_app
+    from fedcdp.deploy.protocol.strategy import PlanStrategy
+    from fedcdp.deploy.protocol.task import Task
+
+_PLACES = {
+    "ClientPolicy": "policy",
+    "PlanStrategy": "strategy",
+    "Task": "task",
+    "client_app": "client",
+    "server_app": "server",
+}
+
+__all__ = ["ClientPolicy", "PlanStrategy", "Task", "client_app", "server_app"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"fedcdp.deploy.protocol.{_PLACES[name]}"), name)

@@ -7,8 +7,10 @@ clientapp = "fedcdp.flower.app:client"
 ```
 """
 
-from fedcdp.flower.client import client_app
-from fedcdp.flower.server import server_app
+from __future__ import annotations
+
+from fedcdp.deploy.protocol.client import client_app
+from fedcdp.deploy.protocol.server import server_app
 
 server = server_app()
 client = client_app()

@@ -1,12 +1,11 @@
 """The methods, one file each: pure functions that the simulator and a deployment share."""
 
+from fedcdp.config.plan import MethodName
 from fedcdp.methods.base import Local, Method, Moment, Sent, leave, take_part, train_locally
 from fedcdp.methods.dssgd import DSSGD
-from fedcdp.methods.fedcdp import FedCDP
+from fedcdp.methods.fedcdp import FedCDP, NoisedExamples
 from fedcdp.methods.fedsdp import FedSDP
-from fedcdp.methods.noised_examples import NoisedExamples
 from fedcdp.methods.nonprivate import NonPrivate
-from fedcdp.plan import MethodName
 
 METHODS: dict[MethodName, Method] = {
     "nonprivate": NonPrivate(),

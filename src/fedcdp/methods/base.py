@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedcdp.compression import keep_largest
+from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.noise import Noise, deviation_of_step_sum
-from fedcdp.plan import Plan
-from fedcdp.tree import Tree, combine, repeat
+from fedcdp.files.tree import Tree, combine, repeat
+from fedcdp.mechanism.noise import Noise, deviation_of_step_sum
+from fedcdp.mechanism.pruning import keep_largest
 
 Tap = Callable[[str, "Moment", Tree], None]
 

@@ -5,8 +5,8 @@ Each client shares only the entries of its update that changed most. That protec
 
 from __future__ import annotations
 
+from fedcdp.config.plan import Plan
 from fedcdp.methods.nonprivate import NonPrivate
-from fedcdp.plan import Plan
 
 
 class DSSGD(NonPrivate):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedcdp.clipping import clip
+from fedcdp.files.tree import Tree, combine
+from fedcdp.mechanism.clipping import clip
+from fedcdp.mechanism.noise import noised
 from fedcdp.methods.base import Local, Moment, Sent
 from fedcdp.methods.nonprivate import NonPrivate
 from fedcdp.methods.quantile import count_clients
-from fedcdp.noise import noised
-from fedcdp.tree import Tree, combine
 
 
 class FedSDP(NonPrivate):

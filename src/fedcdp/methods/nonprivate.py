@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fedcdp.engine.base import Batch
+from fedcdp.files.tree import Tree, masked
 from fedcdp.methods.base import Method, Moment
-from fedcdp.tree import Tree, masked
 
 
 class NonPrivate(Method):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedcdp.clipping import group_norms
+from fedcdp.files.tree import Tree, masked
+from fedcdp.mechanism.clipping import group_norms
+from fedcdp.mechanism.noise import deviation_of_count
 from fedcdp.methods.base import Moment
-from fedcdp.noise import deviation_of_count
-from fedcdp.tree import Tree, masked
 
 
 def indicators(values: Tree, present: Tensor, at: Moment) -> Tensor:

@@ -1,0 +1,183 @@
+"""What a run has released: charged to its ledger before anything of it is used.
+
+ε while training: whether a budget allows one more release, and what has been spent so far.
+
+Training does not need dp-accounting; where it is missing, ε is not shown, and a budget is refused.
+
+ε round by round: the privacy statement after some of a run's releases, as its ledger counts them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcdp.accounting.ledger import Charge, Ledger
+from fedcdp.accounting.population import Population
+from fedcdp.config.experiment import Experiment
+from fedcdp.config.plan import Plan
+from fedcdp.data.federation import Federation
+from fedcdp.errors import PlanError
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fedcdp.accounting.statement import Mode, Privacy
+
+
+Allows = Callable[[tuple[int, ...]], bool]
+"""Whether a budget has room for releases of these rounds, repeats included."""
+
+
+class Releases:
+    """What has been released so far: kept in the run's ledger where there is one, before a release is used."""
+
+    def __init__(self, clients: int, ledger: Ledger | None = None) -> None:
+        self.charges: list[Charge] = list(ledger.charges) if ledger else []
+        self.participations = ledger.participations() if ledger else np.zeros(clients, dtype=np.int64)
+        self._ledger = ledger
+
+    def charge(self, round_: int, chosen: NDArray[np.int64], bound: float) -> None:
+        """Record a round's release; only then may anything of it be used."""
+        if self._ledger:
+            self._ledger.charge(round_, chosen, bound)
+            if self._ledger.rounds_charged == len(self.charges):  # the same release once more, after a crash
+                return
+        self.charges.append(self._ledger.charges[-1] if self._ledger else Charge(round_, 0, chosen, bound))
+        self.participations[chosen] += 1
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """The round of every release so far; one that was released twice stands there twice."""
+        return tuple(charge.round for charge in self.charges)
+
+    @property
+    def attempt(self) -> int:
+        """How often the round that was charged last had been released before."""
+        return self._ledger.charges[-1].attempt if self._ledger and self._ledger.charges else 0
+
+    def may_go_on(self, round_: int, allows: Allows | None) -> bool:
+        """Whether a budget allows the releases so far and this round; a round that is charged already costs nothing more."""
+        charged = self._ledger is not None and self._ledger.noise == "seeded" and self._ledger.rounds_charged > round_
+        return allows is None or charged or allows((*self.rounds, round_))
+
+
+_SHARE_OF_TIME = 0.05  # of a training that may go into showing ε
+
+
+def accounting_is_installed() -> bool:
+    """Whether ε can be computed on this machine."""
+    return importlib.util.find_spec("dp_accounting") is not None
+
+
+def privacy_of_plan(
+    plan: Plan,
+    federation: Federation,
+    *,
+    rounds: int | None = None,
+    per_round: int | None = None,
+    model: nn.Module | None = None,
+    mode: Mode = "tight",
+) -> Privacy:
+    """ε against every adversary, before a single gradient is computed; `rounds` and `per_round` as in `simulate`.
+
+    Without a `model`, for the paper's network on such data: each layer that is clipped apart counts. A note says so,
+    since a network of more layers has a larger ε.
+    """
+    from fedcdp.accounting.statement import state
+
+    given = {"rounds": rounds, "per_round": per_round}
+    plan = plan.but(**{name: value for name, value in given.items() if value is not None})
+    network = model or build("auto", federation.train.shape, federation.train.classes)
+    population = Population.of(federation, Layout.of(network), plan)
+    privacy = state(plan, population, mode=mode)
+    if model is None and plan.private and plan.clip_mode == "layer" and mode != "paper":
+        assumed = f"for the M = {population.layers} layers of the paper's network: for your own, give model="
+        return replace(privacy, notes=(*privacy.notes, assumed))
+    return privacy
+
+
+class Budget:
+    """What the plan may spend against the chosen adversary, and how it goes on being spent."""
+
+    def __init__(self, experiment: Experiment, population: Population, ledger: Path | None = None) -> None:
+        """With a `ledger`, ε is shown for what it has charged, repeated rounds included."""
+        self._experiment, self._population, self._ledger = experiment, population, ledger
+        self._latest = ""
+        self._started, self._computing = time.perf_counter(), 0.0
+        self._most_rounds: int | None = None
+        if not accounting_is_installed():
+            if experiment.run.max_epsilon is not None:
+                raise PlanError("max_epsilon: needs dp-accounting; install it with pip install dp-accounting")
+            return
+        from fedcdp.accounting.calibrate import Target, rounds_within
+
+        limit, plan = experiment.run.max_epsilon, experiment.plan
+        self._target = Target(1.0 if limit is None else limit, experiment.run.adversary, experiment.run.unit)
+        if limit is not None:
+            self._most_rounds = rounds_within(plan, population, self._target)
+            if self._most_rounds == 0:
+                raise PlanError(f"max_epsilon: {limit:g} is exceeded by the very first round; take more noise")
+
+    def allows(self, rounds: tuple[int, ...]) -> bool:
+        """Whether releases of these rounds, repeats included, keep within the limit, where there is one."""
+        if self._most_rounds is None:
+            return True
+        plan = self._experiment.plan
+        planned = rounds == tuple(range(len(rounds)))
+        if planned or plan.noise_follows_clip:  # none is a repeat, or each costs the same
+            if len(rounds) <= self._most_rounds:
+                return True
+            if self._most_rounds < plan.rounds:
+                return False
+        return self._target.reached(plan, self._population, rounds) <= self._target.epsilon
+
+    def shown_after(self, rounds: int) -> str:
+        """ε so far, for people; computed only as often as it costs little beside the training."""
+        if not (accounting_is_installed() and self._experiment.plan.private):
+            return ""
+        started = time.perf_counter()
+        if self._computing <= _SHARE_OF_TIME * (started - self._started) or rounds == self._experiment.plan.rounds:
+            released = Ledger.open(self._ledger).rounds if self._ledger and self._ledger.exists() else rounds
+            epsilon = self._target.reached(self._experiment.plan, self._population, released)
+            self._latest = f"ε {epsilon:.3g} ({self._target.adversary}, round {rounds})"
+            self._computing += time.perf_counter() - started
+        return self._latest
+
+
+_POINTS = 10
+
+
+def over_releases(plan: Plan, population: Population, charges: Sequence[Charge]) -> list[tuple[int, Privacy]]:
+    """The statement after about ten numbers of releases, the last of them all; `charges` are the releases.
+
+    `epsilon_used` is then what the most-used client had spent by that time. Without a release there is nothing to state.
+    """
+    from fedcdp.accounting.statement import Usage, state
+
+    if not charges:
+        return []
+    counted = np.zeros((len(charges), population.clients), dtype=np.int64)
+    for number, charge in enumerate(charges):
+        counted[number, charge.clients] = 1
+    stated = []
+    for releases in _places(len(charges)):
+        used = np.sort(counted[:releases].sum(0))[::-1][: population.copies]
+        rounds = tuple(charge.round for charge in charges[:releases])
+        usage = Usage(rounds, tuple(int(times) for times in used))
+        stated.append((releases, state(plan, population, rounds=rounds, usage=usage)))
+    return stated
+
+
+def _places(releases: int) -> list[int]:
+    """Where ε is computed: it grows fastest at the beginning, so that is where the points are closest."""
+    return sorted({round(releases * (place / _POINTS) ** 1.5) or 1 for place in range(1, _POINTS + 1)})

@@ -1,0 +1,352 @@
+"""What was seen: the readers' releases as one value, with what a reader knows besides and the truth to score by.
+
+Taps: what a reader of each type sees of its victims, produced by the methods' own code.
+
+| leak | the reader | sees |
+| --- | --- | --- |
+| `type2` | is on the client during local training | one example's gradient, as the method releases it |
+| `type1` | is on the client after local training | the client's update, as the method lets it leave |
+| `type0` | is the server | the client's update, as received |
+
+What is captured is in units of a gradient: an update is divided by −η, so that after one local step it is the mean gradient
+of the batch, after L steps the sum of L such means.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedcdp.config.plan import Plan
+from fedcdp.engine.base import Batch, Engine
+from fedcdp.errors import PlanError
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.noise import SeededNoise, Silence, deviation_of_step_sum, noise_of
+from fedcdp.mechanism.randomness import numpy_generator, stream_key
+from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.methods import METHODS, Moment, take_part
+from fedcdp.training.rounds import Simulator
+from fedcdp.training.rundir import State
+
+Leak = Literal["type0", "type1", "type2"]
+LEAKS: tuple[Leak, ...] = get_args(Leak)
+
+_BY_VICTIM = ("inputs", "targets", "present", "expected_batch", "slot")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was seen of N victims, what the reader knows besides, and the examples that it came from, to score by."""
+
+    leak: Leak
+    plan: Plan
+    """As it was run: `local_steps` is the number of steps that the captured update is made of."""
+    engine: Engine
+    round: int
+    seen: Tree
+    """[victims, ...] in units of a gradient; the mean over the releases where there are several."""
+    weights: Tree
+    """[victims, ...]: where the gradient was taken, or the local training started."""
+    weights_shared: bool
+    """Whether these are the same for all victims."""
+    inputs: Tensor
+    """[victims, examples, ...]: the distinct examples behind what was seen."""
+    targets: Tensor
+    present: Tensor
+    """[victims, examples]: a victim may have fewer examples than another."""
+    uses: Tensor
+    """[steps, victims, slots]: which of its examples a victim used in each step."""
+    used: Tensor
+    """[steps, victims, slots]: whether the slot was filled."""
+    expected_batch: Tensor
+    """[victims]: what the sum over a step is divided by (1 for a single example)."""
+    deviation: float
+    """Standard deviation of the noise on a coordinate of `seen` that the method promises there; 0 where it adds none."""
+    releases: int
+    current_clip: float | None
+    slot: Tensor
+    """[victims]: the place of the example in its client's batch, for `type2`."""
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def steps(self) -> int:
+        """Local steps behind what was seen."""
+        return len(self.uses)
+
+    @property
+    def means(self) -> Tensor:
+        """[victims]: how many mean gradients of a victim's examples were added up: the steps, if every batch was full."""
+        return self.used.sum((0, 2)) / self.expected_batch
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.inputs.device
+
+    def take(self, who: Tensor) -> Captured:
+        """What was seen of some of the victims, in that order."""
+        taken: dict[str, Any] = {name: getattr(self, name)[who] for name in _BY_VICTIM}
+        seen = {name: value[who] for name, value in self.seen.items()}
+        if self.weights_shared:
+            weights = {name: value[:1].expand(len(who), *value.shape[1:]) for name, value in self.weights.items()}
+        else:
+            weights = {name: value[who] for name, value in self.weights.items()}
+        return replace(self, seen=seen, weights=weights, uses=self.uses[:, who], used=self.used[:, who], **taken)
+
+    def clip_bound(self) -> float:
+        """C where it was captured."""
+        return self.plan.clip_at(self.round, self.current_clip)
+
+
+def join(parts: list[Captured]) -> Captured:
+    """The victims of all parts, in that order."""
+    most = {name: max(getattr(part, name).shape[1] for part in parts) for name in ("inputs", "targets", "present")}
+    slots = max(part.uses.shape[2] for part in parts)
+
+    def cat(name: str) -> Tensor:
+        values = [getattr(part, name) for part in parts]
+        return torch.cat([widen(value, 1, most[name]) for value in values])
+
+    lead: dict[str, Any] = {name: cat(name) for name in most}
+    return replace(
+        parts[0],
+        **lead,
+        seen={name: torch.cat([part.seen[name] for part in parts]) for name in parts[0].seen},
+        weights={name: torch.cat([part.weights[name] for part in parts]) for name in parts[0].weights},
+        weights_shared=all(part.weights_shared for part in parts),
+        uses=torch.cat([widen(part.uses, 2, slots) for part in parts], dim=1),
+        used=torch.cat([widen(part.used, 2, slots) for part in parts], dim=1),
+        expected_batch=torch.cat([part.expected_batch for part in parts]),
+        slot=torch.cat([part.slot for part in parts]),
+    )
+
+
+def widen(value: Tensor, axis: int, length: int) -> Tensor:
+    """The value with zeros at the end of an axis, so that it has this length."""
+    missing = length - value.shape[axis]
+    if not missing:
+        return value
+    shape = list(value.shape)
+    shape[axis] = missing
+    return torch.cat([value, value.new_zeros(shape)], dim=axis)
+
+
+_USUAL = 100  # victims, where there are as many
+_MEMORY = {"cpu": 2**28, "cuda": 2**32}  # bytes for what is released of one chunk of clients
+
+
+def state_at(simulator: Simulator, state: State, round_: int) -> State:
+    """The state at the beginning of a round, by running the rounds before it."""
+    while state.round < round_:
+        chosen = choose_clients(simulator.plan, simulator.data.federation.clients, state.round)
+        state = simulator.round(state, torch.from_numpy(chosen))
+    return state
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where a reader looks, and in which world."""
+
+    leak: Leak
+    step: int = 0
+    """The local step, for `type2`."""
+    releases: int = 1
+    """How often the same round is run with fresh noise; the reader averages. Its best case, in which the weights stand still
+    between participations."""
+    first: int = 0
+    """The number of the first of them: releases of different numbers have independent noise (0: the plan's own)."""
+    without_example: bool = False
+    """The world without the victim's first example: zeroed out, as the privacy statement compares."""
+    silent: bool = False
+    """Without the method's noise: what whoever knows the examples expects to see."""
+
+
+def capture(simulator: Simulator, state: State, look: Look, victims: int | None = None) -> Captured:
+    """What a reader sees of so many victims in the round that `state` is at the beginning of.
+
+    Victims are clients, drawn from the plan's seed; for `type2`, one example each (more where there are fewer clients than
+    victims). Without a number, up to a hundred.
+    """
+    wanted = _USUAL if victims is None else victims
+    _check(simulator.plan, look, wanted)
+    parts, found = [], 0
+    for clients in _victim_clients(simulator, wanted).split(min(wanted, _clients_at_once(simulator, look))):
+        part = _of_clients(simulator, state, look, clients)
+        if part is not None:
+            parts.append(part)
+            found += len(part) if look.leak != "type2" else int((part.slot == 0).sum())
+        if found >= wanted:
+            break
+    seen = join(parts) if parts else None
+    if seen is None or (victims is not None and len(seen) < victims):
+        raise PlanError(
+            f"victims: {wanted} is not allowed; {look.leak} has at most {0 if seen is None else len(seen)} here, in a "
+            f"federation of {simulator.data.federation.clients} clients"
+        )
+    return seen.take(seen.slot.argsort(stable=True)[:wanted])
+
+
+def _check(plan: Plan, look: Look, victims: int) -> None:
+    if look.leak not in LEAKS:
+        raise PlanError(f"leak: {look.leak!r} is not one of {', '.join(LEAKS)}")
+    for name, value, least in (("victims", victims, 1), ("releases", look.releases, 1), ("step", look.step, 0)):
+        if value < least:
+            raise PlanError(f"{name}: {value} is not allowed; it must be at least {least}")
+    if look.step >= plan.local_steps:
+        raise PlanError(f"step: {look.step} is not allowed; a client takes {plan.local_steps} local steps, from 0")
+    if look.leak != "type2" and look.step:
+        raise PlanError(f"step: {look.step} is for type2; a reader of {look.leak} sees whole updates")
+
+
+def promised_deviation(plan: Plan, leak: Leak, state: State, batch: int) -> float:
+    """Standard deviation of the noise that a method adds to what a reader sees, in units of a gradient.
+
+    For an update of several steps it leaves out what noise in one step does to the gradients of the next.
+    """
+    if leak == "type2":
+        return plan.noise_scale_at(state.round, state.clip) if plan.per_example and plan.noise == "example" else 0.0
+    if plan.per_example:
+        return deviation_of_step_sum(plan, state.round, state.clip) * _accumulated(plan) / batch
+    if plan.method == "fed-sdp" and plan.noise_at == "client":
+        return plan.noise_scale_at(state.round, state.clip) / plan.learning_rate_at(state.round)
+    return 0.0
+
+
+def _accumulated(plan: Plan) -> float:
+    """What independent noise of deviation 1 in every local step becomes over all of them: √L, more with momentum."""
+    moved, squares = 0.0, 0.0
+    for _ in range(plan.local_steps):  # the last step's noise moves the weights once, one before it also by momentum
+        moved = 1 + plan.momentum * moved
+        squares += moved**2
+    return math.sqrt(squares)
+
+
+def _victim_clients(simulator: Simulator, victims: int) -> Tensor:
+    """Clients in a random order, the same however many are wanted; more than enough, for some may have drawn no record."""
+    order = numpy_generator(simulator.plan.seed, "victims").permutation(simulator.data.federation.clients)
+    return torch.from_numpy(order[: 4 * victims + 64])
+
+
+def _clients_at_once(simulator: Simulator, look: Look) -> int:
+    # Released gradients are held about eight times over: raw, clipped, noised, summed, and as random words.
+    single = look.leak == "type2" or simulator.plan.per_example
+    values = simulator.engine.layout.size * (simulator.plan.slots if single else 2)
+    return int(max(1, min(1024, _MEMORY.get(simulator.data.device.type, 2**28) // (8 * 4 * values))))
+
+
+def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor) -> Captured | None:
+    """What is seen of these clients; None if none of them drew a record."""
+    table, sizes = simulator.data.records_of(clients)
+    at = simulator.moment(state, clients.to(simulator.data.device), sizes)
+    draw = simulator.data.draw(at, table, sizes)
+    drawn = list(zip(draw.positions, draw.present, strict=True))[: look.step + 1 if look.leak == "type2" else None]
+    if not any(bool(present.any()) for _, present in drawn):
+        return None
+    batches = [
+        simulator.data.examples.batch(records, _in_world(records, present, drawn, look)) for records, present in drawn
+    ]
+    total: Tree = {}
+    for number in range(look.first, look.first + look.releases):
+        seen, weights = _release(simulator, state, look, batches, at, number)
+        total = {name: value + seen[name] for name, value in total.items()} if total else seen
+    mean = {name: value / look.releases for name, value in total.items()}
+    deviation = 0.0 if look.silent else promised_deviation(simulator.plan, look.leak, state, int(at.expected_batch.max()))
+    known = _examples(simulator, drawn[-1]) if look.leak == "type2" else _updates(simulator, drawn, at)
+    place = (known.pop("client"), known["slot"]) if look.leak == "type2" else (known.pop("client"),)
+    return Captured(
+        leak=look.leak,
+        plan=simulator.plan,
+        engine=simulator.engine,
+        round=state.round,
+        seen={name: value[place] for name, value in mean.items()},
+        weights={name: value[place[0]] for name, value in weights.items()},
+        weights_shared=len(drawn) == 1 or look.leak != "type2",
+        deviation=deviation / math.sqrt(look.releases),
+        releases=look.releases,
+        current_clip=state.clip,
+        **known,
+    )
+
+
+def _in_world(records: Tensor, present: Tensor, drawn: list[tuple[Tensor, Tensor]], look: Look) -> Tensor:
+    """Which slots are filled: without the victim's example, where that is asked for.
+
+    For `type2` every example of the step is a victim, hence zeroed out; for the others, the client's first example.
+    """
+    if not look.without_example:
+        return present
+    if look.leak == "type2":
+        return torch.zeros_like(present) if records is drawn[-1][0] else present
+    first = torch.stack([torch.where(real, each, 2**62).amin(1) for each, real in drawn]).amin(0)
+    return present & (records != first[:, None])
+
+
+def _release(
+    simulator: Simulator, state: State, look: Look, batches: list[Batch], at: Moment, number: int
+) -> tuple[Tree, Tree]:
+    """One run of the round: what the reader sees, and the weights that it knows."""
+    told: dict[tuple[str, int], Tree] = {}
+
+    def tap(reader: str, moment: Moment, tree: Tree) -> None:
+        told[reader, moment.step] = tree
+
+    plan, noise = simulator.plan, simulator.noise
+    if look.silent:
+        noise = Silence(simulator.engine.layout)
+    elif number and isinstance(noise, SeededNoise):
+        noise = noise_of(plan.but(seed=stream_key(plan.seed, "release", number) >> 1), simulator.engine.layout)
+    take_part(METHODS[plan.method], state.weights, batches, replace(at, noise=noise, tap=tap))
+    if look.leak == "type2":
+        return told["type2", look.step], told["local-weights", look.step]
+    rate = plan.learning_rate_at(state.round)
+    return {name: value / -rate for name, value in told[look.leak, 0].items()}, told["local-weights", 0]
+
+
+def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Every example of the step as a victim of its own."""
+    records, present = drawn
+    client, slot = present.nonzero(as_tuple=True)
+    example = records[client, slot][:, None]
+    one = torch.zeros(1, len(client), 1, dtype=torch.int64, device=records.device)
+    return {
+        "client": client,
+        "slot": slot,
+        "inputs": simulator.data.examples.inputs[example],
+        "targets": simulator.data.examples.targets[example],
+        "present": torch.ones_like(example, dtype=torch.bool),
+        "uses": one,
+        "used": torch.ones_like(one, dtype=torch.bool),
+        "expected_batch": torch.ones_like(client),
+    }
+
+
+def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Moment) -> dict[str, Tensor]:
+    """Every client that drew a record as a victim, with the distinct examples that its local steps used."""
+    slots = max(records.shape[1] for records, _ in drawn)
+    records = torch.stack([widen(each, 1, slots) for each, _ in drawn])
+    used = torch.stack([widen(present, 1, slots) for _, present in drawn])
+    client = used.any(0).any(1).nonzero()[:, 0]
+    distinct = [records[:, each][used[:, each]].unique() for each in client.tolist()]
+    most = max(len(each) for each in distinct)
+    counts = torch.tensor([len(each) for each in distinct], device=used.device)
+    examples = torch.stack([torch.cat([each, each[:1].expand(most - len(each))]) for each in distinct])
+    places = [
+        torch.searchsorted(each, records[:, one].contiguous()).clamp(max=len(each) - 1)
+        for each, one in zip(distinct, client.tolist(), strict=True)
+    ]
+    return {
+        "client": client,
+        "slot": torch.zeros_like(client),
+        "inputs": simulator.data.examples.inputs[examples],
+        "targets": simulator.data.examples.targets[examples],
+        "present": torch.arange(most, device=used.device) < counts[:, None],
+        "uses": torch.stack(places, dim=1),
+        "used": used[:, client],
+        "expected_batch": at.expected_batch[client],
+    }

@@ -1,0 +1,125 @@
+"""One tensor at a time: does any part of what is released carry less noise than promised, and what does it give away?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedcdp.attacks.observe import Captured, Look, capture
+from fedcdp.attacks.recipe import Recipe
+from fedcdp.attacks.reconstruct import Progress, reconstruct
+from fedcdp.training.rounds import Simulator
+from fedcdp.training.rundir import State
+
+_MUCH_LESS = 0.5  # of the promised deviation: a tensor with less noise than that was not sanitised
+_BY_CHANCE = 1e-6  # unless so little noise is likelier than this, as it is of a few numbers
+
+
+@dataclass(frozen=True)
+class LayerLeak:
+    """What one tensor gave away on its own."""
+
+    tensor: str
+    noise_deviation: float
+    """Measured: the root mean square of what was seen less what the method shows without noise."""
+    unsanitised: bool
+    """The method promises noise here, and this tensor has far less of it, or none."""
+    distance_median: float
+    success_rate: float
+
+
+@dataclass(frozen=True)
+class LayerLeaks:
+    """What every tensor gave away on its own."""
+
+    method: str
+    leak: str
+    attack: str
+    victims: int
+    promised_deviation: float
+    layers: tuple[LayerLeak, ...]
+    seconds: float
+
+    @property
+    def unsanitised(self) -> tuple[str, ...]:
+        """The tensors that the method left without its noise."""
+        return tuple(layer.tensor for layer in self.layers if layer.unsanitised)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures; the success rate is that of the most telling tensor."""
+        worst = min(self.layers, key=lambda layer: layer.distance_median)
+        return {
+            "method": self.method,
+            "leak": self.leak,
+            "attack": self.attack,
+            "victims": self.victims,
+            "success_rate": max(layer.success_rate for layer in self.layers),
+            "distance_mean": None,
+            "distance_median": worst.distance_median,
+            "psnr_mean": None,
+            "iterations_mean": None,
+            "most_telling": worst.tensor,
+            "unsanitised": list(self.unsanitised),
+            "promised_deviation": self.promised_deviation,
+            "layers": [vars(layer) for layer in self.layers],
+            "seconds": self.seconds,
+        }
+
+
+def layer_by_layer(
+    simulator: Simulator,
+    state: State,
+    look: Look,
+    victims: int | None,
+    recipe: Recipe,
+    classes: int,
+    *,
+    visible: Tensor,
+    value_range: tuple[float, float],
+    exact_mse: float,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LayerLeaks:
+    """Measure the noise on every tensor, and attack with that tensor alone (the label is still inferred from the last)."""
+    started = time.perf_counter()
+    seen = capture(simulator, state, look, victims)
+    silent = capture(simulator, state, Look(look.leak, look.step, silent=True), victims)
+    names = list(seen.seen)
+    layers = []
+    for number, name in enumerate(names):
+        noise = (seen.seen[name] - silent.seen[name]).double()
+
+        def told(done: int, total: int, number: int = number) -> None:
+            if progress is not None:
+                progress(number * total + done, len(names) * total)
+
+        alone = recipe.but(objective=recipe.objective.only(name))
+        found = reconstruct(seen, alone, classes, seed=seed, value_range=value_range, progress=told)
+        mse = _nearest(found.examples, seen, visible, value_range)
+        exact = float((mse < exact_mse).double().mean())
+        deviation = float(noise.square().mean().sqrt())
+        less = _much_less(deviation, seen.deviation, noise.numel())
+        layers.append(LayerLeak(name, deviation, less, float(mse.quantile(0.5)), exact))
+    seconds = round(time.perf_counter() - started, 2)
+    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.deviation, tuple(layers), seconds)
+
+
+def _much_less(measured: float, promised: float, numbers: int) -> bool:
+    """Whether the root mean square of so many numbers is far below the deviation of the noise that was promised on them."""
+    from scipy.stats import chi2
+
+    if measured >= _MUCH_LESS * promised:
+        return False
+    return bool(chi2.cdf(numbers * (measured / promised) ** 2, numbers) < _BY_CHANCE)
+
+
+def _nearest(guesses: Tensor, captured: Captured, visible: Tensor, value_range: tuple[float, float]) -> Tensor:
+    """[victims]: the MSE of the guess that is nearest to an example of the victim."""
+    clean = guesses.nan_to_num(value_range[0]).clamp(*value_range)[..., visible].double()
+    truth = captured.inputs[..., visible].double()
+    distances = torch.cdist(clean, truth).square() / clean.shape[-1]
+    return distances.masked_fill(~captured.present[:, None], torch.inf).flatten(1).amin(1)

@@ -1,0 +1,186 @@
+"""The commands about privacy: what a plan costs, the noise that a target needs, and what an attack can show of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from fedcdp.accounting.population import Population
+from fedcdp.cli import terminal
+from fedcdp.cli.options import takes_settings
+from fedcdp.config.experiment import Experiment, assemble
+from fedcdp.config.presets import Settings
+from fedcdp.errors import DefectError, PlanError
+
+if TYPE_CHECKING:
+    from fedcdp.accounting.statement import Privacy
+    from fedcdp.audit import Audit
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
+Mode = Annotated[str, typer.Option("--mode", help="How ε is computed: tight (default), rdp, or paper (not a guarantee).")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Layers that are clipped apart, M. Default: the network's.")]
+Copies = Annotated[int | None, typer.Option("--copies", help="Clients that hold a copy of a record, R. Default: derived.")]
+
+
+@takes_settings
+def account(
+    *,
+    given: list[Settings],
+    run: Annotated[Path | None, typer.Option("--run", help="A run directory: what it has spent, by its ledger.")] = None,
+    mode: Mode = "tight",
+    layers: Layers = None,
+    copies: Copies = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also the composition methods of the paper's scripts.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """ε against every adversary, before any training, or of a run by its ledger."""
+    from fedcdp.accounting import paper
+    from fedcdp.accounting.statement import state
+    from fedcdp.training.prepared import population_of
+    from fedcdp.training.saved_run import spent
+
+    if run is not None:
+        if any(given):
+            raise PlanError("--run: the settings are those of the run; give no others")
+        plan, privacy = spent(run, mode)  # type: ignore[arg-type]
+    else:
+        experiment = assemble(*given)
+        plan = experiment.plan
+        privacy = state(plan, population_of(experiment, copies=copies, layers=layers), mode=mode)  # type: ignore[arg-type]
+    classical = paper.classical_epsilons(plan) | {"tight, the same steps": paper.tight_epsilon(plan)} if compare else {}
+    if as_json:
+        typer.echo(json.dumps(privacy.as_json() | ({"compare": classical} if compare else {})))
+        return
+    terminal.privacy_table(privacy, to_stdout=True)
+    if compare:
+        table = Table(title=f"The paper's rate of 0.01 over {plan.rounds * plan.local_steps} steps, by")
+        table.add_column("method")
+        table.add_column("ε", justify="right")
+        for name, epsilon in classical.items():
+            table.add_row(name, f"{epsilon:.4g}")
+        terminal.stdout.print(table)
+        terminal.stdout.print(
+            "None of these is a guarantee for the mechanism; the first three hide a total δ of 1e-3 or more."
+        )
+
+
+@takes_settings
+def calibrate(
+    *,
+    given: list[Settings],
+    target_epsilon: Annotated[float, typer.Option("--target-epsilon", help="The ε that shall not be exceeded.")],
+    mode: Mode = "tight",
+    layers: Layers = None,
+    copies: Copies = None,
+    as_json: AsJson = False,
+) -> None:
+    """The noise multiplier that gives an ε against an adversary."""
+    from fedcdp.training.prepared import population_of
+
+    experiment, reached = calibrated(
+        given, target_epsilon, mode, lambda described: population_of(described, copies=copies, layers=layers)
+    )
+    plan, adversary, unit = experiment.plan, experiment.run.adversary, experiment.run.unit
+    if as_json:
+        answer = {"noise_multiplier": plan.noise_multiplier, "slots": plan.slots, "epsilon": reached, "delta": plan.delta,
+                  "adversary": adversary, "unit": unit, "mode": mode}  # fmt: skip
+        typer.echo(json.dumps(answer))
+        return
+    terminal.stdout.print(
+        f"--noise-multiplier {plan.noise_multiplier:.6g} (with {plan.slots} slots) gives ε = {reached:.4g} "
+        f"at δ = {plan.delta:g} against {adversary}, per {unit}, before it is known who takes part"
+    )
+
+
+@takes_settings
+def audit(
+    *,
+    given: list[Settings],
+    participations: Annotated[int, typer.Option("--participations", help="How often the client took part.")] = 1,
+    trials: Annotated[
+        int | None, typer.Option("--trials", help="Trials in each world. Default: about 20 seconds' worth.")
+    ] = None,
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the canary network, M.")] = 3,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """A lower bound on ε by attacking the mechanism's own code with a worst-case canary.
+
+    Below it stands the ε that is guaranteed for so many participations: a bound above it would be a defect.
+    """
+    from fedcdp.accounting.population import Population
+    from fedcdp.accounting.statement import state
+    from fedcdp.audit import audit as attack
+
+    experiment = assemble(*given)
+    plan = experiment.plan
+    unit = "client" if plan.method == "fed-sdp" and experiment.run.adversary != "example" else experiment.run.unit
+    records = experiment.data.records or plan.local_steps * plan.batch_size
+    with terminal.steps("audit", quiet) as progress:
+        found = attack(
+            plan, experiment.run.adversary, unit=unit, layers=layers, records=records,
+            participations=participations, trials=trials, seed=plan.seed, progress=progress,
+        )  # fmt: skip
+    groups = layers if plan.clip_mode == "layer" else 1
+    population = Population(max(experiment.data.clients, plan.per_round), records, 1, groups)
+    privacy = state(plan, population, rounds=participations)
+    guaranteed = privacy.row(found.adversary, found.unit).epsilon_worst if _has_row(privacy, found) else None
+    if as_json:
+        answer = {name: _for_json(value) for name, value in vars(found).items()} | {
+            "epsilon_guaranteed": _for_json(guaranteed)
+        }
+        typer.echo(json.dumps(answer))
+        return
+    seen = "" if found.epsilon_gaussian is None else f"; if the trade-off is Gaussian, {found.epsilon_gaussian:.4g}"
+    terminal.stdout.print(
+        f"{plan.method}, {found.adversary}, {found.unit}, {found.exposures} exposures, {found.trials} trials a world: "
+        f"at δ = {found.delta:g} ε is at least {found.epsilon_lower:.4g} (99.9 % sure{seen})"
+    )
+    if guaranteed is not None:
+        terminal.stdout.print(f"guaranteed: at most {'∞' if guaranteed == math.inf else f'{guaranteed:.4g}'}")
+        if found.epsilon_lower > guaranteed:
+            raise DefectError(
+                f"the audit shows ε ≥ {found.epsilon_lower:.4g}, above the guarantee of {guaranteed:.4g}: a defect"
+            )
+
+
+def _has_row(privacy: Privacy, found: Audit) -> bool:
+    return any((row.adversary, row.unit, row.relation) == (found.adversary, found.unit, "zero-out") for row in privacy.rows)
+
+
+def _for_json(value: object) -> object:
+    return "inf" if value == math.inf else value
+
+
+def calibrated(
+    given: list[Settings], epsilon: float, mode: str, population_of: Callable[[Experiment], Population]
+) -> tuple[Experiment, float]:
+    """The experiment with the noise that a target needs, and the ε that it then has."""
+    from fedcdp.accounting import calibrate as calibration
+
+    if mode not in ("tight", "rdp"):
+        raise PlanError(
+            f"mode: {mode!r} is not one of tight, rdp: paper mode guarantees nothing that noise could be chosen for"
+        )
+    pick_slots = any(layer.get("plan", {}).get("slots") == "auto" for layer in given)
+    experiment = assemble(*(_without_auto(layer) for layer in given))
+    population = population_of(experiment)
+    target = calibration.Target(epsilon, experiment.run.adversary, experiment.run.unit)
+    find = calibration.calibrate_slots if pick_slots else calibration.calibrate
+    plan = find(experiment.plan, population, target, mode)  # type: ignore[arg-type]
+    return replace(experiment, plan=plan), target.reached(plan, population, mode=mode)  # type: ignore[arg-type]
+
+
+def _without_auto(layer: Settings) -> Settings:
+    return {
+        section: {key: value for key, value in settings.items() if (key, value) != ("slots", "auto")}
+        for section, settings in layer.items()
+    }

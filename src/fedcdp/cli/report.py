@@ -1,0 +1,139 @@
+"""The commands `demo` and `report`: the whole story at once, and the page about any runs."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from fedcdp.cli import terminal
+from fedcdp.config.experiment import Experiment
+from fedcdp.errors import StoppedError
+from fedcdp.report import api
+from fedcdp.report.facts import ADVERSARY_OF
+from fedcdp.report.subjects import Subject, spent, subjects_of
+from fedcdp.report.wording import VACUOUS, epsilon
+from fedcdp.training.simulate import Progress
+
+_TITLE = "What leaks, what stops it, what it costs"
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where it goes; an unfinished demo there is gone on with.")] = Path(
+        "runs/demo"
+    ),
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+) -> None:
+    """The whole story in about two minutes: four methods trained on real digits, each attacked, ε, and a page to look at."""
+    from fedcdp.studies.demo import Demo, Show
+
+    story = Demo(out)
+    if story.finished and not quiet:
+        terminal.console.print(f"{out} holds a finished demo: showing it again. Another --out runs it anew.")
+    elif not quiet:
+        terminal.console.print(
+            "4,000 real digits at 10 clients, trained together by four methods. Then three readers attack each: one who "
+            "sees every example's gradient (type-2), one who sees a client's update before it leaves (type-1), and the "
+            "server (type-0)."
+        )
+
+    def training(experiment: Experiment, done: int) -> AbstractContextManager[Progress | None]:
+        silent = quiet or not terminal.console.is_terminal  # without a terminal, a line a method rather than a round
+        if silent and not quiet:
+            terminal.console.print(f"{experiment.plan.method}: training, then the attacks")
+        return terminal.training_progress(experiment.plan, silent, done)
+
+    try:
+        subjects = story.run(Show(training, lambda name: terminal.steps(f"attack: {name}", quiet)))
+        page = api.write(*api.gather([out]), out / "report.html", f"{_TITLE}: 4,000 digits, four methods")
+    except KeyboardInterrupt:
+        raise StoppedError(f"stopped; fedcdp demo --out {out} goes on where it was") from None
+    if not quiet:
+        _show_table(subjects)
+        terminal.stdout.print(f"Look at it: {page}", soft_wrap=True)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Run directories, what attack --out wrote, or folders of them.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file. Default: report.html in the run directory; of several, here.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No table.")] = False,
+) -> None:
+    """One HTML page about one or several runs and the attacks on them: what leaks, what stops it, what it costs."""
+    told, leaks = api.gather(runs)
+    target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    page = api.write(told, leaks, target)
+    if not quiet:
+        _show_table(subjects_of(told, leaks))
+    for run in told:
+        if not run.finished:
+            terminal.note(
+                f"{run.name} is not finished: it is shown as far as it got, {run.rounds} of {run.plan.rounds} rounds"
+            )
+    if api.private_records(told, leaks):
+        terminal.note("the page contains private records: training examples and what was reconstructed of them; "
+                    "keep it where the data are kept")  # fmt: skip
+    typer.echo(page)
+
+
+def _show_table(subjects: list[Subject]) -> None:
+    """One line a subject: accuracy, what each reader got, and ε for a record; below, why an ε is infinite."""
+    shown = Table(title=_TITLE, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("method", no_wrap=True)
+    shown.add_column("accuracy", justify="right", no_wrap=True)
+    for heading in ("type-2", "type-1", "type-0", "model"):
+        shown.add_column(heading, no_wrap=True)
+    for subject in subjects:
+        accuracy = None if subject.run is None else subject.run.accuracy
+        cells = [subject.name, "-" if accuracy is None else f"{accuracy:.3f}"]
+        for cell in subject.cells:
+            got = cell.verdict
+            style = {"leaks": "bold red", "failed": "default", "unknown": "dim"}[got.kind]
+            words = "not attacked" if got.kind == "unknown" else f"{got.got}/{got.of}"
+            if got.identified is not None and not got.got:
+                words = f"{got.identified[0]}/{got.identified[1]} identified"
+            cells.append(f"[{style}]{words}[/]\nε {epsilon(cell.epsilon)}")
+        shown.add_row(*cells, f"\nε {epsilon(subject.model_epsilon)}")
+    terminal.stdout.print(shown)
+    terminal.stdout.print(
+        "Leaks? How many of the attacked examples each reader (type-2, type-1, type-0) got back recognisably; ε is for a "
+        "record. An attack that fails is no proof."
+    )
+    for subject in subjects:
+        told = [f"{cell.leak.replace('type', 'type-')} {', '.join(cell.verdict.tried)}" for cell in subject.cells
+                if cell.verdict.tried]  # fmt: skip
+        if told:
+            terminal.stdout.print(f"Tried on {escape(subject.name)}: {escape('; '.join(told))}.")
+    for reason, names in _reasons(subjects).items():
+        terminal.stdout.print(f"∞ for {', '.join(names)}: {reason}.")
+    if any(VACUOUS <= value < math.inf for subject in subjects for value in _epsilons(subject)):
+        terminal.stdout.print(f"An ε above {VACUOUS:g} guarantees nothing, though an attack may fail.")
+
+
+def _reasons(subjects: list[Subject]) -> dict[str, list[str]]:
+    """Why an ε is infinite, and of whom."""
+    reasons: dict[str, list[str]] = {}
+    for subject in subjects:
+        for adversary in (*ADVERSARY_OF.values(), "model"):
+            row = subject.row(adversary)
+            if row is not None and spent(row) == math.inf:
+                names = reasons.setdefault(row.assumption, [])
+                names += [] if subject.name in names else [subject.name]
+    return reasons
+
+
+def _epsilons(subject: Subject) -> list[float]:
+    values = [cell.epsilon for cell in subject.cells] + [subject.model_epsilon]
+    return [value for value in values if value is not None]

@@ -1,0 +1,204 @@
+"""The command `reproduce`: the paper's tables and figures, printed and measured side by side."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedcdp.accounting.budget import accounting_is_installed
+from fedcdp.cli import terminal
+from fedcdp.config.experiment import read_assignment
+from fedcdp.engine.runtime import usable_device
+from fedcdp.errors import PlanError, RunError, StoppedError
+from fedcdp.files.disk import write_atomically
+
+if TYPE_CHECKING:
+    from fedcdp.studies.reproduce.catalogue import Cell, Table
+    from fedcdp.studies.reproduce.cell_file import TableResults
+    from fedcdp.studies.reproduce.place import Place
+
+
+def reproduce(
+    table: Annotated[
+        str | None, typer.Argument(metavar="[TABLE]", help="Its name, or a TOML file of your own.", show_default=False)
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="Name the tables, or the cells of TABLE and which are done.")
+    ] = False,
+    cells: Annotated[
+        str, typer.Option("--cells", help="Only these: names, beginnings or patterns (mnist/*/cohort), comma separated.")
+    ] = "",
+    out: Annotated[Path, typer.Option("--out", help="The folder of result files; one that exists is completed.")] = Path(
+        "results/reproduction"
+    ),
+    workers: Annotated[
+        int, typer.Option("--workers", help="Cells at a time, each in a process. Default: the cores, at most 8.")
+    ] = 0,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Begin no further cell after so long.")
+    ] = None,
+    table_only: Annotated[
+        bool,
+        typer.Option(
+            "--table-only",
+            help="Run nothing: compute ε and write the table of what was measured; without TABLE, of all.",
+        ),
+    ] = False,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")] = "cpu",
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="One setting of the section run as key=value; may be repeated.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Where dataset files lie.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """The paper's tables and figures: what it prints beside what is measured, as Markdown and JSON.
+
+    Cells that are in the result file are not run again; a run that was killed goes on where it was. ε is added where
+    dp-accounting is installed.
+    """
+    from fedcdp.studies.reproduce.catalogue import table as find
+    from fedcdp.studies.reproduce.catalogue import tables
+    from fedcdp.studies.reproduce.cell_file import TableResults
+    from fedcdp.studies.reproduce.place import Place
+
+    if table is None:
+        if listing:
+            _print_lines([(t.name, f"{len(t.cells)} cells", t.title) for t in tables()])
+        elif table_only:
+            typer.echo(str(_write_all(tables(), Place(out))))
+        else:
+            raise PlanError("reproduce: which table? --list names them")
+        return
+    found = find(table)
+    chosen = found.chosen([each.strip() for each in cells.split(",") if each.strip()])
+    for name, value in (("workers", workers), ("time-limit", time_limit)):
+        if value is not None and (value < 0 or math.isnan(value)):
+            raise PlanError(f"--{name}: {value:g} is not allowed; it must not be negative")
+    place = Place(out, data_dir, _machine_settings(device, assignments or []))
+    results = TableResults(found, out)
+    if results.stale:
+        terminal.note(
+            f"{len(results.stale)} cells were measured under other settings and do not count: {next(iter(results.stale))}, …"
+        )
+    if listing:
+        _print_lines([_line(cell, results) for cell in chosen])
+        return
+    if not table_only:
+        usable_device(place.device)
+    try:
+        if not table_only:
+            _run(found, chosen, place, results, workers, time_limit, quiet)
+    finally:
+        _write(found, place, results)
+    typer.echo(str(results.path.with_suffix(".md")))
+
+
+def _run(
+    table: Table,
+    chosen: list[Cell],
+    place: Place,
+    results: TableResults,
+    workers: int,
+    time_limit: float | None,
+    quiet: bool,
+) -> None:
+    from fedcdp.studies.reproduce.catalogue import tables
+    from fedcdp.studies.reproduce.cell_file import shared
+    from fedcdp.studies.reproduce.cells import cost
+    from fedcdp.studies.reproduce.runner import run
+
+    for cell, row in list(shared(results.missing(chosen), tables(), place.out)):
+        results.keep(cell, row)
+    waiting = sorted(results.missing(chosen), key=cost)  # cheap ones first: most of a table soon
+    total = len(waiting)
+    done = 0
+
+    def keep(cell: Cell, row: dict[str, Any]) -> None:
+        nonlocal done
+        results.keep(cell, row)
+        place.forget(table.name, cell)
+        done += 1
+        if not quiet:
+            figure = next(
+                (f", {key} {row[key]:.4g}" for key in ("accuracy", "success_rate") if row.get(key) is not None), ""
+            )
+            terminal.console.print(f"{done}/{total} {cell.name}{figure}, {row['seconds']:.1f} s", highlight=False)
+
+    results.write()  # says that it cannot be written before anything is measured
+    several = 1 if table.content.get("alone") else workers or min(8, os.cpu_count() or 1)
+    try:
+        outcome = run(table.name, waiting, place, keep, several, math.inf if time_limit is None else time_limit)
+    except KeyboardInterrupt:
+        raise StoppedError(_kept(results, "stopped")) from None
+    except StoppedError as stopped:
+        raise StoppedError(_kept(results, str(stopped))) from None
+    if outcome.failed:
+        name, reason = next(iter(outcome.failed.items()))
+        raise RunError(f"{len(outcome.failed)} of {total} cells failed; {name}: {reason}")
+    if outcome.left:
+        terminal.note(f"the time is up: {len(outcome.left)} cells are left; the same command goes on")
+
+
+def _kept(results: TableResults, why: str) -> str:
+    return f"{why}; {len(results.cells)} cells are in {results.path}, and the same command goes on"
+
+
+def _write_all(known: list[Table], place: Place) -> Path:
+    """Every table of which something was measured, and a page about all."""
+    from fedcdp.studies.reproduce.cell_file import TableResults
+    from fedcdp.studies.reproduce.markdown import overview
+
+    measured = []
+    for table in known:
+        results = TableResults(table, place.out)
+        made = _write(table, place, results) if results.cells else []
+        measured.append((table, results.cells, made))
+    page = place.out / "README.md"
+    write_atomically(page, overview(measured).encode())
+    return page
+
+
+def _write(table: Table, place: Place, results: TableResults) -> list[dict[str, Any]]:
+    """ε where it can be computed, the rows (which are returned), the Markdown and the pictures."""
+    from fedcdp.studies.reproduce.figures import draw
+    from fedcdp.studies.reproduce.layouts import sections
+    from fedcdp.studies.reproduce.markdown import page
+    from fedcdp.studies.reproduce.trained_cells import epsilons
+
+    if accounting_is_installed():
+        for name, row in results.cells.items():
+            if table.cells[name].kind == "training" and "epsilon" not in row:
+                row["epsilon"] = epsilons(table.cells[name])
+    made = sections(table, results.cells)
+    results.write(made)
+    pictures = draw(table, results.cells, place)
+    results.write_beside(".md", page(table, results.cells, made, pictures).encode())
+    return made
+
+
+def _line(cell: Cell, results: TableResults) -> tuple[str, str]:
+    row = results.cells.get(cell.name)
+    return cell.name, "not run" if row is None else f"done in {row['seconds']:.0f} s on {row['machine']}"
+
+
+def _print_lines(lines: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(each.ljust(width) for each, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _machine_settings(device: str, assignments: list[str]) -> dict[str, Any]:
+    given: dict[str, Any] = {"device": device}
+    for written in assignments:
+        ((section, setting),) = read_assignment(written).items()
+        if section != "run":
+            raise PlanError(f"--set {written}: a table says what is trained; only settings of [run] can be changed")
+        given |= setting
+    return given

@@ -1,0 +1,167 @@
+"""An experiment: the data, the network, the plan and the machine, as one value that a configuration file holds whole.
+
+Where a setting is given several times, the later wins: the dataset's defaults, a preset, a configuration file, single
+settings.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Literal
+
+from fedcdp._version import __version__
+from fedcdp.config import presets
+from fedcdp.config.fields import check_types, option
+from fedcdp.config.plan import Plan
+from fedcdp.errors import PlanError, RunError
+from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
+
+EngineName = Literal["auto", "kernel", "compiled", "batched", "functional"]
+Scaling = Literal["training", "public"]
+
+DEFAULT_DATASET = "mnist5k"
+
+
+class _Checked:
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(_Checked):
+    """`[data]`: which examples, and how they are dealt out to clients."""
+
+    dataset: str | None = option(None, "A benchmark: mnist, cifar10, lfw, adult, cancer, or mnist5k (embedded).")
+    file: str | None = option(None, "Your own examples: FILE.npz (x, y) or FILE.csv (last column, or `label`).")
+    partition: str = option("iid", "How records are dealt out: shards, iid, dirichlet, full.")
+    clients: int = option(100, "Clients in all, K.")
+    records: int | None = option(None, "Records at a client, N_i. Default: the data, dealt out disjointly.")
+    classes_per_client: int = option(2, "Classes at a client, for shards.")
+    alpha: float = option(0.5, "Concentration, for dirichlet.")
+    split_seed: int = option(0, "Fixes which examples are held out for validation.")
+    scaling: Scaling = option(
+        "training", "Adult and cancer: scaled by training statistics (which no ε covers), or by public constants."
+    )
+    validation_fraction: float = option(0.2, "Share of your own examples held out for validation.")
+    standardise: bool = option(False, "Standardise your own examples by training statistics (which no ε covers).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(_Checked):
+    """`[model]`: which network."""
+
+    network: str = option(
+        "auto", "cnn, mlp, cpl, small, linear, oriented-gradients, auto, or your own as package.module:factory."
+    )
+    activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSettings(_Checked):
+    """`[run]`: where, and how much at once. Does not change results beyond rounding."""
+
+    device: str = option("cpu", "cpu, cuda, cuda:1, …")
+    engine: EngineName = option(
+        "auto",
+        "How gradients are computed: kernel, compiled (GPU), batched, functional (any network); auto: the fastest.",
+    )
+    chunk: int | None = option(None, "Clients trained at once. Default: what is fastest within a bounded memory.")
+    tf32: bool = option(False, "Let a GPU round the factors of products to 10 bits: faster. Norms and noise stay exact.")
+    evaluate_every: int = option(1, "Rounds between evaluations on the validation split.")
+    max_epsilon: float | None = option(None, "End training before the release that would exceed this ε.")
+    adversary: str = option("server", "Whose ε that is, and the progress shows: server, update, example or model.")
+    unit: str = option("record", "Of which unit: record, client or unique.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that `fedcdp train` needs to know, besides where the data files lie."""
+
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    plan: Plan = field(default_factory=Plan)
+    run: MachineSettings = field(default_factory=MachineSettings)
+
+    def to_toml(self) -> str:
+        """The configuration file that gives this experiment back."""
+        lines = [f"# fedcdp {__version__}"]
+        for section in fields(self):
+            settings = getattr(self, section.name)
+            values = settings.written() if isinstance(settings, Plan) else vars(settings)
+            lines += ["", f"[{section.name}]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
+        return "\n".join(lines) + "\n"
+
+
+SECTIONS: dict[str, type] = {"data": DataSettings, "model": ModelSettings, "plan": Plan, "run": MachineSettings}
+
+
+def assemble(*layers: presets.Settings) -> Experiment:
+    """An experiment from layers of settings, the later winning, over the defaults of the dataset that they name."""
+    merged: presets.Settings = {name: {} for name in SECTIONS}
+    for layer in layers:
+        for section, settings in layer.items():
+            for key, value in settings.items():
+                if section not in SECTIONS or key not in _names(SECTIONS[section]):
+                    raise PlanError(f"{section}.{key}: there is no such setting")
+                merged[section][key] = value
+    for section, name in (("data", "dataset"), ("data", "file"), ("plan", "method"), ("plan", "noise")):
+        if not isinstance(given := merged[section].get(name), str | None):  # they are looked up before a section checks them
+            raise PlanError(f"{name}: {str(given)[:100]} is not a text")
+    if merged["data"].get("file") is None:
+        merged["data"].setdefault("dataset", DEFAULT_DATASET)
+    elif "dataset" in merged["data"]:
+        raise PlanError("data: give a dataset or a file of your own, not both")
+    dataset = merged["data"].get("dataset")
+    defaults = presets.population(dataset)
+    clients = merged["data"].get("clients")
+    if isinstance(clients, int):  # a smaller federation should not need to say that a round is smaller, too
+        defaults["plan"]["per_round"] = max(1, min(defaults["plan"]["per_round"], clients))
+    for section, settings in defaults.items():
+        merged[section] = settings | merged[section]
+    rate = presets.learning_rate(dataset, merged["plan"])
+    if rate is not None:
+        merged["plan"].setdefault("learning_rate", rate)
+    return Experiment(**{name: kind(**merged[name]) for name, kind in SECTIONS.items()})
+
+
+def read_toml(path: Path | str, *, stream: bool = False) -> presets.Settings:
+    """The settings in a configuration file; with `stream`, one that is written to while it is read."""
+    try:
+        settings = parse_toml(read_bounded(path, MOST_SETTINGS, stream=stream))
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RunError(f"{path} is not a TOML file: {error}") from error
+    if "python" in settings:
+        raise RunError(f"{path} is of a run whose network and data came from Python; use it from there")
+    for section, values in settings.items():
+        if section not in SECTIONS or not isinstance(values, dict):
+            raise PlanError(f"{path}: {section} is not one of the sections {', '.join(SECTIONS)}")
+    return settings
+
+
+def read_assignment(written: str) -> presets.Settings:
+    """The setting in `key=value` or `section.key=value`; the value is written as in TOML, quotes around a text optional."""
+    name, equals, value = written.partition("=")
+    section, _, key = name.strip().rpartition(".")
+    sections = [section] if section else [each for each, kind in SECTIONS.items() if key in _names(kind)]
+    if not equals:
+        raise PlanError(f"--set {written}: write it as key=value")
+    if not sections or key not in _names(SECTIONS.get(sections[0], type(None))):
+        raise PlanError(f"--set {written}: there is no setting called {name.strip()!r}; train --help lists them")
+    try:
+        return {sections[0]: {key: parse_toml(f"value = {value}")["value"]}}
+    except ValueError:
+        return {sections[0]: {key: value.strip()}}
+
+
+def _names(kind: type) -> set[str]:
+    return {each.name for each in fields(kind)} if is_dataclass(kind) else set()
+
+
+def _toml_value(value: str | int | float | bool) -> str:
+    # A JSON text without escaped slashes or surrogates is a TOML text, and so are JSON's numbers and booleans.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,1 @@
+"""The deployment protocol: what runs inside Flower, on the server and on every client."""

@@ -1,0 +1,179 @@
+"""The client: a Flower ClientApp that judges tasks by its own policy, keeps its own ledger, and trains.
+
+```python
+app = client_app(data=my_records, policy=ClientPolicy(epsilon=2.0, methods=("fed-cdp",)))
+```
+
+Its node configuration: `state-dir` (where its ledger is kept: needed), `policy` (a TOML file), `device`, and where its data
+are (`own_data`). A client does not trust its server: what it releases, and how often, is up to its own policy and ledger,
+and nothing that it sends back has not gone through the method.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedcdp.data.dataset import Dataset
+from fedcdp.deploy.protocol import messages, wire
+from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
+from fedcdp.deploy.protocol.local_round import LocalTraining, NetworkFunction, Round, network_for
+from fedcdp.deploy.protocol.own_data import DataFunction, imported, records_of
+from fedcdp.deploy.protocol.policy import Answer, ClientPolicy, Facts
+from fedcdp.deploy.protocol.task import Task, constants_of, tensors_of
+from fedcdp.engine import Loss
+from fedcdp.engine.runtime import usable_device
+from fedcdp.errors import FedcdpError, RefusedError, TaskError, WireError
+from fedcdp.files.tree import Layout, Tree
+
+_LOG = logging.getLogger("flwr.fedcdp")  # Flower shows what its own logger and those below it say
+_OWN_TROUBLE = "the node has trouble of its own, which its log tells"
+
+
+def client_app(
+    data: DataFunction | None = None,
+    network: NetworkFunction | None = None,
+    policy: ClientPolicy | None = None,
+    loss: Loss = F.cross_entropy,
+) -> ClientApp:
+    """A ClientApp that takes part in tasks.
+
+    `data` is a function of Flower's context that returns inputs and labels; `network`, a function of the task that makes
+    the network, for one that the task does not name in a way that this client may import. What is not given here is named
+    in the node configuration: `data-function`, `network-function` (both as package.module:function), `policy`.
+    """
+    app = ClientApp()
+    client = _Client(data, network, policy, loss)
+
+    def subscribe(message: Message, context: Context) -> Message:
+        return Message(client.subscribe(message, context), reply_to=message)
+
+    def train(message: Message, context: Context) -> Message:
+        return Message(client.train(message, context), reply_to=message)
+
+    app.query("subscribe")(subscribe)
+    app.train()(train)
+
+    return app
+
+
+class _Client:
+    """The handlers. A message is handled in a process of its own: all that is remembered is in the ledger."""
+
+    def __init__(
+        self, data: DataFunction | None, network: NetworkFunction | None, policy: ClientPolicy | None, loss: Loss
+    ) -> None:
+        self._data, self._network, self._policy, self._loss = data, network, policy, loss
+
+    def subscribe(self, message: Message, context: Context) -> RecordDict:
+        """Accept or decline a task; one that is accepted is in the ledger from now on."""
+        try:
+            task = messages.read_task(message.content)
+            policy = self._policy_of(context)
+            if (reason := policy.objection(task)) is not None:  # before anything is imported or read for it
+                raise RefusedError(reason)
+            number = _number(task, context)
+            data = records_of(self._data, context)
+            network = network_for(task, self._network_of(context))
+            facts = Facts(len(data), data.shape, data.classes, tensors_of(Layout.of(network)), constants_of(network))
+            with ClientLedger.held(_state_dir(context)) as ledger:
+                answer = policy.decide(task, facts, ledger)
+                if not answer.accepts:
+                    raise RefusedError(answer.reason)
+                ledger.accept(task, answer.records)
+                name = ledger.name_in(task)
+        except Exception as error:
+            return messages.answer(Answer(False, _said(error, "declines the task")))
+        _LOG.info("accepts the task of run %s: %s, with %d records", task.run, task.plan.method, answer.records)
+        return messages.answer(answer, name, number)
+
+    def train(self, message: Message, context: Context) -> RecordDict:
+        """Take part in a round: everything is checked, then charged, then computed; only then something leaves."""
+        try:
+            digest, asked, arrays = messages.read_ask(message.content)
+            policy, data = self._policy_of(context), records_of(self._data, context)
+            with ClientLedger.held(_state_dir(context)) as ledger:
+                accepted = ledger.tasks.get(digest)
+                if accepted is None:
+                    raise RefusedError("this task was not accepted here", final=True)
+                _check_again(policy, accepted, data)
+                training = self._training(accepted.task, data, context, one_by_one=policy.adversary == "example")
+                weights = wire.decode(arrays, training.engine.layout)
+                _charge(policy, ledger, digest, asked)
+            sent = training.take_part(weights, asked, max(_number(accepted.task, context), 0))
+        except Exception as error:
+            final = isinstance(error, RefusedError) and error.final
+            return messages.refuse(_said(error, "refuses to train"), final)
+        update: Tree = {name: value[0] for name, value in sent.update.items()}
+        count = None if sent.count is None else float(sent.count[0])
+        _LOG.info("took part in round %d of run %s", asked.number + 1, accepted.task.run)
+        return messages.reply(digest, asked, messages.Update(update, count), training.engine.layout)
+
+    def _training(self, task: Task, data: Dataset, context: Context, *, one_by_one: bool) -> LocalTraining:
+        network = network_for(task, self._network_of(context))
+        if not task.fits(Layout.of(network)) or constants_of(network) != task.constants:
+            raise RefusedError("the network has changed since the task was accepted", final=True)
+        device = usable_device(str(context.node_config.get("device", "cpu")))
+        return LocalTraining(task, network, data, self._loss, torch.device(device), one_by_one=one_by_one)
+
+    def _policy_of(self, context: Context) -> ClientPolicy:
+        if self._policy is not None:
+            return self._policy
+        path = context.node_config.get("policy")
+        return ClientPolicy() if path is None else ClientPolicy.read(str(path))
+
+    def _network_of(self, context: Context) -> NetworkFunction | None:
+        path = context.node_config.get("network-function")
+        if self._network is not None or path is None:
+            return self._network
+        function: Callable[[Task], torch.nn.Module] = imported(str(path))
+        return function
+
+
+def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset) -> None:
+    """What held when the task was accepted must hold still: the policy may be stricter now, and the data others."""
+    if (reason := policy.objection(accepted.task)) is not None:
+        raise RefusedError(reason, final=True)
+    if len(data) != accepted.records or data.shape != accepted.task.shape or data.classes > accepted.task.classes:
+        raise RefusedError("the data have changed since the task was accepted", final=True)
+
+
+def _charge(policy: ClientPolicy, ledger: ClientLedger, digest: str, asked: Round) -> None:
+    """Write the release into the ledger, if the budget has room for it."""
+    accepted = ledger.tasks[digest]
+    plan = accepted.task.plan
+    asked.check(plan)
+    ledger.check(digest, asked.number, asked.attempt)
+    if not accepted.is_the_last_again(asked.number, asked.attempt):
+        policy.reserve(digest, ledger, asked.number)
+    ledger.charge(digest, asked.number, asked.attempt, plan.clip_at(asked.number, asked.clip) if plan.private else 0.0)
+
+
+def _number(task: Task, context: Context) -> int:
+    """Which of the simulator's clients this is, where the task is to give the simulator's result; otherwise −1."""
+    if not task.reproducible:
+        return -1
+    number = context.node_config.get("partition-id")
+    if type(number) is not int or number < 0:
+        raise RefusedError("a reproducible task needs a partition-id in the node configuration")
+    return number
+
+
+def _state_dir(context: Context) -> Path:
+    path = context.node_config.get("state-dir")
+    if path is None:
+        raise FedcdpError("node configuration: state-dir is missing; it is where this client keeps its ledger")
+    return Path(str(path))
+
+
+def _said(error: Exception, what: str) -> str:
+    """Log an error here, in full, and say to the server what concerns it: not paths, not data."""
+    public = isinstance(error, RefusedError | TaskError | WireError)
+    _LOG.warning("%s: %s", what, error, exc_info=None if isinstance(error, FedcdpError) else error)
+    return str(error) if public else _OWN_TROUBLE

@@ -1,0 +1,244 @@
+"""The client's own ledger: every task that it accepted, what it reserved for it, every release that it made.
+
+```
+{"client":1,"member":"…","previous":"","digest":"…"}
+{"accepted":"…digest of the task…","task":{…},"records":500,…}
+{"reserved":"…digest of the task…","place":1,"participations":12,…}
+{"released":"…digest of the task…","round":0,"attempt":0,"bound":4.0,…}
+```
+
+A reservation is on the disk before the first release that it covers, and a release before anything of it leaves the client
+(`accounting.journal`). A damaged ledger is refused, and with it all training. From `member`, which is random, come the names
+by which each task's server knows this client again.
+
+Version 0.1.0 wrote no reservations. Releases without one count as a reservation of as many participations, at the place that
+they had. It may be widened to all participations that the task can need (`budget.wanted_participations`), if the budget has
+room: this number is fixed by the plan, and so was known before the first release. Everything else is reserved anew, at a
+place of its own. Version 0.1.0 also accepted tasks in several written forms; each form counts by itself, in full.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedcdp.accounting.journal import Journal, LineError
+from fedcdp.deploy.protocol.grant import Reservation
+from fedcdp.deploy.protocol.task import Task, digest_of
+from fedcdp.errors import RefusedError, RunError, TaskError
+from fedcdp.files.disk import open_unlinked
+
+_VERSION = 1
+_FIRST_KEYS = ("client", "member")
+_ACCEPTED_KEYS = ("accepted", "task", "records")
+_RESERVED_KEYS = ("reserved", "place", "participations")
+_RELEASED_KEYS = ("released", "round", "attempt", "bound")
+_MEMBER = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Participations in one task that count together."""
+
+    place: int
+    """Among all blocks of the ledger, counted from 1."""
+    participations: int
+    reserved: bool
+    """Whether a line of the ledger says so, or only the releases themselves."""
+
+
+@dataclass
+class Accepted:
+    """A task, the number of records that it was accepted with, and the releases made for it: rounds and attempts."""
+
+    task: Task
+    records: int
+    releases: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Participations that are reserved and not yet used."""
+        return sum(block.participations for block in self.blocks) - len(self.releases)
+
+    @property
+    def unreserved(self) -> Block | None:
+        """The block of releases without a reservation, if the last ones were made so."""
+        return next((block for block in self.blocks[-1:] if not block.reserved), None)
+
+    def is_the_last_again(self, round_: int, attempt: int) -> bool:
+        """Whether this is the last release once more: under a published seed, the same values."""
+        return self.task.reproducible and self.releases[-1:] == [(round_, attempt)]
+
+
+class ClientLedger(Journal):
+    """What one client has released. Open it through `held`, which lets one process at a time have it."""
+
+    BEGINNINGS = ('{"accepted":', '{"reserved":', '{"released":')
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.tasks: dict[str, Accepted] = {}
+        super().__init__(path, content)
+
+    @staticmethod
+    @contextmanager
+    def held(directory: Path | str) -> Iterator[ClientLedger]:
+        """The ledger in a client's own directory, begun if there is none, for this process alone while in use."""
+        directory = Path(directory)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = open_unlinked(directory / "lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise RunError(f"{directory} cannot be written: {error.strerror or error}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = directory / "ledger.jsonl"
+            if os.path.lexists(path):
+                yield ClientLedger.open(path)
+            else:
+                yield ClientLedger._begin(path, {"client": _VERSION, "member": secrets.token_hex(16)})
+        finally:
+            os.close(lock)
+
+    def accept(self, task: Task, records: int) -> Accepted:
+        """Note that a task is accepted; one that was accepted before is given back as it was."""
+        if (known := self.tasks.get(task.digest())) is not None:
+            return known
+        self._write_line({"accepted": task.digest(), "task": json.loads(task.to_json()), "records": records})
+        return self._take_in(task.digest(), task, records)
+
+    def reserve(self, digest: str, place: int, participations: int) -> None:
+        """Record that a task may be taken part in so often: in a new block, or in that of its unreserved releases."""
+        accepted = self.tasks[digest]
+        if wrong := self._misplaced(accepted, place, participations):
+            raise RefusedError(wrong)
+        self._write_line({"reserved": digest, "place": place, "participations": participations})
+        self._set_apart(accepted, place, participations)
+
+    def check(self, digest: str, round_: int, attempt: int) -> None:
+        """Refuse a release that cannot come next; the table of `charge` says which."""
+        accepted = self.tasks[digest]
+        if not accepted.is_the_last_again(round_, attempt) and (wrong := _objection(accepted, round_, attempt)):
+            raise RefusedError(wrong)
+
+    def charge(self, digest: str, round_: int, attempt: int, bound: float) -> None:
+        """Record a release; only once this has returned may anything of it leave the client.
+
+        | round, attempt | |
+        | --- | --- |
+        | a later round, or a later attempt of the last one | charged, if a participation is reserved |
+        | the last release again, reproducible | the same release: not charged again |
+        | the last release again, else; anything earlier | refused |
+        """
+        accepted = self.tasks[digest]
+        self.check(digest, round_, attempt)
+        if accepted.is_the_last_again(round_, attempt):
+            self._make_sure()
+            return
+        if accepted.left < 1:
+            raise RefusedError("no participation is reserved")
+        self._write_line({"released": digest, "round": round_, "attempt": attempt, "bound": bound})
+        self._count(accepted, round_, attempt)
+
+    def name_in(self, task: Task) -> str:
+        """The name by which the server of a task knows this client again; of no use to any other server."""
+        return hashlib.blake2b(f"{self.member}/{task.digest()}".encode(), digest_size=16).hexdigest()
+
+    @property
+    def next_place(self) -> int:
+        """The place of the next new block."""
+        return 1 + max((block.place for each in self.tasks.values() for block in each.blocks), default=0)
+
+    def reservations(self, but: int | None = None) -> list[Reservation]:
+        """Everything that counts: all blocks of all tasks, but for the one at a place."""
+        return [
+            Reservation(each.task, each.records, block.place, block.participations)
+            for each in self.tasks.values()
+            for block in each.blocks
+            if block.place != but
+        ]
+
+    def _count(self, accepted: Accepted, round_: int, attempt: int) -> None:
+        if accepted.left < 1:  # as version 0.1.0 wrote it
+            if (open_ := accepted.unreserved) is not None:
+                accepted.blocks[-1] = Block(open_.place, open_.participations + 1, reserved=False)
+            else:
+                accepted.blocks.append(Block(self.next_place, 1, reserved=False))
+        accepted.releases.append((round_, attempt))
+
+    def _misplaced(self, accepted: Accepted, place: int, participations: int) -> str | None:
+        """Why a reservation cannot come next, if it cannot."""
+        open_ = accepted.unreserved
+        if open_ is not None and place == open_.place:
+            return None if participations > open_.participations else "a reservation is larger than what was released"
+        if place != self.next_place or participations < 1 or accepted.left > 0:
+            return "a reservation has the next place, at least one participation, and comes when the last is used up"
+        return None
+
+    def _set_apart(self, accepted: Accepted, place: int, participations: int) -> None:
+        if accepted.unreserved is not None and accepted.unreserved.place == place:
+            accepted.blocks.pop()
+        accepted.blocks.append(Block(place, participations, reserved=True))
+
+    def _take_in(self, digest: str, task: Task, records: int) -> Accepted:
+        accepted = Accepted(task, records)
+        self.tasks[digest] = accepted
+        return accepted
+
+    def _read_first(self, line: bytes) -> None:
+        found = self._verified(line, _FIRST_KEYS)
+        if found["client"] != _VERSION:
+            raise LineError(f"is of version {found['client']!s:.20}; this program knows version {_VERSION}")
+        if not (isinstance(found["member"], str) and _MEMBER.fullmatch(found["member"])):
+            raise LineError("has no member name")
+        self.member = found["member"]
+
+    def _read_next(self, line: bytes) -> None:
+        found = self._verified(line, _ACCEPTED_KEYS, _RESERVED_KEYS, _RELEASED_KEYS)
+        if "accepted" in found:
+            self._read_accepted(found)
+        elif "reserved" in found:
+            accepted, place, participations = self.tasks.get(str(found["reserved"])), found["place"], found["participations"]
+            numbers = type(place) is int and type(participations) is int
+            if accepted is None or not numbers or self._misplaced(accepted, place, participations):
+                raise LineError("is impossible: no such reservation can come here")
+            self._set_apart(accepted, place, participations)
+        else:
+            accepted = self.tasks.get(str(found["released"]))
+            round_, attempt, bound = found["round"], found["attempt"], found["bound"]
+            numbers = type(round_) is int and type(attempt) is int and type(bound) is float and math.isfinite(bound)
+            if accepted is None or not numbers or _objection(accepted, round_, attempt):
+                raise LineError("is impossible: no such release can come here")
+            self._count(accepted, round_, attempt)
+
+    def _read_accepted(self, found: dict[str, Any]) -> None:
+        try:
+            text = json.dumps(found["task"])
+            task = Task.from_ledger(text)
+        except TaskError as error:
+            raise LineError(f"has a task that is none: {error}") from None
+        if digest_of(text) != found["accepted"] or found["accepted"] in self.tasks:
+            raise LineError("has a task under another's name, or twice")
+        if type(found["records"]) is not int or found["records"] < 1:
+            raise LineError("has a number of records below 1")
+        self._take_in(found["accepted"], task, found["records"])
+
+
+def _objection(accepted: Accepted, round_: int, attempt: int) -> str | None:
+    """Why a release cannot come next, if it cannot."""
+    if not 0 <= round_ < accepted.task.plan.rounds or attempt < 0:
+        return f"round {round_} is not one of the {accepted.task.plan.rounds} of the task"
+    last = accepted.releases[-1] if accepted.releases else (-1, 0)
+    if (round_, attempt) <= last:
+        return f"round {round_}, attempt {attempt}, is stale: round {last[0]}, attempt {last[1]}, has been released"
+    return None

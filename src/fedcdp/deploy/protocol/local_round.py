@@ -1,0 +1,106 @@
+"""One client's part in one round: the methods' own functions on an axis of length one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.deploy.protocol.task import Task
+from fedcdp.engine import Engine, Loss
+from fedcdp.engine.batched import engines_for
+from fedcdp.errors import ModelError, RefusedError, WireError
+from fedcdp.files.tree import Layout, Tree
+from fedcdp.mechanism.noise import noise_of
+from fedcdp.mechanism.sampling import choose_records_of_steps
+from fedcdp.methods import METHODS, Moment, NoisedExamples, Sent
+from fedcdp.models.networks import build, mixing_layers, prepare
+from fedcdp.training.trainers import Examples, Stepwise
+
+NetworkFunction = Callable[[Task], nn.Module]
+
+
+def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
+    """The network that a task names, or what the client's own function makes for it. Its weights come from the server."""
+    if own is not None:
+        return own(task)
+    if ":" not in task.network:
+        # Without room for its values first: a server may say that a small network has a billion classes.
+        with torch.device("meta"):
+            described = build(task.network, task.shape, task.classes, task.activation)
+        if not task.fits(Layout.of(described)):
+            raise RefusedError(f"the network {task.network} has other tensors here than in the task, or in another order")
+    return build(task.network, task.shape, task.classes, task.activation)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a server asks of a client."""
+
+    number: int
+    """From 0."""
+    attempt: int
+    clip: float | None
+    """The clip bound to which the rounds before moved it, where it follows a quantile."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a clip bound that the plan cannot have moved to (`WireError`).
+
+        Norms are float32. Under a bound of 1e-45, which has one bit there, gradients keep norms of up to twice the bound.
+        """
+        if (self.clip is not None) != (plan.quantile is not None):
+            raise WireError("a clip bound goes with a round if, and only if, it follows a quantile")
+        if self.clip is None or plan.quantile is None:
+            return
+        least, most = plan.quantile.start * 1e-6, plan.quantile.start * 1e6
+        if not least <= self.clip <= most:  # NaN is not, either
+            raise WireError(f"the clip bound {self.clip:g} is not from {least:g} to {most:g}, a millionth to a million of "
+                            "the task's start")  # fmt: skip
+
+
+class LocalTraining:
+    """A client that can train for a task: its network and its records on a device.
+
+    With `one_by_one`, for a policy against readers on the client itself (`example`), every example's gradient has its noise
+    before anything else touches it. That takes S draws a step instead of one, and as many times the memory.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        network: nn.Module,
+        data: Dataset,
+        loss: Loss,
+        device: torch.device,
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        self._task, self._device, self._one_by_one = task, device, one_by_one
+        if mixing_layers(network) and len(data) < task.plan.batch_size:
+            raise ModelError(f"layer {mixing_layers(network)[0][0]} mixes examples, and there are fewer than a batch")
+        self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
+        self._examples = Examples(data.inputs.to(device), data.targets.to(device))
+
+    def take_part(self, weights: Tree, asked: Round, client: int = 0) -> Sent:
+        """What leaves the client in a round.
+
+        Noise comes from the operating system, and the records of a step are drawn with a seed that is drawn there, too,
+        for this release alone: nothing that is kept, and nothing that a server knows, gives either of them back. In a
+        reproducible task both come from the published seed, and from the number of the `client`.
+        """
+        task, device = self._task, self._device
+        plan = task.plan if task.reproducible else task.plan.but(seed=secrets.randbits(63))
+        clients = torch.tensor([client], device=device)
+        sizes = torch.tensor([len(self._examples.targets)], device=device)
+        noise = noise_of(plan, self.engine.layout)
+        expected = sizes.clamp(max=plan.batch_size)
+        engine = NoisedExamples(self.engine) if self._one_by_one else self.engine
+        at = Moment(plan, engine, noise, asked.number, clients, expected, current_clip=asked.clip)
+        draw = choose_records_of_steps(plan, clients, sizes, asked.number)
+        local = {name: value.to(device) for name, value in weights.items()}
+        return Stepwise(METHODS[plan.method], self.engine, self._examples)(local, draw, at)

@@ -1,0 +1,256 @@
+"""A client's policy: what it grants to whom, whatever a server publishes.
+
+```toml
+epsilon = 2.0            # in all, over every task that this client ever takes part in; inf: no limit
+delta = 1e-5
+adversary = "server"
+methods = ["fed-cdp", "fed-cdp-decay"]
+participations = 20      # at most, in one task
+smallest_noise_multiplier = 0.5
+smallest_cohort = 5
+```
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from fedcdp.accounting.views import Adversary
+from fedcdp.config.plan import MethodName, Plan
+from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
+from fedcdp.deploy.protocol.grant import (
+    Grant,
+    Reservation,
+    least_noise_multiplier,
+    most_participations,
+    wanted_participations,
+    why_unprotected,
+)
+from fedcdp.deploy.protocol.task import Task, hides_participation
+from fedcdp.errors import PlanError, PolicyError, RefusedError
+from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
+
+_UNITS = ("record", "client")
+_PRIVATE = ("fed-cdp", "fed-cdp-decay", "fed-sdp")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a client knows of its own data and network, before it looks at a task's plan."""
+
+    records: int
+    shape: tuple[int, ...]
+    classes: int
+    """One more than the largest label: a network needs at least as many outputs."""
+    tensors: dict[str, tuple[int, ...]]
+    """Of the network that this client would train for the task."""
+    constants: str
+    """A digest of what in that network is not trained."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client says to a task."""
+
+    accepts: bool
+    reason: str
+    records: int = 0
+    """N_i, which is public, if it accepts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientPolicy:
+    """What a client grants. The default is careful: private methods only, ε = 1 against the server, record by record."""
+
+    epsilon: float = 1.0
+    """The largest ε over all tasks together; infinite: no limit, and nothing is promised."""
+    delta: float = 1e-5
+    """The δ of all tasks together."""
+    adversary: str = "server"
+    """Against whom: server, update, example; or model, if the server is trusted with what it reads."""
+    unit: str = "record"
+    """What is protected: a record, or all that this client holds."""
+    participations: int | None = None
+    """The most participations in one task; None: as many as the task may need and the budget allows."""
+    smallest_noise_multiplier: float = 0.0
+    """The least noise, in clip bounds, that any draw and any sum that is released has in any round (`effective_noise`)."""
+    methods: tuple[str, ...] = _PRIVATE
+    smallest_cohort: int = 1
+    """Fewest updates that the server may put into a model; of a server that adds the noise, only 1 can be asked."""
+    allow_reproducible: bool = False
+    """Whether to take part in a test whose noise anyone can subtract."""
+    allow_custom_network: bool = False
+    """Whether to import a network (package.module:factory) that the server names."""
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta", "smallest_noise_multiplier"):
+            value = getattr(self, name)
+            self._require(name, _is_number(value), "a number")
+            object.__setattr__(self, name, float(value))
+        self._require("epsilon", self.epsilon > 0, "above 0, or inf for no limit")
+        self._require("delta", 0 < self.delta < 1, "above 0 and below 1")
+        self._require("smallest_noise_multiplier", 0 <= self.smallest_noise_multiplier < math.inf, "0 or more")
+        self._require("adversary", self.adversary in get_args(Adversary), f"one of {', '.join(get_args(Adversary))}")
+        self._require("unit", self.unit in _UNITS, f"one of {', '.join(_UNITS)}")
+        self._require("methods", isinstance(self.methods, list | tuple), "a list")
+        object.__setattr__(self, "methods", tuple(self.methods))
+        self._require(
+            "methods",
+            all(each in get_args(MethodName) for each in self.methods),
+            f"some of {', '.join(get_args(MethodName))}",
+        )
+        self._require("smallest_cohort", type(self.smallest_cohort) is int and self.smallest_cohort >= 1, "1 or more")
+        most = self.participations
+        self._require("participations", most is None or (type(most) is int and most >= 1), "1 or more")
+        for name in ("allow_reproducible", "allow_custom_network"):
+            self._require(name, type(getattr(self, name)) is bool, "true or false")
+
+    @staticmethod
+    def read(path: Path | str) -> ClientPolicy:
+        """The policy in a TOML file."""
+        try:
+            written: dict[str, Any] = parse_toml(read_bounded(path, MOST_SETTINGS))
+        except OSError as error:
+            raise PolicyError(f"{path} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise PolicyError(f"{path} is not a TOML file: {error}") from None
+        known = [each.name for each in fields(ClientPolicy)]
+        for name in written.keys() - set(known):
+            raise PolicyError(f"{path}: {name} is not one of {', '.join(known)}")
+        try:
+            return ClientPolicy(**written)
+        except PolicyError as error:
+            raise PolicyError(f"{path}: {error}") from None
+
+    @property
+    def grant(self) -> Grant | None:
+        """The budget; None where there is no limit."""
+        return None if self.epsilon == math.inf else Grant(self.epsilon, self.delta, self.adversary, self.unit)
+
+    def decide(self, task: Task, facts: Facts, ledger: ClientLedger) -> Answer:
+        """Accept or decline a task, in a sentence."""
+        reason = self.objection(task) or _misfit(task, facts) or self._cost(task, facts, ledger)
+        return Answer(False, reason) if reason else Answer(True, "accepted", facts.records)
+
+    def objection(self, task: Task) -> str | None:
+        """Why a task is declined whatever the data are, if it is."""
+        plan = task.plan
+        if plan.method not in self.methods:
+            return f"the method {plan.method} is not one of those allowed here: {', '.join(self.methods) or 'none'}"
+        if task.reproducible and not self.allow_reproducible:
+            return "the task is reproducible: whoever has its seed can subtract the noise"
+        if plan.private and (noise := effective_noise(plan)) < self.smallest_noise_multiplier:
+            return f"the least noise multiplier of a round, {noise:g}, is below {self.smallest_noise_multiplier:g}"
+        if self.adversary == "example" and not (plan.per_example and plan.noise == "example"):
+            return f"no ε against example holds for {plan.method} with {plan.noise} noise: single gradients are only clipped"
+        if task.smallest_cohort < self.smallest_cohort:
+            return f"a cohort may be as small as {task.smallest_cohort}; at least {self.smallest_cohort} is asked for here"
+        if hides_participation(plan) and self.smallest_cohort > 1:
+            return "a server that adds the noise uses a round whatever arrives, so no smallest cohort can be promised"
+        if ":" in task.network and not self.allow_custom_network:
+            return f"the network {task.network} would have to be imported by name, which is not allowed here"
+        return None
+
+    # The budget (`budget` says why it holds) --------------------------------------------------------------------------
+
+    def _cost(self, task: Task, facts: Facts, ledger: ClientLedger) -> str | None:
+        """Why not even one participation can be granted, if so."""
+        known = ledger.tasks.get(task.digest(), Accepted(task, facts.records))
+        if known.records != facts.records:
+            return f"this task was accepted with {known.records} records, and now there are {facts.records}"
+        return self._all_taken(known) or (self._exceeded(ledger) if known.left else self._affordable(known, ledger, 0, 1)[1])
+
+    def reserve(self, digest: str, ledger: ClientLedger, round_: int) -> None:
+        """See that a participation of the task from this round on is reserved; `RefusedError` where none can be."""
+        accepted = ledger.tasks[digest]
+        if (reason := self._all_taken(accepted) or (self._exceeded(ledger) if accepted.left else None)) is not None:
+            raise RefusedError(reason, final=True)
+        if accepted.left:
+            return
+        wanted, reason = self._affordable(accepted, ledger, round_)
+        if wanted is None:
+            raise RefusedError(reason or self._no_more(), final=True)
+        ledger.reserve(digest, wanted.place, wanted.participations)
+
+    def _all_taken(self, accepted: Accepted) -> str | None:
+        """Why a task gets no further participation whatever is left of the budget, if so."""
+        if self.participations is None or len(accepted.releases) < self.participations:
+            return None
+        return f"at most {self.participations} participations in one task are allowed here"
+
+    def _exceeded(self, ledger: ClientLedger) -> str | None:
+        """Why nothing more is granted, if all that was reserved exceeds a policy that has become stricter since."""
+        grant = self.grant
+        try:
+            return None if grant is None or grant.covers(grant.costs(ledger.reservations())) else self._no_more()
+        except PlanError as error:
+            return str(error)
+
+    def _affordable(
+        self, accepted: Accepted, ledger: ClientLedger, round_: int, limit: float = math.inf
+    ) -> tuple[Reservation | None, str | None]:
+        """The reservation to be made for a task from a round on, of at most `limit`, or why there is none."""
+        plan, made, grant = accepted.task.plan, len(accepted.releases), self.grant
+        most = math.inf if self.participations is None else self.participations
+        wanted = int(min(wanted_participations(plan, round_), most - made, limit))
+        new = Reservation(accepted.task, accepted.records, ledger.next_place, wanted)
+        if grant is None:
+            return new, None
+        try:
+            if grant.cost(replace(new, participations=1)) == math.inf:
+                return None, f"no finite ε against {self.adversary} holds: {why_unprotected(grant, new)}"
+            if (open_ := accepted.unreserved) is not None and (whole := min(wanted_participations(plan), most)) > made:
+                widened = replace(new, place=open_.place, participations=open_.participations + int(whole) - made)
+                if grant.covers(grant.costs([*ledger.reservations(but=open_.place), widened])):
+                    return widened, None
+            spent = grant.costs(ledger.reservations())
+            found = most_participations(
+                lambda times: grant.covers([*spent, grant.cost(replace(new, participations=times))]), wanted
+            )
+        except PlanError as error:
+            return None, str(error)
+        return (replace(new, participations=found), None) if found else (None, self._no_more())
+
+    def _no_more(self) -> str:
+        return f"the budget of ε = {self.epsilon:g} against {self.adversary} ({self.unit}) allows no further participation"
+
+    def _require(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise PolicyError(f"{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")
+
+
+def effective_noise(plan: Plan) -> float:
+    """The least noise of a private plan, in clip bounds of its round, over all rounds, draws and released sums.
+
+    | what differs | counts with |
+    | --- | --- |
+    | noise that stays while the bound moves | σ·C_0/C_t of the round with the largest bound |
+    | `example` noise | σ, of one draw; the sum of a step has √S times as much |
+    | `batch` noise; Fed-SDP | σ, of the sum or the update |
+    | `cohort` noise | σ/K_t, which is what the sum of a step has |
+    | a bound that follows a quantile | σ, since the noise follows, or 2·σ_b, the noise on a count that moves by ½, if less |
+    """
+    least = least_noise_multiplier(plan)
+    if plan.quantile is not None:
+        least = min(least, 2 * plan.quantile_noise)
+    return least * (min(1.0, plan.noise_on_sum) if plan.per_example else 1.0)
+
+
+def _is_number(value: object) -> bool:
+    return (type(value) is int and abs(value) < 2**1000) or (type(value) is float and not math.isnan(value))
+
+
+def _misfit(task: Task, facts: Facts) -> str | None:
+    """How the task differs from what this client has, if it does."""
+    if facts.shape != task.shape:
+        return f"inputs here have the shape {list(facts.shape)}, not {list(task.shape)}"
+    if facts.classes > task.classes:
+        return f"some label here is not one of the task's {task.classes} classes"
+    if facts.constants != task.constants:
+        return f"what is frozen in the network {task.network} differs from the server's"
+    if list(facts.tensors.items()) != list(task.tensors.items()):
+        return f"the network {task.network} has other tensors here than in the task, or in another order"
+    return None

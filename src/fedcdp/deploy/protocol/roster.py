@@ -1,0 +1,209 @@
+"""The roster: the clients that subscribed to a run, kept in the run directory.
+
+```
+RUN/task.json      what was published
+RUN/clients.json   each client's number, node, number of records, and the name by which it is known again
+```
+
+A run's clients are those that accepted at its start: the ledger counts by their numbers. When a run is resumed, each is
+found again by its name, also under another node.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+from google.protobuf.message import DecodeError
+
+from fedcdp.deploy.protocol import messages
+from fedcdp.deploy.protocol.messages import Subscription
+from fedcdp.deploy.protocol.task import Task
+from fedcdp.errors import RunError, WireError
+from fedcdp.files.disk import write_atomically
+from fedcdp.files.untrusted import MOST_JSON, parse_json, printable, read_bounded
+
+_LOG = logging.getLogger("flwr.fedcdp")
+_SOON, _LATE = 0.1, 1.0  # seconds between two looks at what has arrived: at first, and in the end
+_UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, DecodeError)
+_ASK_AGAIN = 30.0  # seconds until a node that has not answered, or not so that it can be read, is asked again
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of a run."""
+
+    number: int
+    node: int
+    records: int
+    name: str
+
+
+Roster = tuple[Member, ...]
+"""All clients of a run, by number."""
+
+
+def save_roster(path: Path, roster: Roster) -> None:
+    """Write who takes part, whole or not at all."""
+    write_atomically(path, json.dumps({"clients": [asdict(member) for member in roster]}, indent=1).encode())
+
+
+def _member(written: Any) -> Member:
+    member = Member(**written)
+    whole = all(type(each) is int and each >= 0 for each in (member.number, member.node, member.records))
+    if not (whole and 1 <= member.records < messages.MOST_RECORDS and messages.is_name(member.name)):
+        raise ValueError
+    return member
+
+
+def load_roster(path: Path) -> Roster:
+    """Read who takes part."""
+    try:
+        roster = tuple(_member(each) for each in parse_json(read_bounded(path, MOST_JSON))["clients"])
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError):
+        raise RunError(f"{path} is damaged") from None
+    if [member.number for member in roster] != list(range(len(roster))):
+        raise RunError(f"{path} is damaged: clients are numbered from 0")
+    return roster
+
+
+# Sending and receiving -----------------------------------------------------------------------------------------------
+
+
+def exchange(grid: Grid, outgoing: list[Message], timeout: float, *, in_full: bool = False) -> Iterator[Message]:
+    """Send messages, and give out each reply as it arrives, until all have or the time is up.
+
+    Unlike `Grid.send_and_receive`, a reply that cannot be read at all costs no other reply. With `in_full` it takes all the
+    time, however few are asked and however soon they answer.
+    """
+    end = time.monotonic() + timeout
+    waiting = {each for each in grid.push_messages(outgoing) if each} if outgoing else set()
+    return _replies(grid, waiting, end, in_full)  # all is sent before the first is asked for
+
+
+def _replies(grid: Grid, waiting: set[str], end: float, in_full: bool) -> Iterator[Message]:
+    pause = _SOON
+    while waiting or in_full:
+        for reply in _pull(grid, waiting) if waiting else ():
+            if reply.metadata.reply_to_message_id in waiting:
+                waiting.discard(reply.metadata.reply_to_message_id)
+                yield reply
+        if not (waiting or in_full) or time.monotonic() >= end:
+            return
+        time.sleep(min(pause, max(end - time.monotonic(), 0)))
+        pause = min(1.5 * pause, _LATE)
+
+
+def _pull(grid: Grid, waiting: set[str]) -> list[Message]:
+    try:
+        return list(grid.pull_messages(sorted(waiting)))
+    except _UNREADABLE:
+        replies = []
+    for each in sorted(waiting):
+        try:
+            replies += list(grid.pull_messages([each]))
+        except _UNREADABLE as error:
+            waiting.discard(each)
+            _LOG.warning("a reply cannot be read, and is left out: %s", printable(str(error)[:500]))
+    return replies
+
+
+# Subscribing ---------------------------------------------------------------------------------------------------------
+
+
+class Subscribing:
+    """Publishes a task to every node that is connected, and gathers the answers."""
+
+    def __init__(self, grid: Grid, task: Task, smallest_records: int = 1) -> None:
+        self._grid, self._task, self._smallest_records = grid, task, smallest_records
+        self.accepted: dict[int, Subscription] = {}
+        """By node."""
+        self.declined: dict[int, str] = {}
+
+    def gather(self, enough: Callable[[Mapping[int, Subscription]], bool], timeout: float) -> None:
+        """Ask until there is enough, or the time is up; nodes that connect meanwhile are asked, too."""
+        end, pause = time.monotonic() + timeout, _SOON
+        asked, waiting = dict[int, float](), set[str]()
+        while not enough(self.accepted) and time.monotonic() < end:
+            now, answered = time.monotonic(), self.accepted.keys() | self.declined.keys()
+            unheard = [node for node in self._grid.get_node_ids() if node not in answered]
+            due = [node for node in unheard if node not in asked or now - asked[node] > _ASK_AGAIN]
+            content: RecordDict = messages.publish(self._task)
+            out = [Message(content, node, messages.SUBSCRIBE, ttl=end - now + 60, group_id="subscribe") for node in due]
+            waiting |= {each for each in self._grid.push_messages(out) if each} if out else set()
+            asked |= dict.fromkeys(due, now)
+            for reply in _pull(self._grid, waiting) if waiting else ():
+                if reply.metadata.reply_to_message_id in waiting:
+                    waiting.discard(reply.metadata.reply_to_message_id)
+                    self._hear(reply)
+            if not enough(self.accepted):
+                time.sleep(min(pause, max(end - time.monotonic(), 0)))
+                pause = min(1.5 * pause, _LATE)
+
+    def _hear(self, reply: Message) -> None:
+        node = reply.metadata.src_node_id
+        try:
+            answer = messages.read_answer(reply)
+        except WireError as error:
+            _LOG.warning("the answer of node %d is left out: %s", node, error)
+            return
+        twin = next((other for other, known in self.accepted.items() if known.member == answer.member != ""), None)
+        if answer.accepts and twin not in (None, node):
+            self.declined[node] = "it shares a ledger"
+            _LOG.warning(
+                "node %d is left out: it shares a ledger with node %d; each needs a state-dir of its own", node, twin
+            )
+        elif answer.accepts and answer.records < self._smallest_records:
+            self.declined[node] = "it has too few records"
+            _LOG.warning("node %d is left out: it has %d records, and smallest-records is %d", node, answer.records,
+                         self._smallest_records)  # fmt: skip
+        elif answer.accepts:
+            self.accepted[node] = answer
+            _LOG.info("node %d accepts, with %d records", node, answer.records)
+        else:
+            self.declined[node] = answer.reason
+            _LOG.info("node %d declines: %s", node, answer.reason)
+
+
+def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_records: int | None = None) -> Roster:
+    """The clients of a new run: as many as accept, until there are as many as `expected` or the time is up.
+
+    A client with fewer than `smallest_records` records (default: a batch) is left out.
+    """
+    subscribing = Subscribing(grid, task, task.plan.batch_size if smallest_records is None else smallest_records)
+    subscribing.gather(lambda accepted: len(accepted) >= expected, timeout)
+    accepted = list(subscribing.accepted.items())[:expected]
+    if not task.reproducible:
+        return tuple(Member(n, node, each.records, each.member) for n, (node, each) in enumerate(accepted))
+    roster = sorted(
+        (Member(each.number, node, each.records, each.member) for node, each in accepted), key=lambda m: m.number
+    )
+    if [member.number for member in roster] != list(range(len(roster))):
+        numbers = ", ".join(str(member.number) for member in roster)
+        raise RunError(f"the clients of a reproducible run have the partition-ids {numbers}: they must be 0, 1, 2, …")
+    return tuple(roster)
+
+
+def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[Roster, int]:
+    """The clients of a run that is resumed, each under the node that it has now, and how many of them are there."""
+    names = {member.name: member for member in roster}
+    subscribing = Subscribing(grid, task)
+    subscribing.gather(lambda accepted: names.keys() <= {each.member for each in accepted.values()}, timeout)
+    found: dict[str, int] = {}
+    for node, answer in subscribing.accepted.items():
+        if answer.member not in names:
+            _LOG.warning("node %d is left out: it is not of this run, or has lost its ledger", node)
+        elif answer.records != names[answer.member].records:
+            _LOG.warning("node %d is left out: it has another number of records than at the start", node)
+        else:
+            found[answer.member] = node
+    return tuple(replace(each, node=found.get(each.name, each.node)) for each in roster), len(found)

@@ -1,0 +1,369 @@
+"""The server: a Flower ServerApp that publishes a task, waits for subscribers, and trains into a run directory.
+
+A run directory is as the simulator's, with `task.json`, `clients.json` and, once the server has ended, `outcome.json`. Every
+round is charged in its ledger before a message goes out, and kept before the next one begins, so that a server that was
+killed at any point goes on with the same run when it is started again with the same `out`.
+
+Run configuration: `experiment` (a configuration file of fedcdp), `out` (the run directory), and the settings below, written
+with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `round-timeout`, `subscribe-timeout`, `reproducible`,
+`largest-ratio`, `most-failed-rounds`.
+
+The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on, so that a client
+that understates its records changes nothing. Sizes that clients state above that count, too: an ε that holds for all of them
+is printed. (It differs only where more records cost more, which a full step's dropped records may do for N_i close to S.)
+
+Where the server adds the noise, the ε of the model's readers rests on nobody knowing who took part: every round then takes
+all of `round-timeout`, and no number of clients or seconds is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from flwr.app import ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedcdp.accounting.budget import Budget, Releases
+from fedcdp.accounting.ledger import Ledger
+from fedcdp.accounting.ledger import Noise as NoiseKind
+from fedcdp.accounting.population import Population
+from fedcdp.config.experiment import Experiment, assemble, read_toml
+from fedcdp.config.fields import check_types, option
+from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.partition import Federation
+from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
+from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed, first_state
+from fedcdp.deploy.protocol.task import Task, hides_participation
+from fedcdp.engine import Loss
+from fedcdp.errors import FedcdpError, PlanError, RunError
+from fedcdp.files.disk import write_atomically
+from fedcdp.files.tensors import check_tensors
+from fedcdp.files.tree import Layout
+from fedcdp.training.evaluation import evaluate
+from fedcdp.training.prepared import build_network, deal_out, load_splits
+from fedcdp.training.rundir import Row, RunDirectory, State
+
+_LOG = logging.getLogger("flwr.fedcdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How a server waits, and what it does without."""
+
+    min_clients: int | None = option(None, "Fewest clients to start, and to go on, with. Default: all that are expected.")
+    min_cohort: int = option(1, "Fewest updates that are put into the model in a round.")
+    smallest_records: int | None = option(
+        None, "Fewest records of a client, for which ε is stated. Default: as the experiment deals its own data out."
+    )
+    round_timeout: float = option(600.0, "Seconds until a client that has not answered in a round is left out.")
+    subscribe_timeout: float = option(300.0, "Seconds to wait for clients to subscribe.")
+    reproducible: bool = option(False, "Take noise and sampling from the published seed: for tests; it protects nobody.")
+    largest_ratio: float = option(100.0, "Without privacy: leave out updates this much larger than the median.")
+    most_failed_rounds: int = option(3, "Rounds with too few updates, one after the other, after which the run ends.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in (
+            "min_clients",
+            "min_cohort",
+            "smallest_records",
+            "round_timeout",
+            "subscribe_timeout",
+            "largest_ratio",
+            "most_failed_rounds",
+        ):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise PlanError(f"{name}: {value} is not allowed; it must be positive")
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> ServerSettings:
+        """Those in a run configuration."""
+        known = {each.name: each.name.replace("_", "-") for each in fields(ServerSettings)}
+        return ServerSettings(**{name: config[key] for name, key in known.items() if key in config})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `done`, `too-few-clients`, or `budget` (as many releases as the experiment's max_epsilon allows)."""
+
+    ended: str
+    rounds: int
+    sentence: str
+
+
+def server_app(
+    experiment: Experiment | None = None,
+    *,
+    out: Path | str | None = None,
+    settings: ServerSettings | None = None,
+    loss: Loss = F.cross_entropy,
+) -> ServerApp:
+    """A ServerApp for an experiment; what is not given here is read from the run configuration.
+
+    The server evaluates the model by `loss`, which must be the clients'.
+    """
+    app = ServerApp()
+
+    def main(grid: Grid, context: Context) -> None:
+        config = context.run_config
+        wanted = experiment or assemble(read_toml(_text(config, "experiment")))
+        serve(grid, wanted, out or _text(config, "out"), settings or ServerSettings.of(config), loss)
+
+    app.main()(main)
+    return app
+
+
+def serve(
+    grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings, loss: Loss = F.cross_entropy
+) -> Outcome:
+    """Train an experiment over the clients that a grid connects, or go on with the run that is in the directory."""
+    directory = RunDirectory(out)
+    if directory.config.is_file():
+        experiment = _stored(directory, experiment, settings.reproducible)
+        _LOG.info("going on with the run in %s", directory.path)
+    else:
+        experiment = replace(experiment, plan=deployed(experiment.plan, settings.reproducible))
+        directory.create(experiment.to_toml())
+    with directory.locked():
+        splits = load_splits(experiment, quiet=True)
+        dealt = _dealt(experiment, splits)
+        if settings.smallest_records is None:
+            settings = replace(settings, smallest_records=dealt.smallest if dealt else experiment.plan.batch_size)
+        job = replace(_job(directory, experiment, splits.train.shape, splits.train.classes, settings), loss=loss)
+        # Clients that hold a part of a benchmark hold the copies that its deal makes; others are taken to hold their own.
+        copies = dealt.copies if dealt and experiment.data.dataset else 1
+        return _Server(grid, directory, experiment, job, splits.validation, copies, settings).run()
+
+
+def _dealt(experiment: Experiment, splits: Splits) -> Federation | None:
+    """The server's own data as its experiment deals them out; None where they are too few, being a sample of no client's."""
+    try:
+        return deal_out(experiment, splits)
+    except FedcdpError:
+        if experiment.data.dataset:
+            raise
+        return None
+
+
+def _stored(directory: RunDirectory, given: Experiment, reproducible: bool) -> Experiment:
+    """The experiment of a run that is there already, which must be the given one."""
+    stored = assemble(read_toml(directory.config))
+    if stored.plan.secure_noise == reproducible:
+        raise RunError(f"reproducible: the run in {directory.path} was started with {not reproducible}")
+    wanted = replace(given, plan=deployed(given.plan, reproducible).but(seed=stored.plan.seed))
+    for section in ("data", "model", "plan"):
+        for name, value in vars(getattr(stored, section)).items():
+            if (other := getattr(getattr(wanted, section), name)) != value:
+                raise RunError(f"{name}: the run in {directory.path} was started with {value}, not {other}")
+    if reproducible and given.plan.seed != stored.plan.seed:
+        raise RunError(f"seed: the run in {directory.path} was started with {stored.plan.seed}, not {given.plan.seed}")
+    return replace(stored, run=given.run)
+
+
+def _job(
+    directory: RunDirectory, experiment: Experiment, shape: tuple[int, ...], classes: int, settings: ServerSettings
+) -> Job:
+    """What is to be trained, under the name that the run was given when it began."""
+    network = experiment.model.network
+    job = Job(
+        plan=experiment.plan,
+        network=build_network(experiment, shape, classes),
+        network_name=("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network,
+        activation=experiment.model.activation,
+        shape=shape,
+        classes=classes,
+        clients=experiment.data.clients,
+        smallest_cohort=settings.min_cohort,
+        smallest_records=settings.smallest_records,
+        reproducible=settings.reproducible,
+    )
+    path = directory.path / "task.json"
+    if not path.exists():
+        write_atomically(path, job.task().to_json().encode())
+        return job
+    try:
+        published = Task.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, FedcdpError) as error:
+        raise RunError(f"{path} cannot be used: {error}") from error
+    job = replace(job, run=published.run)
+    if job.task().digest() != published.digest():
+        raise RunError(f"{path} is another task than the experiment and settings give now: was min-cohort changed?")
+    return job
+
+
+class _Server:
+    """One run, from subscription to the trained model."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        directory: RunDirectory,
+        experiment: Experiment,
+        job: Job,
+        validation: Dataset | None,
+        copies: int,
+        settings: ServerSettings,
+    ) -> None:
+        self._grid, self._directory, self._experiment, self._job = grid, directory, experiment, job
+        self._validation, self._copies, self._settings = validation, copies, settings
+        self._least = settings.min_clients or job.clients
+        self._hidden = hides_participation(job.plan)
+
+    def run(self) -> Outcome:
+        """Everything that is left of the run."""
+        (self._directory.path / "outcome.json").unlink(missing_ok=True)
+        state = self._load_state()
+        if state.round >= self._job.plan.rounds:
+            return self._end("done", state, "all rounds are done")
+        fewest = self._least if self._roster_path.exists() else max(self._least, self._job.plan.per_round)
+        roster, present = self._subscribers()
+        if present < fewest:
+            return self._end("too-few-clients", state, _too_few(present, fewest))
+        save_roster(self._roster_path, roster)
+        population = self._population(roster)
+        self._job = replace(self._job, smallest_records=population.records)
+        releases = Releases(len(roster), self._ledger(population, state.round))
+        budget = Budget(self._experiment, population)
+        strategy = PlanStrategy(
+            self._job,
+            roster,
+            releases=releases,
+            state=state,
+            largest_ratio=self._settings.largest_ratio,
+            message_lifetime=self._settings.round_timeout + 60,
+        )
+        strategy.summary()
+        if self._hidden:
+            _LOG.info("every round takes %g s (round-timeout): its length must not show who took part",
+                      self._settings.round_timeout)  # fmt: skip
+        return self._rounds(strategy, budget)
+
+    def _rounds(self, strategy: PlanStrategy, budget: Budget) -> Outcome:
+        plan, failed = self._job.plan, 0
+        self._directory.forget_metrics_after(strategy.state.round)
+        while strategy.state.round < plan.rounds:
+            remaining = len(strategy.roster) - len(strategy.gone)
+            # A client says that it is gone when it is drawn: to end a hidden run then would show who was drawn, and when.
+            fewest = 1 if self._hidden else self._least
+            if remaining < fewest:
+                return self._end("too-few-clients", strategy.state, _too_few(remaining, fewest))
+            if failed >= self._settings.most_failed_rounds:
+                return self._end("too-few-clients", strategy.state, f"{failed} rounds in a row had too few updates")
+            if not strategy.releases.may_go_on(strategy.state.round, budget.allows):
+                return self._end("budget", strategy.state, "one more round would exceed max_epsilon")
+            failed = 0 if self._round(strategy) else failed + 1
+        return self._end("done", strategy.state, "all rounds are done")
+
+    def _round(self, strategy: PlanStrategy) -> bool:
+        """One round, charged before it begins and kept on disk before the next one does; whether it moved the model."""
+        started, before = time.perf_counter(), strategy.state
+        number = before.round + 1
+        out = strategy.configure_train(number, strategy.arrays(), ConfigRecord(), self._grid)
+        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden)
+        moved, _ = strategy.aggregate_train(number, replies)
+        row = self._measure(strategy, before)
+        if not self._hidden:
+            row["seconds"] = round(time.perf_counter() - started, 4)
+        self._directory.append_metrics(row)
+        self._directory.save_state(strategy.state, self._job.plan.digest())
+        told = {name: row[name] for name in ("clients", "accuracy") if row.get(name) is not None}
+        _LOG.info("round %d of %d: %s", number, self._job.plan.rounds, ", ".join(f"{k} {v:.4g}" for k, v in told.items()))
+        return moved is not None
+
+    def _measure(self, strategy: PlanStrategy, before: State) -> Row:
+        """What is written of a round: nothing that comes from a client but through the mechanism."""
+        plan, state, every = self._job.plan, strategy.state, self._experiment.run.evaluate_every
+        row: Row = {"round": state.round}
+        if not self._hidden:
+            row["clients"] = len(strategy.admitted)
+        row["learning_rate"] = plan.learning_rate_at(before.round)
+        if plan.private:
+            row["clip"] = plan.clip_at(before.round, before.clip)
+        if self._validation is not None and (state.round % every == 0 or state.round == plan.rounds):
+            row |= evaluate(strategy.engine, state.average or state.weights, self._validation, torch.device("cpu"))
+        return row
+
+    # What is kept ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _roster_path(self) -> Path:
+        return self._directory.path / "clients.json"
+
+    def _load_state(self) -> State:
+        """Where the run is. The first weights are kept, too: a run that is resumed begins with the same."""
+        plan = self._job.plan
+        trained = {name: p.detach() for name, p in self._job.network.named_parameters() if p.requires_grad}
+        fresh = first_state(plan, trained)
+        stored = self._directory.load_state(plan.digest())
+        if stored is None:
+            self._directory.save_state(fresh, plan.digest())
+            return fresh
+        for tree in (stored.weights, stored.average or stored.weights):
+            check_tensors(self._directory.checkpoint, tree, trained)
+        parts = [part is None for state in (stored, fresh) for part in (state.average, state.clip)]
+        if stored.round > plan.rounds or parts[:2] != parts[2:]:
+            raise RunError(f"{self._directory.checkpoint} is not of the plan that config.toml describes")
+        return stored
+
+    def _subscribers(self) -> tuple[Roster, int]:
+        """The clients of the run, and how many of them are there now."""
+        timeout, task = self._settings.subscribe_timeout, self._job.task()
+        if self._roster_path.exists():
+            return find_again(self._grid, task, load_roster(self._roster_path), timeout)
+        if self._directory.ledger.exists():
+            raise RunError(f"{self._roster_path} is missing: the ledger counts by the numbers in it")
+        roster = subscribe(self._grid, task, self._job.clients, timeout, self._job.smallest_records)
+        return roster, len(roster)
+
+    def _population(self, roster: Roster) -> Population:
+        """What ε is stated for: clients with the fewest records that are allowed, or any number above, whatever they say.
+
+        So no client moves the ε of another by misstating its records. A run that version 0.1.0 began is stated for the
+        fewest that its clients said they have, as it was then, or any number above.
+        """
+        layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
+        said = min(member.records for member in roster)
+        allowed = min(said, self._job.smallest_records or said)
+        if self._directory.ledger.exists():
+            allowed = Population.read(Ledger.open(self._directory.ledger).population).records
+            if allowed > said:
+                raise RunError(f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said}")
+        if allowed < said:
+            _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said, said)
+        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, sizes=None)
+
+    def _ledger(self, population: Population, rounds_done: int) -> Ledger:
+        noise: NoiseKind = "seeded" if self._job.reproducible else "secure"
+        return Ledger.of_run(self._directory.ledger, self._job.plan, population, noise, rounds_done)
+
+    def _end(self, ended: str, state: State, sentence: str) -> Outcome:
+        """Leave what there is, and say what it has cost."""
+        network = self._job.network
+        network.load_state_dict(state.average or state.weights, strict=False)
+        self._directory.save_model(network.state_dict(), state.round)
+        outcome = Outcome(ended, state.round, sentence)
+        write_atomically(self._directory.path / "outcome.json", json.dumps(asdict(outcome)).encode())
+        _LOG.info("the run ends after %d of %d rounds: %s", state.round, self._job.plan.rounds, sentence)
+        if self._directory.ledger.exists():
+            from fedcdp.training.saved_run import spent
+
+            _LOG.info("\n%s", spent(self._directory.path)[1])
+        return outcome
+
+
+def _too_few(clients: int, needed: int) -> str:
+    return f"{clients} clients are too few: {needed} are needed"
+
+
+def _text(config: Mapping[str, Any], name: str) -> str:
+    if not isinstance(value := config.get(name), str):
+        raise PlanError(f"run configuration: {name} is missing; it must be a path")
+    return value

@@ -1,0 +1,266 @@
+"""A plan as a Flower strategy: equal weights, the planned divisor, server learning rate, moving average, server noise.
+
+```python
+job = Job(plan=plan, network=network, network_name="cnn", shape=(1, 28, 28), classes=10, clients=20)
+roster = subscribe(grid, job.task(), expected=20, timeout=300)
+strategy = PlanStrategy(job, roster)
+strategy.start(grid, strategy.arrays(), num_rounds=plan.rounds)
+```
+
+`fedcdp.deploy.protocol.server` is the same with a run directory: a ledger on disk, checkpoints, and resuming.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import nn
+
+from fedcdp.accounting.budget import Releases
+from fedcdp.config.plan import Plan
+from fedcdp.deploy.protocol import admission, messages, wire
+from fedcdp.deploy.protocol.local_round import Round
+from fedcdp.deploy.protocol.messages import Update
+from fedcdp.deploy.protocol.roster import Member, Roster
+from fedcdp.deploy.protocol.task import Task, constants_of, hides_participation, tensors_of
+from fedcdp.engine import Loss
+from fedcdp.engine.batched import engines_for
+from fedcdp.errors import PlanError, RefusedError, WireError
+from fedcdp.files.tree import Layout
+from fedcdp.mechanism.noise import noise_of
+from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.methods import METHODS, Moment, Sent
+from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
+from fedcdp.models.networks import prepare
+from fedcdp.training.rundir import State
+
+_LOG = logging.getLogger("flwr.fedcdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a server wants to have trained."""
+
+    plan: Plan
+    """Its seed decides which clients are drawn if the job is reproducible, and is published only then."""
+    network: nn.Module
+    network_name: str
+    """By which clients make the same network: cnn, mlp, cpl, or package.module:factory."""
+    activation: str | None = None
+    shape: tuple[int, ...]
+    classes: int
+    clients: int
+    """How many clients are expected to subscribe."""
+    smallest_cohort: int = 1
+    smallest_records: int | None = None
+    """Fewest records of a client, by which the largest update is admitted (`admission`). None: a batch."""
+    reproducible: bool = False
+    run: str = field(default_factory=lambda: secrets.token_hex(16))
+    loss: Loss = F.cross_entropy
+
+    def task(self) -> Task:
+        """What is published of it."""
+        layout = Layout.of(self.network)
+        return Task(
+            run=self.run,
+            shape=self.shape,
+            classes=self.classes,
+            network=self.network_name,
+            activation=self.activation,
+            tensors=tensors_of(layout),
+            constants=constants_of(self.network),
+            plan=self.plan if self.reproducible else self.plan.but(seed=0),
+            smallest_cohort=self.smallest_cohort,
+            reproducible=self.reproducible,
+        )
+
+
+def deployed(plan: Plan, reproducible: bool) -> Plan:
+    """A plan as a deployment carries it out: noise and the drawing of clients from the operating system, unless
+    everything is to be reproducible."""
+    if reproducible:
+        return plan.but(secure_noise=False, noise_generator="philox")
+    return plan.but(secure_noise=True, seed=secrets.randbits(63))
+
+
+class PlanStrategy(Strategy):
+    """One round at a time: charged before anything is sent, and divided by the planned number of clients in the end.
+
+    What a client sends is left out, with a line in the log, if it comes too late, cannot be read, is not of this round, or
+    could not have been made by the method (`admission`). With fewer than `smallest_cohort` updates a round is charged all
+    the same, and leaves the model as it is. Where the server adds the noise, it does so in every round, to the sum of
+    whatever came, and divides by the planned number: a model that stood still would show that few were drawn, and the ε of
+    its readers rests on nobody knowing that (`task.hides_participation`). Then no number of clients is told, either.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        roster: Roster,
+        *,
+        releases: Releases | None = None,
+        state: State | None = None,
+        largest_ratio: float = 100.0,
+        message_lifetime: float = 3600.0,
+    ) -> None:
+        job.plan.check_clients(len(roster))
+        self.job, self.roster, self.task = job, roster, job.task().digest()
+        network = prepare(job.network, job.plan, "cpu")
+        self.engine = next(iter(engines_for(network, job.loss).values()))
+        self.releases = releases or Releases(len(roster))
+        weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        self.state = state or first_state(job.plan, weights)
+        self.gone: set[int] = set()
+        """The numbers of clients that said that they will not take part again."""
+        self.admitted: list[int] = []
+        """Whose updates the last round used."""
+        self._noise = noise_of(job.plan, self.engine.layout)
+        # A round that a crash repeats is charged as two releases of cohorts that are drawn independently: so every process
+        # draws with a seed of its own, which nobody keeps.
+        self._draws = job.plan if job.reproducible else job.plan.but(seed=secrets.randbits(62))
+        self._largest_ratio, self._lifetime = largest_ratio, message_lifetime
+        self._smallest_records = job.plan.batch_size if job.smallest_records is None else job.smallest_records
+        self._pending: list[tuple[Message, Member]] = []
+        self._asked = Round(0, 0, None)
+
+    def arrays(self) -> ArrayRecord:
+        """The global weights."""
+        return wire.dense(self.state.weights)
+
+    def configure_train(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,  # noqa: ARG002
+        grid: Grid,
+    ) -> Iterable[Message]:
+        """Choose the clients of a round, charge it, and say what each of them is asked for."""
+        if server_round != self.state.round + 1:
+            raise PlanError(f"round {server_round} cannot follow round {self.state.round}: rounds come one after the other")
+        plan, round_, clip = self.job.plan, self.state.round, self.state.clip
+        self.state = replace(self.state, weights=wire.decode(arrays, self.engine.layout))
+        # Of all clients of the run, whoever is there: that the choice is random is what ε rests on.
+        chosen = choose_clients(self._draws, len(self.roster), round_)
+        self.releases.charge(round_, chosen, plan.clip_at(round_, clip) if plan.private else 0.0)
+        self._asked, self._pending = Round(round_, self.releases.attempt, clip), []
+        connected, content = set(grid.get_node_ids()), messages.ask(self.task, self._asked, arrays)
+        for member in (self.roster[number] for number in chosen.tolist()):
+            if member.number in self.gone:
+                self._leave_out(member, "it does not take part any more")
+            elif member.node not in connected:
+                self._leave_out(member, "it is not connected")
+            else:
+                message = Message(content, member.node, messages.TRAIN, ttl=self._lifetime, group_id=str(server_round))
+                self._pending.append((message, member))
+        return [message for message, _ in self._pending]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Move the global model by what is admitted; None where that is too little."""
+        updates = self._read(replies)
+        for number, reason in admission.outliers(updates, self.job.plan, self._largest_ratio).items():
+            self._leave_out(self.roster[number], reason)
+            del updates[number]
+        self.admitted = sorted(updates)
+        hidden = hides_participation(self.job.plan)
+        counted = MetricRecord({} if hidden else {"clients": len(updates)})
+        if not hidden and len(updates) < self.job.smallest_cohort and self._asked_anyone(len(updates)):
+            _LOG.warning("round %d leaves the model as it is: %d updates are too few, %d are needed", server_round,
+                         len(updates), self.job.smallest_cohort)  # fmt: skip
+            self.state = replace(self.state, round=self.state.round + 1)
+            return None, counted
+        self.state = self._moved(updates)
+        return self.arrays(), counted
+
+    def configure_evaluate(
+        self,
+        server_round: int,  # noqa: ARG002
+        arrays: ArrayRecord,  # noqa: ARG002
+        config: ConfigRecord,  # noqa: ARG002
+        grid: Grid,  # noqa: ARG002
+    ) -> Iterable[Message]:
+        """Nothing: how well the model does on a client's records is a function of them that no ε covers."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:  # noqa: ARG002
+        """Nothing, for the same reason."""
+        return None
+
+    def summary(self) -> None:
+        """Say what is trained."""
+        plan = self.job.plan
+        _LOG.info("%s: %d rounds of %d out of %d clients", plan.method, plan.rounds, plan.per_round, len(self.roster))
+        if self.job.reproducible:
+            _LOG.warning("REPRODUCIBLE: noise and sampling come from a published seed, and protect nobody")
+
+    def _read(self, replies: Iterable[Message]) -> dict[int, Update]:
+        """What came, by client, without what cannot be admitted."""
+        waiting = dict(self._pending_by_message())
+        plan, updates = self.job.plan, dict[int, Update]()
+        for reply in replies:
+            member = waiting.pop(reply.metadata.reply_to_message_id, None)
+            if member is None:
+                _LOG.warning("a reply to nothing that was asked in this round is left out")
+                continue
+            try:
+                sent = messages.read_reply(reply, self.task, self._asked, self.engine.layout, admission.is_counted(plan))
+                admission.check_size(sent, plan, self.engine.layout, self._asked, self._smallest_records)
+                updates[member.number] = sent
+            except RefusedError as error:
+                self._leave_out(member, f"it refuses: {error}")
+                self.gone |= {member.number} if error.final else set()
+            except WireError as error:
+                self._leave_out(member, str(error))
+        for member in waiting.values():
+            self._leave_out(member, "it did not answer in time")
+        return updates
+
+    def _pending_by_message(self) -> Iterable[tuple[str, Member]]:
+        # A grid names a message as it sends it.
+        return ((message.metadata.message_id, member) for message, member in self._pending)
+
+    def _asked_anyone(self, received: int) -> bool:
+        """Whether too few updates are a failure: a Poisson draw may choose nobody, and that is a round as any other."""
+        return (
+            received > 0 or self.job.smallest_cohort > 1 or bool(self._pending) or self.job.plan.client_sampling == "fixed"
+        )
+
+    def _moved(self, updates: dict[int, Update]) -> State:
+        """The state after a round with these updates, added up in the order of the clients' numbers."""
+        plan, state, method = self.job.plan, self.state, METHODS[self.job.plan.method]
+        received = Aggregate(state.weights, plan)
+        for number, sent in sorted(updates.items()):
+            one = Sent(
+                {name: value[None] for name, value in sent.update.items()},
+                None if sent.count is None else torch.tensor([sent.count], dtype=torch.float64),
+            )
+            at = self._moment(torch.tensor([number]))
+            received.add(method.admit(one.update, at), method.admit_count(one, at))
+        at = self._moment(torch.zeros(0, dtype=torch.int64))
+        weights = server_update(method, state.weights, received, at)
+        average = None if state.average is None else moving_average(state.average, weights, plan.ema)
+        return State(state.round + 1, weights, average, next_clip(method, received, at))
+
+    def _moment(self, clients: torch.Tensor) -> Moment:
+        """What the server's functions may depend on; how many records a client has is none of it."""
+        plan, state = self.job.plan, self.state
+        return Moment(plan, self.engine, self._noise, state.round, clients, clients, current_clip=state.clip)
+
+    def _leave_out(self, member: Member, reason: str) -> None:
+        _LOG.warning(
+            "round %d: client %d (node %d) is left out: %s", self.state.round + 1, member.number, member.node, reason
+        )
+
+
+def first_state(plan: Plan, weights: dict[str, torch.Tensor]) -> State:
+    """Where a training begins."""
+    return State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)

@@ -1,0 +1,221 @@
+"""The task: what a server publishes before anything is trained, and what each client judges by its own policy.
+
+It says what the data must look like, which network is trained, and the whole plan: rounds, batch, learning rate, local
+steps, method and privacy parameters. A client that accepts keeps it; what the server asks for later names the task by its
+digest, so that the plan cannot change under way.
+
+A task has one written form, and the digest is a digest of it: keys in alphabetical order, numbers of their field's type, no
+negative zero, schedules as this program prints them, tensors in the order of the network's layout. Any other form is
+refused. Tasks are compared by their digests only: values that compare equal (0.0 and −0.0, two dictionaries in different
+orders) may have different digests, and a ledger that took one task for another would count too little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedcdp.config.plan import Plan
+from fedcdp.errors import FedcdpError, PlanError, TaskError
+from fedcdp.files.tree import Layout
+
+FORMAT = "fedcdp-task-1"
+_KEYS = ("format", "run", "modality", "shape", "classes", "network", "activation", "tensors", "constants", "plan",
+         "smallest_cohort", "reproducible")  # fmt: skip
+_RUN = re.compile("[0-9a-f]{32}")
+_MOST_WEIGHTS = 2**30
+_MOST_STEPS = 10**6  # of all rounds: what a client can account for in seconds
+_MOST_DRAWS = 2**26
+_LONGEST = 2**20  # characters of a task: a network of some thousand tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """All that a client must know to decide whether it takes part, and to take part."""
+
+    run: str
+    """The run's random name, which stays when the server resumes it."""
+    shape: tuple[int, ...]
+    """Of one input."""
+    classes: int
+    network: str
+    """As in a configuration file: cnn, mlp, …, or package.module:factory."""
+    activation: str | None
+    tensors: Mapping[str, tuple[int, ...]]
+    """Names and shapes of the trainable tensors, in the order of the network's layout."""
+    constants: str
+    """A digest of what is not trained (frozen parameters, buffers), which is never sent: a client must have the same."""
+    plan: Plan
+    smallest_cohort: int
+    """With fewer updates than this, the server does not use a round, unless it adds the noise (`hides_participation`)."""
+    reproducible: bool = False
+    """Noise and sampling come from the published seed, so that anyone can subtract the noise: for tests only."""
+
+    def __post_init__(self) -> None:
+        if self.plan.secure_aggregation:
+            raise PlanError(
+                "secure_aggregation: Flower's secure aggregation works with its legacy interface only, so that the server "
+                "would see every update; leave it out"
+            )
+        if self.plan.secure_noise == self.reproducible:
+            raise PlanError("secure_noise: a deployment draws noise from the operating system, unless it is reproducible")
+        if not 1 <= self.smallest_cohort <= self.plan.per_round:
+            raise PlanError(f"smallest_cohort: {self.smallest_cohort} is not from 1 to per_round, {self.plan.per_round}")
+
+    @property
+    def modality(self) -> str:
+        """What kind of data a client must have, in a word."""
+        return "image" if len(self.shape) == 3 else "table"
+
+    def to_json(self) -> str:
+        """The task as it is published. The seed is in it only if the task is reproducible: it decides who is drawn."""
+        plan = {key: _unsigned(value) for key, value in self.plan.written().items() if key != "seed" or self.reproducible}
+        written = {
+            "format": FORMAT,
+            "run": self.run,
+            "modality": self.modality,
+            "shape": list(self.shape),
+            "classes": self.classes,
+            "network": self.network,
+            "activation": self.activation,
+            "tensors": [[name, list(shape)] for name, shape in self.tensors.items()],
+            "constants": self.constants,
+            "plan": plan,
+            "smallest_cohort": self.smallest_cohort,
+            "reproducible": self.reproducible,
+        }
+        return json.dumps(written, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Task:
+        """The task that a server published; anything but a whole and sound one in its one written form is refused."""
+        task = Task.from_ledger(text)
+        if task.to_json() != text:
+            raise TaskError("the task is not in its one written form: keys in order, 1.0 for a fraction, no -0.0, no spaces "
+                            "that this program does not print")  # fmt: skip
+        return task
+
+    @staticmethod
+    def from_ledger(text: str) -> Task:
+        """A task that was accepted before, also in a form that is refused today: what it cost is still to be counted."""
+        if len(text) > _LONGEST:
+            raise TaskError(f"the task is {len(text)} characters long; at most {_LONGEST} are read")
+        try:
+            written = json.loads(text)
+        except (ValueError, RecursionError):
+            raise TaskError("the task is not JSON") from None
+        if not isinstance(written, dict) or written.get("format") != FORMAT:
+            known = written.get("format") if isinstance(written, dict) else None
+            raise TaskError(f"the task has the format {known!s:.40}; this program knows {FORMAT}")
+        if set(written) != set(_KEYS):
+            raise TaskError(f"the task has other fields than {', '.join(_KEYS)}")
+        return _read(written)
+
+    def digest(self) -> str:
+        """The task's name: different for whatever differs in it."""
+        return digest_of(self.to_json())
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether these are the tensors of a network: the same names, of the same shapes, in the same order."""
+        return list(self.tensors.items()) == list(tensors_of(layout).items())
+
+
+def digest_of(text: str) -> str:
+    """The name of a task that is written so."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def hides_participation(plan: Plan) -> bool:
+    """Whether the ε against the model rests on nobody but the server knowing who took part: the server adds the noise.
+
+    Such a round is used whatever arrives, takes equally long, and nothing that is written or sent of it says how many came.
+    """
+    return plan.method == "fed-sdp" and plan.noise_at == "server"
+
+
+def tensors_of(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """A network's layout as a task states it."""
+    return {name: tuple(shape) for name, shape in layout.shapes.items()}
+
+
+def constants_of(network: nn.Module) -> str:
+    """A digest of a network's frozen parameters and buffers; empty where there are none."""
+    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    constants = {name: value for name, value in network.state_dict().items() if name not in trained}
+    digest = hashlib.sha256()
+    for name, value in sorted(constants.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32] if constants else ""
+
+
+def _unsigned(value: str | int | float | bool) -> str | int | float | bool:
+    """Zero in the place of negative zero; anything else as it is."""
+    return value + 0.0 if type(value) is float else value
+
+
+def _read(written: Mapping[str, Any]) -> Task:
+    run, shape, tensors, plan = (written[name] for name in ("run", "shape", "tensors", "plan"))
+    _require(isinstance(run, str) and _RUN.fullmatch(run) is not None, "run", "32 hexadecimal digits")
+    _require(_is_shape(shape), "shape", "whole numbers above 0")
+    for name in ("classes", "smallest_cohort"):
+        _require(type(written[name]) is int and 1 <= written[name] < 2**31, name, "a whole number above 0 and below 2^31")
+    for name in ("network", "constants"):
+        _require(isinstance(written[name], str), name, "a text")
+    _require(written["activation"] is None or isinstance(written["activation"], str), "activation", "a text or null")
+    _require(isinstance(written["reproducible"], bool), "reproducible", "true or false")
+    pairs = isinstance(tensors, list) and tensors and all(_is_tensor(each) for each in tensors)
+    _require(bool(pairs) and len({name for name, _ in tensors}) == len(tensors), "tensors", "names, each once, with shapes")
+    _require(isinstance(plan, dict) and all(isinstance(key, str) for key in plan), "plan", "the fields of a plan")
+    _require(("seed" in plan) == written["reproducible"], "plan", "one with a seed if, and only if, it is reproducible")
+    try:
+        task = Task(
+            run=run,
+            shape=tuple(shape),
+            classes=written["classes"],
+            network=written["network"],
+            activation=written["activation"],
+            tensors={name: tuple(size) for name, size in tensors},
+            constants=written["constants"],
+            plan=Plan(**plan),
+            smallest_cohort=written["smallest_cohort"],
+            reproducible=written["reproducible"],
+        )
+    except (TypeError, FedcdpError) as error:
+        raise TaskError(f"the task's plan cannot be carried out: {error}") from None
+    _check_size(task)
+    _require(written["modality"] == task.modality, "modality", f"{task.modality} for inputs of shape {list(shape)}")
+    return task
+
+
+def _check_size(task: Task) -> None:
+    """Refuse what would take a client's memory or time before its policy has judged it: a server may ask for anything."""
+    plan, weights = task.plan, sum(math.prod(shape) for shape in task.tensors.values())
+    _require(weights <= _MOST_WEIGHTS, "tensors", f"of at most {_MOST_WEIGHTS} values together")
+    _require(math.prod(task.shape) <= _MOST_WEIGHTS, "shape", f"of at most {_MOST_WEIGHTS} values")
+    _require(plan.rounds * plan.local_steps <= _MOST_STEPS, "plan", f"one of at most {_MOST_STEPS} local steps in all")
+    _require(plan.local_steps * plan.slots <= _MOST_DRAWS, "plan", f"one of at most {_MOST_DRAWS} records a participation")
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int and 1 <= each < 2**31 for each in value)
+
+
+def _is_tensor(value: object) -> bool:
+    """A name and a shape; that of a single number is empty."""
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
+        return False
+    return value[1] == [] or _is_shape(value[1])
+
+
+def _require(holds: bool, name: str, allowed: str) -> None:
+    if not holds:
+        raise TaskError(f"the task's {name} must be {allowed}")

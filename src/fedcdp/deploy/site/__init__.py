@@ -1,0 +1,1 @@
+"""Deployment directories: files, keys and processes of a server and its nodes."""

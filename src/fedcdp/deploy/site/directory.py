@@ -1,0 +1,138 @@
+"""A deployment directory: what lies where, and its few settings of its own.
+
+```
+DIR/deployment.toml     where the server is reached, and how many nodes there are
+DIR/experiment.toml     the plan; read by the server only
+DIR/authority/          ca.pem, and ca.key: only needed to sign another server certificate
+DIR/server/             server.pem, server.key, the server's database
+DIR/node-1/             node.toml (its data), policy.toml (what it grants), node.key, node.pub, ca.pem, its ledger
+DIR/app/                the Flower app: names what to run, and holds no secret
+DIR/flwr/config.toml    where `flwr` finds the server
+DIR/logs/  DIR/run/     what was logged; the run directory
+```
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedcdp.config.fields import check_types, option
+from fedcdp.errors import DeploymentError
+from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
+
+CONNECTION = "deployment"
+MOST_NODES = 10_000
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9]{1,15})?")  # it stands in scripts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteSettings:
+    """`deployment.toml`."""
+
+    nodes: int = option(2, "SuperNodes, and so clients.")
+    host: str = option("127.0.0.1", "Name or address under which the nodes reach the server.")
+    port: int = option(0, "The server's port; 0: a free one, for a deployment on one machine.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise DeploymentError(f"nodes: {self.nodes} is not allowed; it must be at least 1 and at most {MOST_NODES}")
+        if not 0 <= self.port < 2**16:
+            raise DeploymentError(f"port: {self.port} is not allowed; it must be at least 0 and below 65536")
+        if not _HOST.fullmatch(self.host):
+            raise DeploymentError(f"host: {self.host!r} is not the name or address of a host")
+
+    def to_toml(self) -> str:
+        """The file that gives these settings back."""
+        return f'nodes = {self.nodes}\nhost = "{self.host}"\nport = {self.port}\n'
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """One node's part of the deployment: all that its machine needs, and nothing of the others."""
+
+    number: int
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """`node-1` and so on."""
+        return self.path.name
+
+    @property
+    def key(self) -> Path:
+        """The private key."""
+        return self.path / "node.key"
+
+    @property
+    def public_key(self) -> Path:
+        """What is registered at the server."""
+        return self.path / "node.pub"
+
+    @property
+    def config(self) -> Path:
+        """Its configuration: where its data, its policy and its ledger are."""
+        return self.path / "node.toml"
+
+    @property
+    def policy(self) -> Path:
+        """What the client grants."""
+        return self.path / "policy.toml"
+
+    @property
+    def records(self) -> Path:
+        """The client's own records, where they come from a file."""
+        return self.path / "records.npz"
+
+    @property
+    def authority(self) -> Path:
+        """The certificate by which the server is known."""
+        return self.path / "ca.pem"
+
+    @property
+    def state(self) -> Path:
+        """What the client must keep across restarts: its ledger."""
+        return self.path / "state"
+
+
+class Site:
+    """A deployment on disk."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+        self.settings_file = self.path / "deployment.toml"
+        self.experiment = self.path / "experiment.toml"
+        self.app = self.path / "app"
+        self.flwr = self.path / "flwr"
+        self.logs = self.path / "logs"
+        self.run = self.path / "run"
+        self.authority = self.path / "authority"
+        self.server = self.path / "server"
+        self.database = self.server / "state.db"
+
+    def require(self) -> SiteSettings:
+        """The settings of an existing deployment, or a sentence that says why it is none."""
+        try:
+            written = parse_toml(read_bounded(self.settings_file, MOST_SETTINGS))
+        except FileNotFoundError:
+            raise DeploymentError(
+                f"{self.path} is not a deployment: it has no deployment.toml; fedcdp deploy init writes one"
+            ) from None
+        except OSError as error:
+            raise DeploymentError(f"{self.settings_file} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise DeploymentError(f"{self.settings_file} is not a TOML file: {error}") from error
+        unknown = written.keys() - {"nodes", "host", "port"}
+        if unknown:
+            raise DeploymentError(f"{self.settings_file}: there is no setting called {min(unknown)!r}")
+        return SiteSettings(**written)
+
+    def node(self, number: int) -> NodePlace:
+        """The place of a node, counted from 1."""
+        return NodePlace(number, self.path / f"node-{number}")
+
+    def nodes(self, count: int) -> list[NodePlace]:
+        """All nodes' places."""
+        return [self.node(number) for number in range(1, count + 1)]

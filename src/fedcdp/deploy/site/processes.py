@@ -1,0 +1,173 @@
+"""Processes that end with the one that started them, whatever they start themselves and however anyone is killed.
+
+Flower's processes start others: a SuperLink starts a launcher in a session of its own, which starts the ServerApp. So a
+process group is not enough. On Linux this process adopts every orphan among its descendants
+(`PR_SET_CHILD_SUBREAPER`), so that walking down from it finds them all; and a guard (`guard.py`), a process of its own,
+ends them if this one is killed. Elsewhere the groups are ended, and Flower's own watching of parents does the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from fedcdp.deploy.site import guard
+from fedcdp.deploy.site.guard import LINUX, descendants, processes, signal_group
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_GRACE_SECONDS = 10.0
+
+
+class Process:
+    """One started program, its output appended to a log."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self.name, self.log = name, log
+        self._popen = popen
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its group."""
+        return self._popen.pid
+
+    @property
+    def status(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._popen.poll()
+
+
+class Supervisor:
+    """Starts processes and, on leaving, has ended all of them and all that they started."""
+
+    def __init__(self, grace: float = _GRACE_SECONDS) -> None:
+        self._grace = grace
+        self._started: list[Process] = []
+        self._others: set[int] = set()
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Supervisor:
+        self._others = set(descendants(os.getpid()))  # neither they nor what they start is ours to end
+        _adopt_orphans(True)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", guard.__file__, str(os.getpid()), *map(str, self._others)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._others.add(self._guard.pid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with _not_interrupted():  # a second Ctrl-C must not leave half of them behind; it takes seconds at most
+                self.stop()
+                self._tell_guard("done\n")
+        finally:
+            _adopt_orphans(False)
+            if self._guard and self._guard.stdin:
+                with contextlib.suppress(OSError):
+                    self._guard.stdin.close()
+                self._guard.wait()
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        """Start a program in a group of its own."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            popen = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C in the terminal is for us; we end them in order
+            )
+        self._tell_guard(f"{popen.pid}\n")
+        process = Process(name, popen, log)
+        self._started.append(process)
+        return process
+
+    def reap(self) -> None:
+        """Let adopted orphans that have ended go: a zombie would look alive to the processes that watch it."""
+        known = {process.pid for process in self._started}
+        for pid, parent, state, _ in processes():
+            if parent == os.getpid() and state == "Z" and pid not in known and pid not in self._others:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def stop(self) -> None:
+        """End everything: ask first, then insist. The last that was started goes first."""
+        for process in reversed(self._started):
+            if process.status is None:
+                signal_group(process.pid, signal.SIGTERM)
+        self._wait_until_gone(self._grace)
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for process in () if LINUX else self._started:  # where descendants cannot be listed
+            signal_group(process.pid, signal.SIGKILL)
+        self._wait_until_gone(self._grace)
+
+    def alive(self) -> list[int]:
+        """What still runs of all that was started, directly or not."""
+        for process in self._started:
+            _ = process.status  # reaps it
+        self.reap()
+        running = {process.pid for process in self._started if process.status is None}
+        return sorted(running | set(descendants(os.getpid(), self._others)))
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard and self._guard.stdin:
+            with contextlib.suppress(OSError):  # it may have been killed; we are here, so nothing is lost yet
+                os.write(self._guard.stdin.fileno(), line.encode())
+
+    def _wait_until_gone(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the work within as Ctrl-C does: in order."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise KeyboardInterrupt
+
+    with _handled(stop, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _not_interrupted() -> Iterator[None]:
+    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle some signals in another way for a while; outside the main thread, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)

@@ -1,0 +1,146 @@
+"""Devices: whether one can be used, how many threads it takes, and when it is done.
+
+How exactly matrices are multiplied on a GPU.
+
+Ctrl-C at a safe place: never inside a transformed function of torch, which cannot be left in the middle.
+
+How much memory the training of one client takes: an estimate from above, to bound how many are trained at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedcdp.errors import PlanError
+from fedcdp.files.tree import Layout
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device, or a sentence that says it is not there."""
+    try:
+        torch.zeros(1, device=device).item()
+        return torch.device(device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PlanError(f"device: {device} cannot be used: {reason}") from None
+
+
+def wait(device: torch.device) -> None:
+    """Until everything that a device was asked for is done: a GPU is asked, and works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch computes with one thread; afterwards with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def products(tf32: bool) -> Iterator[None]:
+    """Let products of matrices and convolutions round their factors to 10 bits (tf32), or forbid it.
+
+    By torch's own default, convolutions round and other products do not. Norms, clipping and noise never do.
+    """
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+_asked = threading.Event()
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Hold back Ctrl-C until `stop_if_asked`; a second one is not held back. Outside the main thread, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else's, or ours from further out
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _asked.set()
+
+    _asked.clear()
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+        stop_if_asked()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        _asked.clear()
+
+
+def stop_if_asked() -> None:
+    """A safe place: raises KeyboardInterrupt if Ctrl-C was pressed."""
+    if _asked.is_set():
+        _asked.clear()
+        raise KeyboardInterrupt
+
+
+BUDGET = {"cpu": 2**29, "cuda": 8 * 2**30}  # bytes for all clients that are trained at once
+
+_KEPT = 31 * 2**20  # bytes; just below the most that the GNU C library lets its threshold grow to
+
+_COPIES = 4  # a value is held about so often: as it is, as what the way back needs, and while either is computed
+_WORD = 4
+
+
+def clients_within_budget(model: nn.Module, example: Tensor, slots: int, per_example: bool) -> int:
+    """How many clients with so many examples in a step fit into the budget of the device; at least one."""
+    gradients = Layout.of(model).size * (slots if per_example else 2)
+    a_client = _COPIES * _WORD * (gradients + slots * _activations(model, example))
+    return max(1, BUDGET.get(example.device.type, BUDGET["cpu"]) // a_client)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next step, in this process and from now on.
+
+    GNU's gives large blocks back to the system and asks for them anew, and every page of a new one costs a fault: up to a
+    third of a step's time on a CPU. What "large" means grows with the largest block that was freed so far: this one, which
+    is never written to. Elsewhere it does nothing.
+    """
+    torch.empty(_KEPT, dtype=torch.uint8)
+
+
+def _activations(model: nn.Module, example: Tensor) -> int:
+    """Values that one example has in the whole network: the outputs of its layers, and what a convolution's kernel sees."""
+    counted = [example.numel()]
+
+    def count(layer: nn.Module, _: Any, output: object) -> None:
+        if isinstance(output, Tensor):
+            counted.append(output.numel())
+        if isinstance(layer, nn.Conv2d) and isinstance(output, Tensor):
+            counted.append(output.numel() // layer.out_channels * layer.groups * layer.weight[0].numel())
+
+    hooks = [layer.register_forward_hook(count) for layer in model.modules() if not list(layer.children())]
+    try:
+        with torch.no_grad(), suppress(Exception):  # what the network does not take, an engine's check refuses in a sentence
+            model(torch.zeros_like(example)[None])  # no record: a network may keep what it sees, and is then released
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(counted)

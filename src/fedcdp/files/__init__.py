@@ -1,0 +1,1 @@
+"""Files: atomic writes, tensors on disk, and reading what somebody else may have written."""

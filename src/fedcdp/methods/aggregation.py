@@ -1,0 +1,77 @@
+"""The server: adds up what clients send, and moves the global model.
+
+Every client has the same weight. The sum is divided by the *planned* number of clients K_t, also when fewer or more took
+part (Poisson sampling, dropped clients), since the real number is not the server's to reveal, and the accounting counts
+on a fixed divisor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedcdp.config.plan import Plan
+from fedcdp.files.tree import Tree, combine
+from fedcdp.methods.base import Method, Moment
+
+
+class Aggregate:
+    """A running sum of what the clients of a round sent, in float64, so that grouping clients differently changes nothing.
+
+    Under `fedsgd` clients send updates ΔW_k; under `fedaveraging` they send models W_k = W + ΔW_k. The two agree.
+    """
+
+    def __init__(self, weights: Tree, plan: Plan) -> None:
+        self._weights = {name: value.double() for name, value in weights.items()}
+        self._plan = plan
+        self._clients = 0
+        self._counts: list[Tensor] = []
+        self._total = {name: torch.zeros_like(value) for name, value in self._weights.items()}
+
+    def add(self, updates: Tree, counts: Tensor | None = None) -> None:
+        """Add the admitted updates [clients, ...] of some clients, and their counts [clients] where there are any."""
+        if counts is not None:
+            self._counts.append(counts)
+        for name, update in updates.items():
+            sent = update.double()
+            if self._plan.aggregation == "fedaveraging":
+                sent = self._weights[name] + sent
+            self._total[name] += sent.sum(0)
+        self._clients += len(next(iter(updates.values())))
+
+    def total_update(self) -> Tree:
+        """Σ ΔW_k over the clients that took part."""
+        if self._plan.aggregation == "fedsgd":
+            return self._total
+        return combine(self._total, self._weights, -float(self._clients))
+
+    def total_count(self) -> float:
+        """The sum of the clients' counts, rounded once."""
+        return math.fsum(count for counts in self._counts for count in counts.tolist())
+
+
+def server_update(method: Method, weights: Tree, received: Aggregate, at: Moment) -> Tree:
+    """W(t+1) ← W(t) + s · (Σ ΔW_k, sanitised) / K_t."""
+    total = method.sanitise_sum(received.total_update(), at)
+    step = at.plan.server_learning_rate / at.plan.per_round
+    return {name: (value.double() + step * total[name]).to(value.dtype) for name, value in weights.items()}
+
+
+def next_clip(method: Method, received: Aggregate, at: Moment) -> float | None:
+    """The next round's clip bound, where it follows a quantile γ: C · exp(−η · (share within C − γ)).
+
+    The share is ½ + (Σ indicators, sanitised) / their planned number. What is missing (clients that dropped out, clients
+    with fewer than B records, records that could not be used) counts as half within, and draws the share towards ½.
+    """
+    if at.plan.quantile is None:
+        return None
+    total = method.sanitise_count(received.total_count(), at)
+    within = 0.5 + total / method.planned_count(at.plan)
+    return at.plan.quantile.moved(at.clip_bound, within, at.plan.quantile_rate)
+
+
+def moving_average(average: Tree, weights: Tree, kept: float) -> Tree:
+    """The moving average of the global model after one more round. Post-processing: it costs no privacy."""
+    return {name: torch.lerp(weights[name], average[name], kept) for name in weights}

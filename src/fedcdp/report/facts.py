@@ -1,0 +1,203 @@
+"""What the page tells of runs and of attacks, wherever they came from: plain values, nothing that is not accounted for."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcdp.config.plan import Plan
+from fedcdp.training.rundir import Row
+
+if TYPE_CHECKING:
+    from fedcdp.accounting.statement import Privacy
+
+
+Array = NDArray[Any]
+
+METHOD_NAMES = {
+    "nonprivate": "Non-private",
+    "fed-sdp": "Fed-SDP",
+    "fed-cdp": "Fed-CDP",
+    "fed-cdp-decay": "Fed-CDP (decay)",
+    "dssgd": "DSSGD",
+}
+ADVERSARY_OF = {"type2": "example", "type1": "update", "type0": "server"}
+"""Whose ε bounds what a reader of each type can learn."""
+
+# What is never shown of a private run: whoever has the seed can subtract the noise, and knows which records were drawn.
+_SECRET = {"seed"}
+_SHOWN_EXAMPLES = 3
+_BY_CHANCE = 1e-3  # the probability below which so many were not picked out by chance
+_LONGEST_NAME = 40
+
+
+@dataclass(frozen=True, eq=False)
+class RunFacts:
+    """One run, as far as it got."""
+
+    name: str
+    plan: Plan
+    settings: dict[str, dict[str, Any]]
+    metrics: list[Row] = field(repr=False)
+    privacy: Privacy | None
+    privacy_missing: str
+    """Why there is no privacy statement, where there is none."""
+    spending: list[tuple[int, Privacy]] = field(repr=False)
+    """The statement after some of the releases, ascending."""
+    finished: bool
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are done."""
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the validation split, after the last round that was evaluated."""
+        return next((row["accuracy"] for row in reversed(self.metrics) if row.get("accuracy") is not None), None)
+
+    def over_rounds(self, figure: str) -> list[tuple[float, float]]:
+        """A figure of the metrics, round by round."""
+        return [(row["round"], float(row[figure])) for row in self.metrics if is_number(row.get(figure))]
+
+    def gradient_norms(self) -> list[tuple[float, float]]:
+        """The clients' mean gradient norm, round by round; of a private run nothing, whatever its metrics hold."""
+        return [] if self.plan.private else self.over_rounds("gradient_norm")
+
+    def shown_settings(self) -> dict[str, dict[str, Any]]:
+        """The configuration; of a private run without its seed, and without the place of a user's own file."""
+        hidden = _SECRET if self.plan.private else set()
+        shown = {
+            section: {key: value for key, value in values.items() if key not in hidden}
+            for section, values in self.settings.items()
+        }
+        if "file" in shown.get("data", {}):
+            shown["data"]["file"] = str(shown["data"]["file"]).replace("\\", "/").rpartition("/")[2]
+        return shown
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One attacked example: the truth where it is known, what came out, and what the search looked like on its way."""
+
+    label: int | None
+    original: Array | None
+    found: Array
+    frames: dict[int, Array]
+    """By iteration; 0 is the seed."""
+    mse: float | None
+    recognisable: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class LeakFacts:
+    """What one attack got."""
+
+    method: str
+    leak: str
+    attack: str
+    summary: dict[str, Any] = field(repr=False)
+    examples: list[Example] = field(repr=False)
+    """A few, of images only, with values from 0 to 1."""
+    run: str | None = None
+    """The name of the run it belongs to, where there is one."""
+
+    @property
+    def has_originals(self) -> bool:
+        """Whether it would show training records."""
+        return any(example.original is not None for example in self.examples)
+
+    @property
+    def leaked(self) -> tuple[int, int] | None:
+        """How many examples came out (of images: recognisably; of others: exactly), and of how many; None if not scored."""
+        share = self.summary.get("recognisable_rate")
+        share = self.summary.get("success_rate") if share is None else share
+        examples = self.summary.get("examples")
+        return None if share is None or examples is None else (round(share * examples), int(examples))
+
+    @property
+    def identified(self) -> tuple[int, int, int] | None:
+        """How many examples were picked out, of how many, and among how many candidates; None if not more than by chance."""
+        from scipy.stats import binom
+
+        told: list[Any] = [self.summary.get(name) for name in ("identified_rate", "examples", "candidates")]
+        share, examples, candidates = (float(each) if is_number(each) else 0.0 for each in told)
+        count = round(share * examples)
+        if candidates < 2 or binom.sf(count - 1, int(examples), 1 / candidates) > _BY_CHANCE:
+            return None
+        return count, int(examples), int(candidates)
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """The attacks that were tried, of which this one got most."""
+        told = self.summary.get("tried")
+        named = (
+            [each for each in told if isinstance(each, dict) and not each.get("refused")] if isinstance(told, list) else []
+        )
+        return tuple(str(each.get("attack"))[:_LONGEST_NAME] for each in named) or (self.attack,)
+
+
+def leak_facts(summary: dict[str, Any], arrays: dict[str, Array], run: str | None = None) -> LeakFacts:
+    """An attack by its summary and the arrays that it found, as `Leaks` saves them; {} where it found none."""
+    method, leak, attack = (str(summary.get(name) or "") for name in ("method", "leak", "attack"))
+    return LeakFacts(method, leak, attack, summary, _examples(arrays), run)
+
+
+def _examples(arrays: dict[str, Array]) -> list[Example]:
+    found = arrays.get("reconstruction")
+    if found is None or found.ndim != 5 or found.shape[2] not in (1, 3):
+        return []
+    for name, axes in (("seed", 2), ("original", 2), ("snapshot", 3)):
+        if name in arrays and arrays[name].shape[axes:] != found.shape[2:]:
+            raise ValueError(f"the images of {name} have another shape than those of reconstruction")
+    low, high = arrays.get("value_range", _guessed_range(arrays))
+    places = list(np.ndindex(*found.shape[:2]))
+    if (mse := arrays.get("mse")) is not None:  # one for each original; that of an empty slot is not a number
+        places = [place for place in np.ndindex(*mse.shape) if np.isfinite(mse[place])]
+    return [_example(arrays, victim, slot, float(low), float(high)) for victim, slot in places[:_SHOWN_EXAMPLES]]
+
+
+def _example(arrays: dict[str, Array], victim: int, example: int, low: float, high: float) -> Example:
+    def shown(image: Array) -> Array:
+        return np.nan_to_num((image - low) / (high - low), nan=0.0, posinf=1.0, neginf=0.0).clip(0, 1)
+
+    order = arrays.get("order")
+    dummy = example if order is None else int(order[victim, example])
+    found, originals, labels = arrays["reconstruction"][victim, dummy], arrays.get("original"), arrays.get("original_label")
+    original = label = None
+    if originals is not None and order is not None:
+        which = example
+        if originals.shape[1] != order.shape[1]:  # one dummy for a whole batch is compared with the nearest of it
+            which = int(((originals[victim] - shown(found)) ** 2).reshape(len(originals[victim]), -1).sum(1).argmin())
+        original = shown(originals[victim, which])
+        label = None if labels is None else int(labels[victim, which])
+    frames = {0: shown(arrays["seed"][victim, dummy])}
+    snapshots = arrays.get("snapshot")
+    if snapshots is not None and victim < snapshots.shape[1]:
+        ended = int(arrays["iterations"][victim])
+        for at, snapshot in zip(map(int, arrays["snapshot_at"]), snapshots, strict=True):
+            if at <= ended:
+                frames[at] = shown(snapshot[victim, dummy])
+    scored = {name: None if name not in arrays else arrays[name][victim, example] for name in ("mse", "recognisable")}
+    return Example(
+        label, original, shown(found), frames,
+        None if scored["mse"] is None else float(scored["mse"]),
+        None if scored["recognisable"] is None else bool(scored["recognisable"]),
+    )  # fmt: skip
+
+
+def _guessed_range(arrays: dict[str, Array]) -> tuple[float, float]:
+    """What a reader takes values to lie between, where an older file does not say it."""
+    truth = arrays.get("original")
+    if truth is None or (truth.min() >= 0 and truth.max() <= 1):
+        return 0.0, 1.0
+    return float(truth.min()), float(truth.max())
+
+
+def is_number(value: object) -> bool:
+    """Whether it can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,0 +1,187 @@
+"""The page: facts put in order, and the template that shows them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from fedcdp._version import __version__
+from fedcdp.errors import RunError
+from fedcdp.report import wording
+from fedcdp.report.charts import Series, data_uri, line_chart
+from fedcdp.report.facts import Example, LeakFacts, RunFacts
+from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
+
+
+def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = None, private_records: bool = False) -> str:
+    """The whole page as one text: no other file, no address outside of it, nothing to load."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise RunError("report: needs jinja2; install it with pip install jinja2") from error
+
+    environment = Environment(
+        loader=PackageLoader("fedcdp.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    template_folder = files("fedcdp.report") / "templates"
+    style, script = ((template_folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    subjects = subjects_of(runs, leaks)
+    positions = _positions(leaks)
+    return environment.get_template("page.html").render(
+        title=title or _title(runs, leaks),
+        version=__version__,
+        style=style,
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        private_records=private_records,
+        has_originals=any(leak.has_originals for leak in leaks),
+        unfinished=[sentence for sentence in map(wording.unfinished, runs) if sentence],
+        in_short=[
+            (heading, sentence)
+            for heading, sentence in (
+                ("What leaks", wording.what_leaks(leaks)),
+                ("What stops it", wording.what_stops_it(leaks, runs)),
+                ("What it costs", wording.what_it_costs(runs)),
+            )
+            if sentence
+        ],
+        readers={leak: wording.READERS[leak] for leak in READER_TYPES},
+        subjects=subjects,
+        pictures=_pictures(subjects),
+        positions=positions,
+        players=_players(subjects, positions),
+        charts=_charts(subjects),
+        spending=_spending(subjects),
+        norms=_norms(subjects),
+        attacks=[_figures(leak) for leak in leaks],
+        e=wording.epsilon,
+        strength=wording.strength,
+        picture=data_uri,
+    )
+
+
+def _title(runs: Sequence[RunFacts], leaks: Sequence[LeakFacts]) -> str:
+    methods = dict.fromkeys([run.plan.method for run in runs] + [leak.method for leak in leaks])
+    return "Federated training with " + wording.listed([wording.method_name(method) for method in methods])
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+def _attack_of(subject: Subject, leak: str) -> LeakFacts | None:
+    """The attack with pictures that a cell shows: the one that got most."""
+    mine = [each for each in subject.leaks if each.leak == leak and each.examples]
+    return max(mine, key=lambda each: (each.leaked or (0, 1))[0], default=None)
+
+
+def _pictures(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
+    """For each reader: the originals once where all methods were attacked on the same, and what each method gave away."""
+    shown = []
+    for leak in READER_TYPES:
+        attacks = [(subject, attack) for subject in subjects if (attack := _attack_of(subject, leak)) is not None]
+        if not attacks:
+            continue
+        rows = []
+        for subject, attack in attacks:
+            got = wording.verdict([attack])
+            rows.append({"name": subject.name, "style": subject.style, "verdict": got, "attack": attack})
+        first = attacks[0][1].examples
+        same = first[0].original is not None and all(_same_originals(first, attack.examples) for _, attack in attacks)
+        shown.append({"leak": leak, "reader": wording.READERS[leak], "sentence": wording.READER_SENTENCES[leak],
+                      "only": wording.part_of_an_update(attacks[0][1], attacks[0][0].run),
+                      "originals": first if same else None, "rows": rows})  # fmt: skip
+    return shown
+
+
+def _same_originals(one: Sequence[Example], other: Sequence[Example]) -> bool:
+    if len(one) != len(other):
+        return False
+    pairs = [(a.original, b.original) for a, b in zip(one, other, strict=True)]
+    return all(a is not None and b is not None and a.shape == b.shape and (a == b).all() for a, b in pairs)
+
+
+def _positions(leaks: Sequence[LeakFacts]) -> list[int]:
+    """The iterations that the slider stops at; after the last of them comes what the attack settled on."""
+    return sorted({at for leak in leaks for example in leak.examples[:1] for at in example.frames})
+
+
+def _players(subjects: Sequence[Subject], positions: list[int]) -> list[dict[str, Any]]:
+    """For each reader and subject, the first example as the attack goes on."""
+    players = []
+    for leak in READER_TYPES:
+        row = []
+        for subject in subjects:
+            attack = _attack_of(subject, leak)
+            if attack is None:
+                continue
+            example = attack.examples[0]
+            frames = [(positions.index(at), f"after {at}" if at else "start", image) for at, image in example.frames.items()]
+            frames.append((len(positions), "result", example.found))
+            row.append({"name": subject.name, "style": subject.style, "frames": frames, "example": example})
+        if row:
+            players.append({"leak": leak, "reader": wording.READERS[leak], "row": row})
+    return players
+
+
+# Charts --------------------------------------------------------------------------------------------------------------
+
+
+def _charts(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
+    series = [Series(each.name, each.style, each.run.over_rounds("accuracy")) for each in subjects if each.run]
+    return _chart(series, "Accuracy on held-out data, round by round", "accuracy")
+
+
+def _norms(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
+    series = [Series(each.name, each.style, each.run.gradient_norms()) for each in subjects if each.run]
+    return _chart(series, "Mean gradient norm of a round's clients", "L2 norm")
+
+
+def _chart(series: list[Series], title: str, y_label: str, *, log: bool = False) -> list[dict[str, Any]]:
+    shown = [each for each in series if each.points]
+    if not shown:
+        return []
+    return [{"title": title, "svg": line_chart(shown, title, "round", y_label, log=log), "series": shown,
+             "ends": [(each, each.points[-1][1]) for each in shown]}]  # fmt: skip
+
+
+def _spending(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
+    """For each adversary a chart of what was spent on a record, and the reason where nothing bounds it."""
+    shown = []
+    for adversary, title in wording.ADVERSARIES.items():
+        series, endless = [], []
+        for subject in subjects:
+            run: RunFacts | None = subject.run
+            if run is None or not run.spending:
+                continue
+            stated = [(at, privacy.row(adversary)) for at, privacy in run.spending]
+            points = [(float(at), value) for at, row in stated if (value := spent(row)) is not None and math.isfinite(value)]
+            series.append(Series(subject.name, subject.style, points))
+            if not points:
+                endless.append({"name": subject.name, "style": subject.style, "reason": stated[-1][1].assumption})
+        if series:
+            charts = _chart(series, f"{title}: ε spent on a record", "ε", log=True)
+            shown.append({"title": title, "chart": charts[0] if charts else None, "endless": endless})
+    return shown
+
+
+def _figures(leak: LeakFacts) -> dict[str, Any]:
+    told = leak.summary
+    return {
+        "method": wording.method_name(leak.method),
+        "leak": leak.leak.replace("type", "type-"),
+        "attack": leak.attack,
+        "victims": told.get("victims"),
+        "examples": told.get("examples"),
+        "network": told.get("network"),
+        "exact": told.get("success_rate"),
+        "recognisable": told.get("recognisable_rate"),
+        "mse": told.get("distance_median"),
+        "auc": told.get("auc"),
+        "iterations": told.get("iterations_median"),
+        "noise": told.get("noise_deviation"),
+    }

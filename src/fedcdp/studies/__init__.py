@@ -1,0 +1,1 @@
+"""Studies: the demonstration, the paper's tables and figures, and speed measurements."""

@@ -1,0 +1,184 @@
+"""How a client step is timed: whole rounds of the simulator itself, cases taking turns.
+
+A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns,
+so that whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the
+most.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fedcdp.config.experiment import Experiment, MachineSettings, assemble
+from fedcdp.config.presets import preset
+from fedcdp.engine.runtime import wait
+from fedcdp.studies.bench.inputs import BenchData
+from fedcdp.training.rundir import Row
+from fedcdp.training.simulate import train_experiment
+
+Report = Callable[[str], None]
+
+# So long a training chooses its engine and chunk by measurement, as a real one does; only its first rounds are run.
+_ROUNDS_OF_A_LONG_TRAINING = 10_000
+_ROUNDS_A_VISIT = {"cuda": 3}  # where rounds are short beside what comes before them
+_MICRO = 1e6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time: a benchmark in the paper's setting, but for some changes."""
+
+    name: str
+    subject: BenchData
+    machine: MachineSettings
+    plan: dict[str, Any] = field(default_factory=dict)
+    clients: int = 1000
+    """Clients in all, K."""
+
+    def experiment(self, local_steps: int) -> Experiment:
+        """The long training whose first rounds are timed; nothing is evaluated in them."""
+        return assemble(
+            preset(self.subject.name),
+            {
+                "data": {"clients": self.clients},
+                "plan": self.plan | {"local_steps": local_steps, "rounds": _ROUNDS_OF_A_LONG_TRAINING},
+                "run": vars(self.machine) | {"evaluate_every": _ROUNDS_OF_A_LONG_TRAINING},
+            },
+        )
+
+    @property
+    def longest(self) -> int:
+        """The local steps of a round in the paper's setting, L."""
+        return int(preset(self.subject.name)["plan"]["local_steps"])
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One visit to a case: a warm-up round, and rounds that count."""
+
+    start_up: float
+    """Seconds from the settings to the end of the first round, less an ordinary round."""
+    rounds: list[float]
+    """Seconds of each round that counts."""
+    processor: list[float]
+    """Seconds of the CPU in each of them: what they would have taken, had nobody else been at work."""
+    peak_bytes: int | None
+    """Most memory held on a GPU at a time; None on a CPU, where only a process of its own can tell."""
+    trained_by: dict[str, Any]
+    """The engine that was used, and how many clients it trained at once."""
+
+
+def visit(case: Case, local_steps: int, rounds: int = 1) -> Visit:
+    """Train a case for a warm-up round and `rounds` more, everything included."""
+    device = torch.device(case.machine.device)
+    ends: list[float] = []
+    processor: list[float] = []
+
+    def note_end(_: Row) -> None:
+        wait(device)
+        ends.append(time.perf_counter())
+        processor.append(time.process_time())
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    experiment = case.experiment(local_steps)
+    run = train_experiment(experiment, None, splits=case.subject.splits, most_releases=1 + rounds, progress=note_end)
+    seconds, busy = ([after - before for before, after in pairwise(times)] for times in (ends, processor))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Visit(
+        max(0.0, ends[0] - started - statistics.median(seconds)),
+        seconds,
+        busy,
+        peak,
+        {"trained_by": run.engine, "chunk": run.chunk},
+    )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a case's rounds took."""
+
+    local_steps: int
+    client_steps: int
+    """Local iterations in one round, over all its clients."""
+    seconds: list[float]
+    processor: list[float]
+    start_up: float
+    peak_bytes: int | None
+    trained_by: dict[str, Any]
+
+    def figures(self) -> dict[str, Any]:
+        """Microseconds per client step, those of the CPU, and what they were measured over."""
+        return {
+            "us_per_client_step": spread([_MICRO * each / self.client_steps for each in self.seconds]),
+            "cpu_us_per_client_step": spread([_MICRO * each / self.client_steps for each in self.processor]),
+            "local_steps": self.local_steps,
+            "seconds_a_round": statistics.median(self.seconds),
+        } | self.trained_by
+
+
+def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report, fewest: int = 1) -> list[Timing]:
+    """Time cases in turn, `repeat` times each; all with the same number of local steps a round.
+
+    That is as many as make a round of the last case, the dearest, last about `seconds`, at least the `fewest` and at most
+    the paper's. A GPU is nobody else's meanwhile, and a program for it takes longer to compile than to time: there, a case
+    has all its rounds in one visit, with the paper's number of local steps.
+    """
+    if torch.device(cases[0].machine.device).type == "cuda":
+        return [_on_gpu(case, repeat, report) for case in cases]
+    local_steps = max(fewest, _steps_that_take(seconds, cases[-1], report))
+    visits: list[list[Visit]] = [[] for _ in cases]
+    for turn in range(repeat):
+        for case, seen in zip(cases, visits, strict=True):
+            report(f"{case.name} ({turn + 1} of {repeat})")
+            seen.append(visit(case, local_steps, _ROUNDS_A_VISIT.get(torch.device(case.machine.device).type, 1)))
+    return [_timing(case, local_steps, seen) for case, seen in zip(cases, visits, strict=True)]
+
+
+def _on_gpu(case: Case, repeat: int, report: Report) -> Timing:
+    report(case.name)
+    return _timing(case, case.longest, [visit(case, case.longest, rounds=repeat)])
+
+
+def _steps_that_take(seconds: float, case: Case, report: Report) -> int:
+    """How many local steps make a round last about `seconds`, at least one and at most the paper's."""
+    report(f"{case.name}: how long is a step?")
+    steps = 1
+    while True:
+        # What a round costs besides its steps weighs less the more there are, so that an estimate by few is too low.
+        afforded = max(1, min(case.longest, round(seconds / min(visit(case, steps).rounds) * steps)))
+        if afforded <= 2 * steps:
+            return afforded
+        steps = afforded
+
+
+def _timing(case: Case, local_steps: int, visits: list[Visit]) -> Timing:
+    peaks = [each.peak_bytes for each in visits if each.peak_bytes is not None]
+    return Timing(
+        local_steps,
+        case.experiment(local_steps).plan.per_round * local_steps,
+        [seconds for each in visits for seconds in each.rounds],
+        [seconds for each in visits for seconds in each.processor],
+        min(each.start_up for each in visits),
+        max(peaks) if peaks else None,
+        visits[-1].trained_by,
+    )
+
+
+def spread(samples: Sequence[float]) -> dict[str, Any]:
+    """The median of some samples with the least and the most, and the samples."""
+    rounded = [float(f"{each:.5g}") for each in samples]
+    return {"median": statistics.median(rounded), "least": min(rounded), "most": max(rounded), "samples": rounded}
+
+
+def ratio(samples: Sequence[float], of: Sequence[float]) -> dict[str, Any]:
+    """How many times as long: of the pairs that were measured one after the other."""
+    return spread([a / b for a, b in zip(samples, of, strict=True)])

@@ -1,0 +1,191 @@
+"""Tuning: the trainer and the number of clients at once with which a training is fastest on this machine.
+
+Which engine, and how many clients at once: measured on this machine, for the fastest differs from device to device.
+
+A measurement is remembered in the user's cache, under everything that it may depend on. What cannot be read there is
+ignored, and measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from fedcdp.config.experiment import EngineName
+from fedcdp.config.plan import Plan
+from fedcdp.engine.base import Engine
+from fedcdp.engine.batched import BatchedEngine
+from fedcdp.files.disk import user_cache, write_atomically
+from fedcdp.files.untrusted import MOST_SETTINGS, parse_json, read_bounded
+from fedcdp.methods import METHODS
+from fedcdp.training.compiled import Compiled
+from fedcdp.training.trainers import Examples, Kernel, Stepwise, Trainer, most_clients, refusal, usual_chunk
+
+_LOG = logging.getLogger("fedcdp")
+_LONG = 20_000  # client steps; a shorter training ends before a measurement has paid
+_WORTH_COMPILING = 60.0  # seconds of training; a program takes about twenty to compile
+_GAIN_OF_COMPILING = 0.55  # of the time, about; to compile a program only to measure it would take longer than it may save
+_WORTH_A_KERNEL = 20.0  # seconds of training; a kernel takes up to ten to compile
+_CHUNKS = {"cpu": (16, 8, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
+_RULES = 2  # counted up with changes that make old measurements worthless
+_WORSE = 1.1  # a chunk that is slower than the one before it by this factor ends the search in its direction
+
+
+Seconds = Callable[[Trainer, int], float]
+"""How long a local step of one client takes with this trainer and so many clients at once."""
+
+
+def choose_trainer(
+    plan: Plan,
+    engines: Mapping[str, Engine],
+    name: EngineName,
+    examples: Examples,
+    *,
+    chunk: int | None,
+    most: int,
+    seconds: Seconds,
+) -> tuple[Trainer, int]:
+    """The fastest trainer among those that `name` allows and, unless it is given, the fastest chunk of at most `most`."""
+
+    def stepwise(engine: str) -> Trainer:
+        return Stepwise(METHODS[plan.method], engines[engine], examples)
+
+    choice = _measured(plan, engines, examples, chunk, most, lambda engine, clients: seconds(stepwise(engine), clients))
+    engine = engines[choice.engine]
+    whole = choice.seconds * plan.rounds * plan.per_round * plan.local_steps
+    predicted = whole if examples.inputs.is_cuda and math.isfinite(whole) else 0.0
+    if isinstance(engine, BatchedEngine):
+        if name == "kernel" or (name == "auto" and predicted > _WORTH_A_KERNEL):
+            trainer = _kernel(plan, engine, examples, asked=name == "kernel")
+            equal = _equal_chunks(plan.per_round, chunk or most_clients(engine))
+            if trainer and (name == "kernel" or seconds(trainer, equal) <= choice.seconds * _GAIN_OF_COMPILING):
+                return trainer, equal
+        if name == "compiled" or (name == "auto" and predicted > _WORTH_COMPILING):
+            equal = _equal_chunks(plan.per_round, choice.chunk)
+            return Compiled(METHODS[plan.method], plan, engine, examples, equal), equal
+    return stepwise(choice.engine), choice.chunk
+
+
+def _kernel(plan: Plan, engine: Engine, examples: Examples, *, asked: bool) -> Kernel | None:
+    """The kernel, if it can carry out the training; a refusal is told where the kernel was asked for."""
+    reason = refusal(plan, engine, examples)
+    if reason:
+        _LOG.log(logging.WARNING if asked else logging.DEBUG, "the batched engine is used, not the kernel: %s", reason)
+        return None
+    return Kernel(METHODS[plan.method], plan, engine, examples)
+
+
+def _equal_chunks(clients: int, most: int) -> int:
+    """A number of clients at once that leaves little of the last chunk empty, where it is computed all the same."""
+    return math.ceil(clients / math.ceil(clients / most))
+
+
+def _measured(
+    plan: Plan,
+    engines: Mapping[str, Engine],
+    examples: Examples,
+    chunk: int | None,
+    most: int,
+    seconds: Callable[[str, int], float],
+) -> Choice:
+    """The fastest of the engines and the fastest chunk, remembered; a short training keeps to the usual ones."""
+    device, engine = examples.inputs.device, next(iter(engines))
+    usual = Choice(engine, chunk or usual_chunk(device, most))
+    chunks = [chunk] if chunk else chunks_up_to(min(most, plan.per_round), device)
+    if plan.rounds * plan.per_round * plan.local_steps < _LONG or len(engines) * len(chunks) == 1:
+        return usual
+    what = machine(device) | {
+        "network": str(engines[engine].model),
+        "example": [list(examples.inputs.shape[1:]), str(examples.inputs.dtype)],
+        "step": [plan.method, plan.batch_size, plan.slots, plan.clip_mode, plan.noise, plan.secure_noise, plan.momentum],
+        "precision": torch.get_float32_matmul_precision(),
+        "engines": list(engines),
+        "chunks": chunks,
+    }
+    found = remembered(what, lambda: fastest(engines, chunks, seconds))
+    return found if found.engine in engines and found.chunk in chunks else usual  # somebody may have edited the cache
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, how many clients it trains at once, and how long a local step of one of them then takes."""
+
+    engine: str
+    chunk: int
+    seconds: float = field(default=math.inf, compare=False)
+
+
+def fastest(engines: Iterable[str], chunks: Sequence[int], seconds: Callable[[str, int], float]) -> Choice:
+    """The choice with the least `seconds(engine, chunk)` a client.
+
+    Engines are compared at the first chunk; then, for the fastest engine, chunks from there up and from there down, for as
+    long as they do not get slower.
+    """
+    first, *others = chunks
+    times = {Choice(engine, first): seconds(engine, first) for engine in engines}
+    start = min(times, key=lambda choice: times[choice])
+    larger, smaller = sorted(c for c in others if c > first), sorted((c for c in others if c < first), reverse=True)
+    for direction in (larger, smaller):
+        last = times[start]
+        for chunk in direction:
+            choice = Choice(start.engine, chunk)
+            times[choice] = seconds(choice.engine, chunk)
+            if times[choice] > last * _WORSE:
+                break
+            last = times[choice]
+    best = min(times, key=lambda choice: times[choice])
+    return replace(best, seconds=times[best])
+
+
+def chunks_up_to(most: int, device: torch.device) -> list[int]:
+    """The numbers of clients at once that are worth trying, none above `most`; the one to begin with first."""
+    return list(dict.fromkeys(min(chunk, most) for chunk in _CHUNKS.get(device.type, _CHUNKS["cuda"])))
+
+
+def remembered(what: Mapping[str, object], measure: Callable[[], Choice]) -> Choice:
+    """The choice that was measured for `what` on this machine before, or one that is measured now."""
+    path = user_cache() / "engines" / f"{_digest(what)}.json"
+    choice = _read(path)
+    if choice is None:
+        choice = measure()
+        with suppress(OSError):
+            write_atomically(path, json.dumps(asdict(choice) | {"measured_for": what}, indent=1).encode())
+    return choice
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """What a measurement depends on besides the training: the device and the library."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"rules": _RULES, "device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def _read(path: Path) -> Choice | None:
+    try:
+        written = parse_json(read_bounded(path, MOST_SETTINGS))
+        choice = Choice(written["engine"], written["chunk"], float(written["seconds"]))
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+    known = choice.engine in get_args(EngineName) and type(choice.chunk) is int and choice.chunk > 0 and choice.seconds > 0
+    return choice if known else None
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _digest(what: Mapping[str, object]) -> str:
+    return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16).hexdigest()

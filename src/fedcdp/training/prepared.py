@@ -1,0 +1,136 @@
+"""An experiment made ready: data loaded and dealt out, the network built, each of them once for a command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from fedcdp.accounting.population import Population
+from fedcdp.config import consent
+from fedcdp.config.experiment import DEFAULT_DATASET, Experiment, assemble, read_toml
+from fedcdp.config.plan import Plan
+from fedcdp.config.presets import BENCHMARKS, Settings
+from fedcdp.data import load, load_file
+from fedcdp.data.dataset import Splits
+from fedcdp.data.partition import Federation, partition
+from fedcdp.errors import ModelError, PlanError, RunError
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build, mixing_layers, prepare
+from fedcdp.training.rundir import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a training needs: the plan, its clients, a network ready to be trained, and what an accountant must know."""
+
+    plan: Plan
+    federation: Federation
+    network: nn.Module
+    """A copy of the given one, in training mode."""
+    population: Population
+
+    @staticmethod
+    def of(model: nn.Module, federation: Federation, plan: Plan) -> Prepared:
+        """Check that the plan can train this network over this federation, and make it ready. The model is left as it is."""
+        plan.check_clients(federation.clients)
+        network = prepare(model, plan, "cpu")
+        if (mixing := mixing_layers(model)) and federation.smallest < plan.batch_size:
+            raise ModelError(
+                f"layer {mixing[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
+                f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
+            )
+        population = Population.of(federation, Layout.of(network), plan)
+        return Prepared(plan=plan, federation=federation, network=network, population=population)
+
+
+def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quiet: bool = False) -> Splits:
+    """Load the data of an experiment."""
+    settings = experiment.data
+    if settings.file is not None:
+        return load_file(
+            settings.file,
+            split_seed=settings.split_seed,
+            validation_fraction=settings.validation_fraction,
+            standardise=settings.standardise,
+        )
+    name = settings.dataset or DEFAULT_DATASET
+    return load(name, data_dir, split_seed=settings.split_seed, scaling=settings.scaling, quiet=quiet)
+
+
+def deal_out(experiment: Experiment, splits: Splits) -> Federation:
+    """Deal the data out to clients."""
+    settings = experiment.data
+    return partition(
+        splits,
+        clients=settings.clients,
+        scheme=settings.partition,
+        records=settings.records,
+        classes_per_client=settings.classes_per_client,
+        alpha=settings.alpha,
+        seed=experiment.plan.seed,
+    )
+
+
+def build_network(experiment: Experiment, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Build the network for inputs of some shape, initialised from the plan's seed."""
+    return build(experiment.model.network, shape, classes, experiment.model.activation, experiment.plan.seed)
+
+
+def network_of(experiment: Experiment, splits: Splits) -> nn.Module:
+    """Build the network for the data of an experiment."""
+    return build_network(experiment, splits.train.shape, splits.train.classes)
+
+
+def prepare_experiment(
+    experiment: Experiment, data_dir: Path | str | None = None, *, quiet: bool = False, splits: Splits | None = None
+) -> Prepared:
+    """Load the data, unless `splits` are given, deal them out and build the network."""
+    splits = splits or load_splits(experiment, data_dir, quiet)
+    return Prepared.of(network_of(experiment, splits), deal_out(experiment, splits), experiment.plan)
+
+
+def stored(directory: Path | str, given: Iterable[Settings] = ()) -> Experiment:
+    """The experiment of a run directory. Settings that are `given` again must agree, but for where it runs."""
+    run = RunDirectory(directory)
+    run.require()
+    written = read_toml(run.config)
+    experiment = assemble(written)
+    consent.require(experiment.model.network, run.config)
+    wanted = assemble(written, *given)
+    for section in ("data", "model", "plan"):
+        for name, value in vars(getattr(experiment, section)).items():
+            if (other := getattr(getattr(wanted, section), name)) != value:
+                raise RunError(f"{name}: the run in {run.path} was started with {value}, not {other}")
+    return wanted
+
+
+_LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3, "linear": 1, "oriented-gradients": 1}
+
+
+def population_of(
+    experiment: Experiment, records: int | None = None, copies: int | None = None, layers: int | None = None
+) -> Population:
+    """K, N_i, copies and layers as the settings say; what is given here wins, and what nothing says is asked for."""
+    data, plan = experiment.data, experiment.plan
+    if data.file is not None:
+        found = prepare_experiment(experiment).population
+        sizes = () if records else found.sizes
+        return Population(found.clients, records or found.records, copies or found.copies, layers or found.layers, sizes)
+    benchmark = BENCHMARKS.get(data.dataset or "")
+    if benchmark is None:
+        raise PlanError(f"dataset: {data.dataset!r} is not one of {', '.join(BENCHMARKS)}")
+    if layers is None:
+        layers = 1 if plan.clip_mode == "flat" else _LAYERS.get(experiment.model.network)
+    if layers is None:
+        raise PlanError(f"layers: say with --layers how many layers {experiment.model.network} has")
+    held = records or data.records
+    if data.partition == "full" and held in (None, benchmark.train):
+        return Population(data.clients, benchmark.train, copies or data.clients, layers)
+    if held is None:
+        held = benchmark.train // data.clients
+    if not 1 <= held <= benchmark.train:
+        raise PlanError(f"records: {held} is not allowed; {data.dataset} has {benchmark.train} to deal out")
+    return Population(data.clients, held, copies or -(-data.clients // (benchmark.train // held)), layers)

@@ -1,0 +1,160 @@
+"""Rounds of many virtual clients on one device.
+
+A round is four steps: choose the clients, train them locally (in chunks, so that memory is bounded), add up what they
+send, move the global model. Nothing carries over from round to round but the weights and a clip bound that follows a
+quantile: all randomness is derived from the seed and the round, so that a stopped run continues exactly where it was
+(under secure noise: as it might have).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fedcdp.config.plan import Plan
+from fedcdp.data.partition import Federation
+from fedcdp.engine.base import Batch, Engine
+from fedcdp.engine.frozen import through
+from fedcdp.engine.runtime import clients_within_budget, wait
+from fedcdp.files.tree import repeat
+from fedcdp.mechanism.noise import noise_of
+from fedcdp.mechanism.sampling import Draw, choose_records, choose_records_of_steps
+from fedcdp.methods import METHODS, Moment
+from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
+from fedcdp.training.evaluation import evaluate
+from fedcdp.training.rundir import Row, State
+from fedcdp.training.trainers import Examples, Stepwise, Trainer, usual_chunk
+
+_TIMED_STEPS = 2  # after as many to warm up
+
+
+class ClientData:
+    """The federation's data on the device, where they stay, and what clients draw from them. Only indices move."""
+
+    def __init__(self, federation: Federation, plan: Plan, device: torch.device, front: nn.Module | None = None) -> None:
+        """With `front`, the data are what those layers make of them."""
+        self.federation, self.plan, self.device = federation, plan, device
+        self.examples = Examples(through(front, federation.train.inputs, device), federation.train.targets.to(device))
+        self.validation = federation.validation
+        if front is not None and self.validation is not None:
+            self.validation = replace(self.validation, inputs=through(front, self.validation.inputs, device))
+        # What is drawn is as secret as the noise: nobody has the seed, not even a resumed run, which draws afresh. Twice the
+        # same records under fresh noise would be more than two releases of random ones.
+        self.draws = plan.but(seed=secrets.randbits(62)) if plan.secure_noise and plan.private else plan
+
+    def records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
+        """The records [clients, most], as places in the training data, and how many each has."""
+        table, sizes = self.federation.table(clients.numpy())
+        return torch.from_numpy(table).to(self.device), torch.from_numpy(sizes).to(self.device)
+
+    def draw(self, at: Moment, table: Tensor, sizes: Tensor) -> Draw:
+        """The records of all local steps [steps, clients, slots], as places in the training data."""
+        drawn = choose_records_of_steps(self.draws, at.clients, sizes, at.round)
+        return Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present)
+
+    def first_batch(self) -> Batch:
+        """What the first client would train on in its first step."""
+        table, sizes = self.records_of(torch.zeros(1, dtype=torch.int64))
+        width = min(self.plan.batch_size, int(sizes[0]))
+        everything = torch.ones(1, width, dtype=torch.bool, device=self.device)
+        return self.examples.batch(table[:, :width], everything)
+
+    def most_clients(self, model: nn.Module) -> int:
+        """How many clients of a network may be trained at once within the budget of memory."""
+        return clients_within_budget(model, self.examples.inputs[0], self.plan.slots, self.plan.per_example)
+
+
+class Simulator:
+    """Rounds of virtual clients, `chunk` of whom are trained at once."""
+
+    def __init__(self, data: ClientData, trainer: Trainer, chunk: int) -> None:
+        self.data, self.trainer, self.chunk = data, trainer, chunk
+        self.plan = data.plan
+        self.noise = noise_of(self.plan, self.engine.layout)
+
+    @staticmethod
+    def stepwise(data: ClientData, engine: Engine, chunk: int | None = None) -> Simulator:
+        """A simulator that takes one step after the other, as the methods write them: the reference, open to every tap."""
+        trainer = Stepwise(METHODS[data.plan.method], engine, data.examples)
+        return Simulator(data, trainer, chunk or usual_chunk(data.device, data.most_clients(engine.model)))
+
+    @property
+    def engine(self) -> Engine:
+        """What computes the gradients."""
+        return self.trainer.engine
+
+    def round(self, state: State, chosen: Tensor) -> State:
+        """One global round with the chosen clients: the state after it."""
+        method, plan = METHODS[self.plan.method], self.plan
+        received = Aggregate(state.weights, plan)
+        for clients in chosen.split(self.chunk) if len(chosen) else ():
+            table, sizes = self.data.records_of(clients)
+            at = self.moment(state, clients.to(self.data.device), sizes)
+            sent = self.trainer(state.weights, self.data.draw(at, table, sizes), at)
+            received.add(method.admit(sent.update, at), method.admit_count(sent, at))
+        nobody = torch.zeros(0, dtype=torch.int64, device=self.data.device)
+        at = self.moment(state, nobody, nobody)
+        weights = server_update(method, state.weights, received, at)
+        average = None if state.average is None else moving_average(state.average, weights, plan.ema)
+        return State(state.round + 1, weights, average, next_clip(method, received, at))
+
+    def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
+        """Where clients with so many records each are at the start of a round."""
+        expected = sizes.clamp(max=self.plan.batch_size)
+        return Moment(self.plan, self.engine, self.noise, state.round, clients, expected, current_clip=state.clip)
+
+    def measure(self, before: State, state: State, chosen: Tensor, every: int) -> Row:
+        """What is written of a round. In a private run nothing here comes from before the noise."""
+        row: Row = {"round": state.round}
+        if not self.plan.hides_cohort:
+            row["clients"] = len(chosen)
+        row["learning_rate"] = self.plan.learning_rate_at(before.round)
+        if self.plan.private:
+            row["clip"] = self.plan.clip_at(before.round, before.clip)
+        if state.round % every and state.round != self.plan.rounds:
+            return row
+        if self.data.validation is not None:
+            row |= evaluate(self.engine, state.average or state.weights, self.data.validation, self.data.device)
+        if not self.plan.private:
+            row["gradient_norm"] = self.gradient_norm(before, chosen)
+        return row
+
+    def gradient_norm(self, state: State, chosen: Tensor) -> float | None:
+        """The mean over the chosen clients of ‖∇‖₂ at the global model, ∇ the mean gradient of a client's first batch.
+
+        Raw gradients: to be shown only where a run claims no privacy. None where nobody was chosen, or where it is not
+        finite.
+        """
+        norms = []
+        # A trainer may hold more clients than their gradients leave room for.
+        at_once = min(self.chunk, self.data.most_clients(self.engine.model))
+        for clients in chosen.split(at_once) if len(chosen) else ():
+            table, sizes = self.data.records_of(clients)
+            at = self.moment(state, clients.to(self.data.device), sizes)
+            drawn = choose_records(self.data.draws, at.clients, sizes, state.round, 0)
+            batch = self.data.examples.batch(table.gather(1, drawn.positions), drawn.present)
+            total = self.engine.summed_gradients(repeat(state.weights, len(clients)), batch)
+            squares = sum(value.double().reshape(len(value), -1).square().sum(1) for value in total.values())
+            norms.append(torch.as_tensor(squares).sqrt() / at.expected_batch)
+        mean = float(torch.cat(norms).mean()) if norms else math.inf
+        return mean if math.isfinite(mean) else None
+
+    def seconds_a_client_step(self, state: State) -> float:
+        """How long a local step of one client takes when a chunk is trained: gradients, clip, noise and update."""
+        clients = torch.arange(self.chunk) % self.data.federation.clients
+        table, sizes = self.data.records_of(clients)
+        at = self.moment(state, clients.to(self.data.device), sizes)
+        draw = self.data.draw(at, table, sizes)
+        steps = min(_TIMED_STEPS, len(draw.positions))
+        some = Draw(draw.positions[:steps], draw.present[:steps])
+        self.trainer(state.weights, some, at)
+        wait(self.data.device)
+        started = time.perf_counter()
+        self.trainer(state.weights, some, at)
+        wait(self.data.device)
+        return (time.perf_counter() - started) / steps / self.chunk

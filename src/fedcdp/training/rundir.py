@@ -1,0 +1,248 @@
+"""Run directories: what a training run leaves on disk, written so that a crash at any point loses at most one round.
+
+```
+RUN/config.toml              what was run: enough to run it again
+RUN/metrics.jsonl            one line a round
+RUN/checkpoint.safetensors   the latest round's state
+RUN/model.safetensors        the trained model, once the run is done
+RUN/ledger.jsonl             what was released, and who took part: written before a release is used
+RUN/engine.json              what computes the gradients: a resumed run keeps to it, for another one rounds differently
+RUN/lock                     held by the process that is at work
+```
+
+The directory and what is in it are its owner's alone to read: with the seed in `config.toml`, noise can be subtracted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from fedcdp.errors import RunError, StorageError
+from fedcdp.files.disk import PARTIAL, PRIVATE, not_written, open_unlinked, sync_directory, write_atomically
+from fedcdp.files.tensors import MOST_TENSORS, load_tensors, read_about, save_tensors
+from fedcdp.files.tree import Tree
+from fedcdp.files.untrusted import MOST_LINES, parse_json, read_bounded
+
+Row = dict[str, Any]
+_MOST_ENGINE = 1000
+_NAME = re.compile("[a-z][a-z0-9_]{0,63}")
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a run needs to go on: what else is random is derived from the plan's seed and the round, or drawn anew."""
+
+    round: int
+    """Rounds that are done."""
+    weights: Tree
+    average: Tree | None
+    """The moving average of the global model, where the plan asks for one."""
+    clip: float | None = None
+    """The clip bound of the next round, where it follows a quantile."""
+
+
+class RunDirectory:
+    """One training run on disk. What cannot be read or written is said in a sentence.
+
+    A `RunError` is a directory that cannot be used as asked; a `StorageError`, one that could not be written to any more.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoint = self.path / "checkpoint.safetensors"
+        self.model = self.path / "model.safetensors"
+        self.ledger = self.path / "ledger.jsonl"
+        self.engine = self.path / "engine.json"
+        self._lock: IO[str] | None = None
+
+    def create(self, config: str) -> None:
+        """Start a new run; refuses a directory that holds anything but what a killed start left behind."""
+        with _said_in_a_sentence(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise RunError(f"{self.path} is a file; choose another name for the run directory")
+            self._require_nothing()
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self.locked():
+                self._require_nothing()  # of two that start at once, the other may have been here first
+                write_atomically(self.config, config.encode(), PRIVATE)
+                sync_directory(self.path.absolute().parent)
+
+    def _require_nothing(self) -> None:
+        if self.path.is_dir() and any(not _left_by_a_killed_start(each) for each in self.path.iterdir()):
+            raise RunError(f"{self.path} already exists; resume it with --resume, or choose another directory")
+
+    def require(self) -> None:
+        """Refuse a directory that is not a run's."""
+        try:
+            if not self.config.is_file():
+                raise RunError(f"{self.path} is not a run directory: it has no config.toml")
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for one process; the lock goes with the process, however it ends."""
+        with _said_in_a_sentence(self.path):
+            lock = os.fdopen(open_unlinked(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
+        with lock:
+            with _said_in_a_sentence(self.path):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise RunError(f"{self.path} is in use by another process") from None
+            self._lock = lock
+            try:
+                yield
+            finally:
+                self._lock = None
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Write in the middle of a run: whatever is in the way now was not when it began, so it is no fault of the input."""
+        try:
+            if self._lock and not os.path.samestat(os.fstat(self._lock.fileno()), (self.path / "lock").stat()):
+                raise StorageError(f"{self.path} was replaced by others while this run was at work")
+            yield
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
+    # The state -------------------------------------------------------------------------------------------------------
+
+    def save_state(self, state: State, plan: str) -> None:
+        """Replace the checkpoint by a newer one; `plan` says which plan it belongs to."""
+        tensors = {f"weights/{name}": value for name, value in state.weights.items()}
+        if state.average is not None:
+            tensors |= {f"average/{name}": value for name, value in state.average.items()}
+        about = {"format": "checkpoint-1", "round": state.round, "plan": plan}
+        if state.clip is not None:
+            about["clip"] = state.clip  # JSON keeps every digit
+        with self._at_work():
+            save_tensors(self.checkpoint, tensors, about, PRIVATE)
+
+    def save_model(self, model: Tree, rounds: int) -> None:
+        """Write the trained model."""
+        with self._at_work():
+            save_tensors(self.model, model, {"format": "model-1", "round": rounds}, PRIVATE)
+
+    def rounds_done(self) -> int:
+        """How many rounds the latest state says to have; its tensors are not read."""
+        if not self.checkpoint.exists():
+            return 0
+        return self._round_in(read_about(self.checkpoint, "checkpoint-1"))
+
+    def load_state(self, plan: str | None = None, most: int = MOST_TENSORS) -> State | None:
+        """The latest state, or None where the run did not finish a round; refuses that of another plan.
+
+        A checkpoint of more than `most` bytes is not read.
+        """
+        if not self.checkpoint.exists():
+            return None
+        tensors, about = load_tensors(self.checkpoint, "checkpoint-1", most)
+        if plan is not None and about.get("plan") != plan:
+            raise RunError(f"{self.checkpoint} belongs to another plan; resume a run with the plan that started it")
+        round_ = self._round_in(about)
+        if "clip" in about and not (type(about["clip"]) is float and 0 < about["clip"] < math.inf):
+            raise RunError(f"{self.checkpoint} holds a clip bound that is not a positive number")
+        parts: dict[str, Tree] = {"weights": {}, "average": {}}
+        for name, value in tensors.items():
+            part, _, parameter = name.partition("/")
+            parts.setdefault(part, {})[parameter] = value
+        return State(round_, parts["weights"], parts["average"] or None, about.get("clip"))
+
+    def _round_in(self, about: Mapping[str, Any]) -> int:
+        round_ = about.get("round")
+        if type(round_) is not int or not 0 <= round_ < 2**31:
+            raise RunError(f"{self.checkpoint} does not say how many rounds it has")
+        return round_
+
+    # What computes ---------------------------------------------------------------------------------------------------
+
+    def save_engine(self, device: str, engine: str, chunk: int) -> None:
+        """Keep what computes the gradients on a kind of device, and how many clients at once."""
+        with self._at_work():
+            kept = {"device": device, "engine": engine, "chunk": chunk}
+            write_atomically(self.engine, json.dumps(kept).encode() + b"\n", PRIVATE)
+
+    def load_engine(self, device: str) -> tuple[str, int] | None:
+        """What a run computed with on this kind of device, if that is known: a preference, not a part of the state."""
+        try:
+            kept = parse_json(read_bounded(self.engine, _MOST_ENGINE))
+            engine, chunk = kept["engine"], kept["chunk"]
+            known = kept["device"] == device and type(engine) is str and type(chunk) is int and chunk > 0
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return (engine, chunk) if known else None
+
+    # The metrics -----------------------------------------------------------------------------------------------------
+
+    def append_metrics(self, row: Row) -> None:
+        """Add one round's line; it is on the disk before the round's checkpoint is."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with self._at_work(), os.fdopen(open_unlinked(self.metrics, flags), "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read_metrics(self) -> list[Row]:
+        """All complete lines; a torn last line, left by a crash, is passed over."""
+        try:
+            lines = read_bounded(self.metrics, MOST_LINES).split(b"\n") if self.metrics.exists() else []
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        rows: list[Row] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line:
+                    rows.append(_as_row(line))
+            except ValueError:
+                if number != len(lines):
+                    raise RunError(f"{self.metrics}, line {number}, is damaged") from None
+        return rows
+
+    def forget_metrics_after(self, rounds: int) -> list[Row]:
+        """Drop the lines of rounds that the checkpoint does not have, so that they are not there twice."""
+        rows = [row for row in self.read_metrics() if row["round"] <= rounds]
+        if [row["round"] for row in rows] != list(range(1, rounds + 1)):
+            raise RunError(f"{self.metrics} does not have one line for each of the {rounds} rounds in the checkpoint")
+        with self._at_work():
+            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode(), PRIVATE)
+        return rows
+
+
+def _as_row(line: bytes) -> Row:
+    row = parse_json(line)
+    if not isinstance(row, dict) or type(row.get("round")) is not int or not 0 <= row["round"] < 2**31:
+        raise ValueError
+    if not all(_NAME.fullmatch(name) and _is_figure(value) for name, value in row.items()):
+        raise ValueError
+    return row
+
+
+def _left_by_a_killed_start(path: Path) -> bool:
+    return path.name == "lock" or path.name.endswith(PARTIAL)
+
+
+def _is_figure(value: object) -> bool:
+    """A number as this program writes one, or nothing where there is none."""
+    return value is None or (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
+
+
+@contextmanager
+def _said_in_a_sentence(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise not_written(path, error) from error
+    except UnicodeEncodeError:
+        raise RunError(f"{path} cannot be written: a setting holds a text that is not UTF-8") from None

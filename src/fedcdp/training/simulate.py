@@ -1,0 +1,399 @@
+"""The simulator: a whole training on one device, from a network and data to a `Run`.
+
+Four steps: prepare the network and the data, choose a trainer, open the run, and go round by round.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import nn
+
+from fedcdp.accounting.budget import Allows, Releases
+from fedcdp.accounting.ledger import Charge, Ledger
+from fedcdp.accounting.ledger import Noise as NoiseKind
+from fedcdp.accounting.population import Population
+from fedcdp.config import consent
+from fedcdp.config.experiment import EngineName, Experiment
+from fedcdp.config.plan import Plan
+from fedcdp.data.dataset import Splits
+from fedcdp.data.partition import Federation
+from fedcdp.engine import Loss, engines_for
+from fedcdp.engine.frozen import split
+from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
+from fedcdp.errors import ModelError, PlanError, RunError
+from fedcdp.files.tensors import check_tensors, size_of
+from fedcdp.files.tree import Tree
+from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.training.autotune import choose_trainer
+from fedcdp.training.evaluation import is_binary
+from fedcdp.training.prepared import Prepared, prepare_experiment
+from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.rundir import Row, RunDirectory, State
+
+if TYPE_CHECKING:
+    from fedcdp.accounting.statement import Mode, Privacy
+
+Progress = Callable[[Row], None]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A finished (or stopped) training run."""
+
+    plan: Plan
+    federation: Federation
+    model: nn.Module
+    """The trained network: the moving average where the plan asks for one."""
+    population: Population = field(repr=False)
+    """What the accountant must know of the federation and the network."""
+    metrics: list[Row] = field(repr=False)
+    seconds: float
+    """Time spent in this process."""
+    client_steps: int
+    """Local iterations of single clients computed in this process; where the cohort is hidden, those that were planned."""
+    charges: tuple[Charge, ...] = field(repr=False)
+    """Every release so far; under secure noise, a round that was repeated after a crash is there again."""
+    participations: NDArray[np.int64] = field(repr=False)
+    """In how many of them each client took part."""
+    directory: Path | None = None
+    engine: str = "functional"
+    """What computed the gradients in this process."""
+    chunk: int = 1
+    """How many clients it trained at once."""
+
+    @property
+    def releases(self) -> int:
+        """How many releases there were; under secure noise, a round that was repeated after a crash counts again."""
+        return len(self.charges)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are done."""
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy on the validation split after the last evaluated round."""
+        measured = [row["accuracy"] for row in self.metrics if row.get("accuracy") is not None]
+        return measured[-1] if measured else None
+
+    def privacy(self, mode: Mode = "tight") -> Privacy:
+        """ε against every adversary for what was released, and what the most-used client has spent of it."""
+        from fedcdp.accounting.statement import Usage, state
+
+        most_used = np.sort(self.participations)[::-1][: self.population.copies]
+        released = tuple(charge.round for charge in self.charges)
+        usage = Usage(released, tuple(int(count) for count in most_used))
+        return state(self.plan, self.population, mode=mode, rounds=released, usage=usage)
+
+    @property
+    def us_per_client_step(self) -> float | None:
+        """Microseconds per local iteration of one client, all included."""
+        return self.seconds / self.client_steps * 1e6 if self.client_steps else None
+
+
+def simulate(
+    model: nn.Module,
+    federation: Federation,
+    plan: Plan,
+    *,
+    rounds: int | None = None,
+    per_round: int | None = None,
+    loss: Loss = F.cross_entropy,
+    device: str | torch.device = "cpu",
+    engine: EngineName = "auto",
+    chunk: int | None = None,
+    tf32: bool = False,
+    evaluate_every: int = 1,
+    out: Path | str | None = None,
+    config: str | None = None,
+    resume: bool = False,
+    most_releases: int | None = None,
+    budget: Allows | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Train `model` over `federation` by `plan`; `rounds` and `per_round` override the plan's.
+
+    The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
+    every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
+    at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
+    bounded amount of memory, and a resumed one keeps to what it had. `tf32` lets a GPU round the factors of products to 10
+    bits, which is faster; norms, clipping and noise stay as they are. Training ends, with the model so
+    far, before there are more than `most_releases`, and before a round that `budget` does not allow after those released.
+    """
+    changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
+    return train(
+        Prepared.of(model, federation, plan.but(**changes) if changes else plan),
+        loss=loss,
+        device=device,
+        engine=engine,
+        chunk=chunk,
+        tf32=tf32,
+        evaluate_every=evaluate_every,
+        out=out,
+        config=config,
+        resume=resume,
+        most_releases=most_releases,
+        budget=budget,
+        progress=progress,
+    )
+
+
+def train(
+    prepared: Prepared,
+    *,
+    loss: Loss = F.cross_entropy,
+    device: str | torch.device = "cpu",
+    engine: EngineName = "auto",
+    chunk: int | None = None,
+    tf32: bool = False,
+    evaluate_every: int = 1,
+    out: Path | str | None = None,
+    config: str | None = None,
+    resume: bool = False,
+    most_releases: int | None = None,
+    budget: Allows | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Train what is prepared; the rest as for `simulate`. What was prepared is left as it is."""
+    if chunk is not None and chunk < 1:
+        raise PlanError(f"chunk: {chunk} is not allowed; it must be at least 1")
+    if evaluate_every < 1:
+        raise PlanError(f"evaluate_every: {evaluate_every} is not allowed; it must be at least 1")
+    device = usable_device(device)
+    directory = None if out is None else RunDirectory(out)
+    if resume and directory:
+        engine, chunk = _kept_engine(directory, device, engine, chunk)
+    with deferred_interrupts(), products(tf32):
+        network = copy.deepcopy(prepared.network).to(device)
+        simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
+        with _opened(prepared, simulator, fresh, directory=directory, config=config, resume=resume) as (state, releases):
+            return _rounds(
+                prepared,
+                simulator,
+                network,
+                state,
+                directory=directory,
+                releases=releases,
+                budget=budget if most_releases is None else _at_most(most_releases, budget),
+                every=evaluate_every,
+                progress=progress,
+            )
+
+
+def train_experiment(
+    experiment: Experiment,
+    out: Path | str | None,
+    *,
+    resume: bool = False,
+    data_dir: Path | str | None = None,
+    quiet: bool = False,
+    most_releases: int | None = None,
+    budget: Allows | None = None,
+    progress: Progress | None = None,
+    splits: Splits | None = None,
+    prepared: Prepared | None = None,
+) -> Run:
+    """Run an experiment into a directory (None: in memory only), on what is loaded or `prepared` already, if it is."""
+    consent.remember(experiment.model.network)
+    machine = experiment.run
+    return train(
+        prepared or prepare_experiment(experiment, data_dir, quiet=quiet, splits=splits),
+        device=machine.device,
+        engine=machine.engine,
+        chunk=machine.chunk,
+        tf32=machine.tf32,
+        evaluate_every=machine.evaluate_every,
+        out=out,
+        config=experiment.to_toml(),
+        resume=resume,
+        most_releases=most_releases,
+        budget=budget,
+        progress=progress,
+    )
+
+
+def begin(
+    prepared: Prepared,
+    network: nn.Module,
+    *,
+    device: torch.device,
+    loss: Loss,
+    engine: EngineName = "auto",
+    chunk: int | None = None,
+    per_example: bool | None = None,
+) -> tuple[Simulator, State]:
+    """The simulator with the fastest trainer that `engine` and `chunk` allow, and the state before the first round.
+
+    Refuses a network that cannot be trained, or (`per_example`, by default as the plan needs) differentiated.
+    """
+    plan, federation = prepared.plan, prepared.federation
+    weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+    for name, value in weights.items():
+        if not torch.isfinite(value).all():
+            raise ModelError(f"{name} holds a weight that is not finite; nothing can be trained from there")
+    front, trained = split(network, federation.train.inputs, device)
+    engines = engines_for(trained, loss, engine)
+    data = ClientData(federation, plan, device, front)
+    first = next(iter(engines.values()))
+    first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
+    # Not a single example, which BatchNorm does not take; the first client, which is tried, need not hold every class.
+    _check_outputs(first.outputs(weights, data.first_batch().inputs[0]), federation.train.classes, loss)
+    state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
+    trainer, at_once = choose_trainer(
+        plan,
+        engines,
+        engine,
+        data.examples,
+        chunk=chunk,
+        most=data.most_clients(first.model),
+        seconds=lambda trainer, clients: Simulator(data, trainer, clients).seconds_a_client_step(state),
+    )
+    return Simulator(data, trainer, at_once), state
+
+
+@contextmanager
+def _opened(
+    prepared: Prepared,
+    simulator: Simulator,
+    fresh: State,
+    *,
+    directory: RunDirectory | None,
+    config: str | None,
+    resume: bool,
+) -> Iterator[tuple[State, Releases]]:
+    """The state from which a run goes on, and what it has released: from its directory, which stays locked, or fresh."""
+    plan, clients = prepared.plan, prepared.federation.clients
+    if directory is None:
+        yield fresh, Releases(clients)
+        return
+    if resume:
+        directory.require()
+    else:
+        directory.create(_config_of_python(plan, prepared.federation) if config is None else config)
+    with directory.locked():
+        if resume and (stored := directory.load_state(plan.digest(), size_of(fresh.weights))) is not None:
+            for tree in (stored.weights, stored.average or stored.weights):
+                check_tensors(directory.checkpoint, tree, fresh.weights)
+            if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
+                raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
+            fresh = stored
+        noise: NoiseKind = "secure" if plan.secure_noise else "seeded"
+        ledger = Ledger.of_run(directory.ledger, plan, prepared.population, noise, fresh.round)
+        computing = (simulator.trainer.name, simulator.chunk)
+        if directory.load_engine(simulator.data.device.type) != computing:
+            directory.save_engine(simulator.data.device.type, *computing)
+        yield fresh, Releases(clients, ledger)
+
+
+@deferred_interrupts()
+def _rounds(
+    prepared: Prepared,
+    simulator: Simulator,
+    network: nn.Module,
+    state: State,
+    *,
+    directory: RunDirectory | None,
+    releases: Releases,
+    budget: Allows | None,
+    every: int,
+    progress: Progress | None,
+) -> Run:
+    """All rounds that are left, each charged before it begins and kept on disk before the next one does.
+
+    Ctrl-C ends them between two local steps.
+    """
+    started, steps = time.perf_counter(), 0
+    plan, data = prepared.plan, simulator.data
+    metrics = directory.forget_metrics_after(state.round) if directory else []
+    state = _to(state, data.device)
+    while state.round < plan.rounds and releases.may_go_on(state.round, budget):
+        round_started = time.perf_counter()
+        before = state
+        chosen = choose_clients(data.draws, data.federation.clients, state.round)
+        releases.charge(state.round, chosen, plan.clip_at(state.round, state.clip) if plan.private else 0.0)
+        state = simulator.round(state, torch.from_numpy(chosen))
+        steps += (plan.per_round if plan.hides_cohort else len(chosen)) * plan.local_steps
+        row = simulator.measure(before, state, torch.from_numpy(chosen), every)
+        wait(data.device)
+        if not plan.hides_cohort:  # how long a round took tells how many clients it had
+            row["seconds"] = round(time.perf_counter() - round_started, 4)
+        metrics.append(row)
+        if directory:
+            directory.append_metrics(row)
+            directory.save_state(state, plan.digest())
+        if progress:
+            progress(row)
+    network.load_state_dict(state.average or state.weights, strict=False)
+    if directory:
+        directory.save_model(network.state_dict(), state.round)
+    return Run(
+        plan=plan,
+        federation=prepared.federation,
+        model=network,
+        population=prepared.population,
+        metrics=metrics,
+        seconds=time.perf_counter() - started,
+        client_steps=steps,
+        charges=tuple(releases.charges),
+        participations=releases.participations,
+        directory=directory.path if directory else None,
+        engine=simulator.trainer.name,
+        chunk=simulator.chunk,
+    )
+
+
+def _at_most(releases: int, budget: Allows | None) -> Allows:
+    return lambda rounds: len(rounds) <= releases and (budget is None or budget(rounds))
+
+
+def _check_outputs(outputs: torch.Tensor, classes: int, loss: Loss) -> None:
+    """Refuse a network that cannot name some class."""
+    if is_binary(outputs) and classes == 2 and loss is not F.cross_entropy:
+        return
+    if outputs.dim() != 2 or outputs.shape[-1] < classes:
+        found = "x".join(map(str, outputs.shape[1:])) or "1"
+        needed = "it needs one for each" + (", or a single one and a binary loss" if classes == 2 else "")
+        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; {needed}")
+
+
+def _kept_engine(
+    directory: RunDirectory, device: torch.device, engine: EngineName, chunk: int | None
+) -> tuple[EngineName, int | None]:
+    """What a run computed with before it was stopped, where nothing else is asked for: other chunks round otherwise."""
+    kept = directory.load_engine(device.type)
+    names = {name: name for name in get_args(EngineName)}
+    if kept is None or kept[0] not in names or engine not in ("auto", kept[0]):
+        return engine, chunk
+    return names[kept[0]], chunk or kept[1]
+
+
+def _config_of_python(plan: Plan, federation: Federation) -> str:
+    """What is written of a run whose network and data came from Python: no command can build them again."""
+    import tomli_w
+
+    written = tomli_w.dumps({"python": federation.describe(), "plan": plan.written()})
+    return f"# network and data came from Python\n{written}"
+
+
+def _missing(state: State) -> list[bool]:
+    return [part is None for part in (state.average, state.clip)]
+
+
+def _to(state: State, device: torch.device) -> State:
+    def moved(tree: Tree) -> Tree:
+        return {name: value.to(device) for name, value in tree.items()}
+
+    average = None if state.average is None else moved(state.average)
+    return replace(state, weights=moved(state.weights), average=average)
