@@ -87,7 +87,7 @@ def test_the_deviation_of_a_steps_sum_by_convention(convention, sampling, expect
 @pytest.mark.parametrize(("convention", "sampling", "expected"), CONVENTIONS)
 def test_a_step_carries_that_noise_when_its_batch_is_empty(convention, sampling, expected):
     plan = plan_of(noise=convention, record_sampling=sampling)
-    total = METHODS["fed-cdp"].gradient_sum(weights_for(2), batch_of([[False], [False]]), moment(plan, [5, 6]))
+    total = METHODS["fed-cdp"].gradient_sum(weights_for(2), batch_of([[False], [False]]), moment(plan, [5, 6])).total
     assert_deviation(flat(total), expected)
 
 
@@ -99,10 +99,12 @@ def test_a_step_carries_the_same_noise_whatever_the_batch(convention, sampling, 
     batch = batch_of([[True] * BATCH, [True] + [False] * (BATCH - 1), [False] * BATCH])
     silent = moment(plan.but(noise_multiplier=0.0), [5, 6, 7])
     method = METHODS["fed-cdp"]
-    noise = flat(method.gradient_sum(weights_for(3), batch, at)) - flat(method.gradient_sum(weights_for(3), batch, silent))
+    noise = flat(method.gradient_sum(weights_for(3), batch, at).total) - flat(
+        method.gradient_sum(weights_for(3), batch, silent).total
+    )
     for of_client in noise:
         assert_deviation(of_client, expected)
-    alone = method.gradient_sum(weights_for(1), batch_of([[False] * BATCH]), moment(plan, [5], tap=at.tap))
+    alone = method.gradient_sum(weights_for(1), batch_of([[False] * BATCH]), moment(plan, [5], tap=at.tap)).total
     np.testing.assert_allclose(noise[0], flat(alone)[0], atol=1e-4)
 
 
@@ -123,7 +125,7 @@ def test_the_noise_is_divided_by_the_expected_batch_not_the_real_one(tapped):
 def test_under_a_decaying_bound_the_noise_shrinks_with_it_or_stays_at_that_of_the_first_round(follows, expected, convention):
     plan = plan_of(method="fed-cdp-decay", clip="linear(6, 2)", rounds=5, noise_follows_clip=follows, noise=convention)
     factor = {"example": math.sqrt(3 * BATCH), "batch": 1.0, "cohort": 1 / PLANNED}[convention]
-    total = METHODS["fed-cdp-decay"].gradient_sum(weights_for(1), batch_of([[False]]), moment(plan, [5], round=4))
+    total = METHODS["fed-cdp-decay"].gradient_sum(weights_for(1), batch_of([[False]]), moment(plan, [5], round=4)).total
     assert_deviation(flat(total), expected * factor)
 
 
@@ -291,8 +293,10 @@ def test_the_deviation_scales_the_noise():
 def test_one_draw_for_the_sum_and_one_for_each_slot_have_the_same_distribution():
     plan = plan_of(noise="example")
     empty = batch_of([[False]] * 4)
-    summed = METHODS["fed-cdp"].gradient_sum(weights_for(4), empty, moment(plan, [1, 2, 3, 4]))
-    one_by_one = METHODS["fed-cdp"].gradient_sum(weights_for(4), empty, moment(plan, [1, 2, 3, 4], tap=lambda *_: None))
+    summed = METHODS["fed-cdp"].gradient_sum(weights_for(4), empty, moment(plan, [1, 2, 3, 4])).total
+    one_by_one = (
+        METHODS["fed-cdp"].gradient_sum(weights_for(4), empty, moment(plan, [1, 2, 3, 4], tap=lambda *_: None)).total
+    )
     left, right = flat(summed).ravel(), flat(one_by_one).ravel()
     assert_deviation(left, SIGMA * BOUND * math.sqrt(3 * BATCH))
     assert_deviation(right, SIGMA * BOUND * math.sqrt(3 * BATCH))

@@ -165,7 +165,7 @@ def test_the_sum_of_a_step_is_distributed_as_under_one_draw() -> None:
     at = _moment(engine, noise, plan)
     clipped = LAYOUT.flatten(engine.clipped_sum(weights, batch, at.groups, at.clip_bound), 1)[0].double()
     for kind in (engine, NoisedExamples(engine)):
-        steps = [FedCDP().gradient_sum(weights, batch, _moment(kind, noise, plan)) for _ in range(60)]
+        steps = [FedCDP().gradient_sum(weights, batch, _moment(kind, noise, plan)).total for _ in range(60)]
         sums = torch.stack([LAYOUT.flatten(step, 1)[0].double() for step in steps])
         rest, promised = sums - clipped, 0.5 * 4.0 * math.sqrt(plan.slots)
         values = rest.numel()

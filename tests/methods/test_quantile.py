@@ -27,7 +27,7 @@ from fedcdp.files.tree import Tree
 from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.methods import METHODS, Moment, take_part
 from fedcdp.methods.aggregation import Aggregate, next_clip
-from fedcdp.methods.quantile import count_examples, indicators
+from fedcdp.methods.quantile import clip_rule, count_examples, indicators
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.simulate import simulate
 
@@ -199,7 +199,7 @@ def test_nothing_is_counted_without_a_quantile_or_without_privacy(small):
         at = Moment(plan, engine, noise, 0, torch.tensor([1]), torch.tensor([3]))
         sent = take_part(METHODS[plan.method], weights, [batch], at)
         assert sent.count is None
-        assert METHODS[plan.method].admit_count(sent, at) is None
+        assert clip_rule(plan).admitted(sent, at) is None
 
 
 # The server ----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def received(plan: Plan, counts: list[list[float]]) -> Aggregate:
 @pytest.mark.parametrize("counts", [[[0.7, -0.4, 1.2]], [[0.7], [-0.4, 1.2]], [[0.1]], []])
 def test_the_bound_moves_by_the_planned_number_whoever_took_part(counts):
     plan = plan_of(clip="quantile(0.3, 1)", quantile_rate=0.4)
-    found = next_clip(METHODS["fed-cdp"], received(plan, counts), moment(plan, 0, current_clip=2.0))
+    found = next_clip(received(plan, counts), moment(plan, 0, current_clip=2.0))
     total = sum(sum(chunk) for chunk in counts)
     assert found == pytest.approx(2.0 * math.exp(-0.4 * (0.5 + total / 6 - 0.3)))
 
@@ -226,7 +226,7 @@ def test_fed_sdp_noises_the_sum_once_at_the_server_also_when_nobody_came():
     plan = plan_of(method="fed-sdp", clip="quantile(0.5, 1)", quantile_rate=1.0, quantile_noise=2.0)
     noise = SeededNoise(plan.seed, ENGINE.layout).for_server_count(0, torch.device("cpu"), 2.0)
     for counts in ([], [[0.5, -0.5]]):
-        found = next_clip(METHODS["fed-sdp"], received(plan, counts), moment(plan, 0, current_clip=1.0))
+        found = next_clip(received(plan, counts), moment(plan, 0, current_clip=1.0))
         assert found == pytest.approx(math.exp(-noise / 3))
 
 
@@ -234,7 +234,7 @@ def test_how_clients_are_grouped_changes_no_bit_of_the_bound():
     counts = np.random.default_rng(1).normal(size=50).tolist()
     plan = plan_of()
     groups = [[counts], [counts[:7], counts[7:]], [[count] for count in counts], [counts[::-1]]]
-    bounds = {next_clip(METHODS["fed-cdp"], received(plan, chunks), moment(plan, 0)) for chunks in groups}
+    bounds = {next_clip(received(plan, chunks), moment(plan, 0)) for chunks in groups}
     assert len(bounds) == 1
 
 

@@ -22,13 +22,18 @@ from fedcdp.files.tree import Group, Tree, masked
 _TINY = torch.finfo(torch.float32).tiny
 
 
+def sensitivity(bound: float, groups: int) -> float:
+    """C·√M: the largest L2 norm of one whole entry that is clipped at C in each of M groups.
+
+    That is the distance between the sums of two neighbouring batches when an entry is zeroed out. The noise of a release,
+    its accounting and the admission of updates all take it from here.
+    """
+    return bound * math.sqrt(groups)
+
+
 @dataclass(frozen=True)
 class Clipped:
-    """Clipped gradients or updates, and what one of them can change at most.
-
-    `sensitivity` is the largest L2 norm of one whole entry over all its groups, C·√M: the distance between the sums of
-    two neighbouring batches when an entry is zeroed out.
-    """
+    """Clipped gradients or updates, and what one of them can change at most (`sensitivity`)."""
 
     values: Tree
     sensitivity: float
@@ -77,4 +82,4 @@ def clip(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tens
             value = gradients[name]
             scaled = value * factor.view(factor.shape + (1,) * (value.dim() - factor.dim())).to(value.dtype)
             clipped[name] = masked(scaled, factors.usable)
-    return Clipped(clipped, bound * math.sqrt(len(groups)))
+    return Clipped(clipped, sensitivity(bound, len(groups)))

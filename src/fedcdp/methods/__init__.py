@@ -1,11 +1,12 @@
 """The methods, one file each: pure functions that the simulator and a deployment share."""
 
 from fedcdp.config.plan import MethodName
-from fedcdp.methods.base import Local, Method, Moment, Sent, leave, take_part, train_locally
+from fedcdp.methods.base import GradientSum, Local, Method, Moment, Sent
 from fedcdp.methods.dssgd import DSSGD
 from fedcdp.methods.fedcdp import FedCDP, NoisedExamples
 from fedcdp.methods.fedsdp import FedSDP
 from fedcdp.methods.nonprivate import NonPrivate
+from fedcdp.methods.participation import leave, take_part, train_locally
 
 METHODS: dict[MethodName, Method] = {
     "nonprivate": NonPrivate(),
@@ -20,6 +21,7 @@ __all__ = [
     "METHODS",
     "FedCDP",
     "FedSDP",
+    "GradientSum",
     "Local",
     "Method",
     "Moment",

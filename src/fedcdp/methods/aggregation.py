@@ -15,6 +15,7 @@ from torch import Tensor
 from fedcdp.config.plan import Plan
 from fedcdp.files.tree import Tree, combine
 from fedcdp.methods.base import Method, Moment
+from fedcdp.methods.quantile import clip_rule
 
 
 class Aggregate:
@@ -59,17 +60,9 @@ def server_update(method: Method, weights: Tree, received: Aggregate, at: Moment
     return {name: (value.double() + step * total[name]).to(value.dtype) for name, value in weights.items()}
 
 
-def next_clip(method: Method, received: Aggregate, at: Moment) -> float | None:
-    """The next round's clip bound, where it follows a quantile γ: C · exp(−η · (share within C − γ)).
-
-    The share is ½ + (Σ indicators, sanitised) / their planned number. What is missing (clients that dropped out, clients
-    with fewer than B records, records that could not be used) counts as half within, and draws the share towards ½.
-    """
-    if at.plan.quantile is None:
-        return None
-    total = method.sanitise_count(received.total_count(), at)
-    within = 0.5 + total / method.planned_count(at.plan)
-    return at.plan.quantile.moved(at.clip_bound, within, at.plan.quantile_rate)
+def next_clip(received: Aggregate, at: Moment) -> float | None:
+    """The next round's clip bound, where it follows a quantile (`quantile`)."""
+    return clip_rule(at.plan).next_bound(received.total_count(), at)
 
 
 def moving_average(average: Tree, weights: Tree, kept: float) -> Tree:

@@ -7,14 +7,14 @@ length one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.files.tree import Tree, combine, repeat
+from fedcdp.files.tree import Tree, combine
 from fedcdp.mechanism.noise import Noise, deviation_of_step_sum
 from fedcdp.mechanism.pruning import keep_largest
 
@@ -92,20 +92,30 @@ class Sent:
     """The sum of their indicators, where the clip bound follows a quantile and they are the ones to count."""
 
 
+@dataclass(frozen=True)
+class GradientSum:
+    """The sum of the gradients of one local step [clients, ...]."""
+
+    total: Tree
+    count: Tensor | None = None
+    """The noised sum of the indicators [clients], where the clip bound follows a quantile and this step counts."""
+
+
 class Method(ABC):
     """A federated training method. Subclasses override what they do differently."""
 
     @abstractmethod
-    def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> Tree:
+    def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> GradientSum:
         """The sum of a step's gradients as the method lets local training use them."""
 
     def local_step(self, local: Local, batch: Batch, at: Moment) -> Local:
         """One local iteration: W ← W − η·v, with v the batch mean, or its running sum under momentum."""
-        total, count = self.counted_sum(local.weights, batch, at)
-        mean = {name: value / _column(at.expected_batch, value) for name, value in total.items()}
+        summed = self.gradient_sum(local.weights, batch, at)
+        mean = {name: value / _column(at.expected_batch, value) for name, value in summed.total.items()}
         velocity = mean if local.velocity is None else combine(mean, local.velocity, at.plan.momentum)
         weights = combine(local.weights, velocity, -at.learning_rate)
-        return Local(weights, velocity if at.plan.momentum else None, local.count if count is None else count)
+        count = local.count if summed.count is None else summed.count
+        return Local(weights, velocity if at.plan.momentum else None, count)
 
     def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
         """The update that leaves a client, ΔW_i(t) = W_i(t)_L − W(t): sanitised first, then pruned, never the reverse."""
@@ -129,54 +139,6 @@ class Method(ABC):
     def sanitise_sum(self, total: Tree, at: Moment) -> Tree:  # noqa: ARG002
         """What the server does to the sum of the updates before it uses it."""
         return total
-
-    # A clip bound that follows a quantile: the counts that go beside gradients, updates and their sum (`quantile`) -----
-
-    def counted_sum(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
-        """`gradient_sum`, and the noised sum of indicators [clients] if the method clips here."""
-        return self.gradient_sum(weights, batch, at), None
-
-    def release_count(self, before: Tree, local: Local, at: Moment) -> Tensor | None:  # noqa: ARG002
-        """The noised indicators that leave a client beside its update."""
-        return local.count
-
-    def admit_count(self, sent: Sent, at: Moment) -> Tensor | None:  # noqa: ARG002
-        """The indicators that the server adds up."""
-        return sent.count
-
-    def sanitise_count(self, total: float, at: Moment) -> float:  # noqa: ARG002
-        """What the server does to their sum before it uses it."""
-        return total
-
-    def planned_count(self, plan: Plan) -> int:
-        """How many indicators a round is planned to have, by which their sum is divided whatever came."""
-        return plan.per_round
-
-
-def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Sent:
-    """L local iterations of every client from the global weights W(t), and what then leaves them."""
-    before = repeat(weights, len(at.clients))
-    local = Local(before)
-    for step, batch in enumerate(batches):
-        now = replace(at, step=step)
-        now.show("local-weights", local.weights)
-        local = method.local_step(local, batch, now)
-    return leave(method, before, local, at)
-
-
-def leave(method: Method, before: Tree, local: Local, at: Moment) -> Sent:
-    """What leaves clients after their local steps."""
-    sent = Sent(method.release(before, local.weights, at), method.release_count(before, local, at))
-    at.show("type0", sent.update)
-    if sent.count is not None:
-        for reader in ("type1-count", "type0-count"):
-            at.show(reader, {"within": sent.count})
-    return sent
-
-
-def train_locally(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Tree:
-    """`take_part`, for those who look at the updates [clients, ...] alone."""
-    return take_part(method, weights, batches, at).update
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:

@@ -16,14 +16,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Batch, Engine
 from fedcdp.errors import DefectError
 from fedcdp.files.tree import Group, Tree
 from fedcdp.mechanism.clipping import clip
 from fedcdp.mechanism.noise import noised
-from fedcdp.methods.base import Method, Moment
-from fedcdp.methods.quantile import count_examples, indicators
+from fedcdp.methods.base import GradientSum, Method, Moment
+from fedcdp.methods.quantile import count_examples, counts_examples, indicators
 
 
 class FedCDP(Method):
@@ -38,29 +37,20 @@ class FedCDP(Method):
     and whose noise follows the same convention (`quantile.count_examples`).
     """
 
-    def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> Tree:
-        """The sum of a step's sanitised gradients."""
-        return self.counted_sum(weights, batch, at)[0]
-
-    def counted_sum(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
+    def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> GradientSum:
         """The sum of a step's sanitised gradients; in the first step, also of the indicators of a quantile clip."""
-        counted = at.plan.quantile is not None and at.step == 0
         if isinstance(at.engine, NoisedExamples):  # somebody may read along on this client: lines 6-14 inside the engine
-            released, within = at.engine.released(weights, batch, at, counted)
+            released, within = at.engine.released(weights, batch, at)
             at.show("type2", released)
             if within is not None:
                 at.show("type2-count", {"within": within})
-            return _sum(released), None if within is None else within.sum(1)
-        if at.tap is None and not counted:  # nobody looks at a single example: lines 6-12 at once, then line 14
-            return _noised(at.engine.clipped_sum(weights, batch, at.groups, at.clip_bound), at), None
+            return GradientSum(_sum(released), None if within is None else within.sum(1))
+        if at.tap is None and not counts_examples(at):  # nobody looks at a single example: lines 6-12 at once, then line 14
+            return GradientSum(_noised(at.engine.clipped_sum(weights, batch, at.groups, at.clip_bound), at))
         gradients = at.engine.per_example_gradients(weights, batch)  # lines 6-7
-        count = count_examples(gradients, batch.present, at) if counted else None
+        count = count_examples(gradients, batch.present, at) if counts_examples(at) else None
         clipped = clip(gradients, at.groups, at.clip_bound, batch.present).values  # lines 8-12
-        return _noised_sum(clipped, at), count
-
-    def planned_count(self, plan: Plan) -> int:
-        """K_t batches of B examples."""
-        return plan.per_round * plan.batch_size
+        return GradientSum(_noised_sum(clipped, at), count)
 
 
 def _noised_sum(clipped: Tree, at: Moment) -> Tree:
@@ -94,11 +84,11 @@ class NoisedExamples:
         self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss
         self.outputs, self.check = engine.outputs, engine.check
 
-    def released(self, weights: Tree, batch: Batch, at: Moment, counted: bool) -> tuple[Tree, Tensor | None]:
-        """Lines 6 to 14 of Algorithm 2: the noised gradients [clients, slots, ...]; if `counted`, noised indicators, too."""
+    def released(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
+        """Lines 6 to 14 of Algorithm 2: noised gradients [clients, slots, ...], and noised indicators where they count."""
         gradients = self._engine.per_example_gradients(weights, batch)
         within = None
-        if counted:
+        if counts_examples(at):
             within = at.noise.for_indicators(at.round, at.clients, at.plan.slots, at.plan.quantile_noise)
             within[:, : batch.present.shape[1]] += indicators(gradients, batch.present, at)
         return noise_each(clip(gradients, at.groups, at.clip_bound, batch.present).values, at), within

@@ -7,14 +7,12 @@ text means.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from fedcdp.files.tree import Tree, combine
+from fedcdp.files.tree import Tree
 from fedcdp.mechanism.clipping import clip
 from fedcdp.mechanism.noise import noised
-from fedcdp.methods.base import Local, Moment, Sent
+from fedcdp.methods.base import Moment
 from fedcdp.methods.nonprivate import NonPrivate
-from fedcdp.methods.quantile import count_clients
 
 
 class FedSDP(NonPrivate):
@@ -24,7 +22,8 @@ class FedSDP(NonPrivate):
     carries N(0, (σC)²) a coordinate: once if the server adds it, once for each client if the clients do. With noise at
     the server, the server and whoever reads the wire see raw updates. Gradients inside local training are always raw.
 
-    If the bound follows a quantile, each client's indicator (sensitivity ½) is counted and noised where its update is.
+    If the bound follows a quantile, each client's indicator (sensitivity ½) is counted and noised where its update is
+    (`quantile`).
     """
 
     def sanitise_update(self, update: Tree, at: Moment) -> Tree:
@@ -44,25 +43,6 @@ class FedSDP(NonPrivate):
             return total
         noise = at.noise.for_server(at.round, at.clients.device, at.noise_scale)
         return noised(total, noise)  # line 15
-
-    def release_count(self, before: Tree, local: Local, at: Moment) -> Tensor | None:
-        """Noise at the client: each sends its own indicator, noised."""
-        if at.plan.quantile is None or at.plan.noise_at == "server":
-            return None
-        noise = at.noise.for_count(at.round, at.clients, at.plan.quantile_noise)
-        return count_clients(combine(local.weights, before, -1.0), at) + noise
-
-    def admit_count(self, sent: Sent, at: Moment) -> Tensor | None:
-        """Noise at the server: it counts the raw updates that it received."""
-        if at.plan.quantile is None or at.plan.noise_at == "client":
-            return sent.count
-        return count_clients(sent.update, at)
-
-    def sanitise_count(self, total: float, at: Moment) -> float:
-        """Noise at the server: once on the sum, whoever took part."""
-        if at.plan.noise_at == "client":
-            return total
-        return total + at.noise.for_server_count(at.round, at.clients.device, at.plan.quantile_noise)
 
 
 def _clip_clients(update: Tree, at: Moment) -> Tree:

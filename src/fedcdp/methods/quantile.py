@@ -1,9 +1,9 @@
-"""What a clip bound that follows a quantile learns from (Andrew et al., "Differentially private learning with adaptive
-clipping", NeurIPS 2021).
+"""How the clip bound of the next round is found: by a schedule, or by following a quantile of the norms, privately (Andrew
+et al., "Differentially private learning with adaptive clipping", NeurIPS 2021).
 
 The paper suggests the median norm as the bound. Computed as it is, it depends on the data, and no finite ε holds. Here an
 example (Fed-CDP, in the first local step of a round) or a client (Fed-SDP) says only whether it lay within the bound, and
-under noise; `server.next_clip` moves the bound by the noised sum.
+under noise. The noised sum moves the bound: C · exp(−η · (share within C − γ)).
 """
 
 from __future__ import annotations
@@ -11,10 +11,90 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedcdp.files.tree import Tree, masked
+from fedcdp.config.plan import Plan
+from fedcdp.files.tree import Tree, combine, masked
 from fedcdp.mechanism.clipping import group_norms
 from fedcdp.mechanism.noise import deviation_of_count
-from fedcdp.methods.base import Moment
+from fedcdp.methods.base import Local, Moment, Sent
+
+
+def clip_rule(plan: Plan) -> ClipRule:
+    """The rule of a plan: who counts, who adds the noise, and how many indicators a round is planned to have."""
+    if plan.quantile is None:
+        return ClipRule()
+    if plan.per_example:
+        return ExamplesCount()
+    return ClientsCount() if plan.noise_at == "client" else ServerCounts()
+
+
+class ClipRule:
+    """A bound that is scheduled: nobody counts anything."""
+
+    def leaving(self, before: Tree, local: Local, at: Moment) -> Tensor | None:  # noqa: ARG002
+        """The noised indicators that leave clients beside their updates [clients]."""
+        return None
+
+    def admitted(self, sent: Sent, at: Moment) -> Tensor | None:  # noqa: ARG002
+        """The indicators that the server adds up [clients]."""
+        return sent.count
+
+    def sanitised(self, total: float, at: Moment) -> float:  # noqa: ARG002
+        """Their sum, as the server uses it."""
+        return total
+
+    def planned(self, plan: Plan) -> int:
+        """How many indicators a round is planned to have, by which their sum is divided whatever came."""
+        return plan.per_round
+
+    def next_bound(self, total: float, at: Moment) -> float | None:
+        """The next round's clip bound, of the sum of the admitted indicators; None where it is scheduled.
+
+        The share within the bound is ½ + (Σ indicators, sanitised) / their planned number. What is missing (clients that
+        dropped out, clients with fewer than B records, records that could not be used) counts as half within, and draws the
+        share towards ½.
+        """
+        if at.plan.quantile is None:
+            return None
+        within = 0.5 + self.sanitised(total, at) / self.planned(at.plan)
+        return at.plan.quantile.moved(at.clip_bound, within, at.plan.quantile_rate)
+
+
+class ExamplesCount(ClipRule):
+    """Fed-CDP: the examples of a round's first local step say whether they lay within, noised as their gradients are."""
+
+    def leaving(self, before: Tree, local: Local, at: Moment) -> Tensor | None:  # noqa: ARG002
+        """What the first local step counted."""
+        return local.count
+
+    def planned(self, plan: Plan) -> int:
+        """K_t batches of B examples."""
+        return plan.per_round * plan.batch_size
+
+
+class ClientsCount(ClipRule):
+    """Fed-SDP with noise at the client: each sends its own indicator, noised."""
+
+    def leaving(self, before: Tree, local: Local, at: Moment) -> Tensor:
+        """The indicator of each client's raw update, noised."""
+        noise = at.noise.for_count(at.round, at.clients, at.plan.quantile_noise)
+        return count_clients(combine(local.weights, before, -1.0), at) + noise
+
+
+class ServerCounts(ClipRule):
+    """Fed-SDP with noise at the server: it counts the raw updates that it received, and noises the sum."""
+
+    def admitted(self, sent: Sent, at: Moment) -> Tensor:
+        """The indicator of each received update."""
+        return count_clients(sent.update, at)
+
+    def sanitised(self, total: float, at: Moment) -> float:
+        """Noise once on the sum, whoever took part."""
+        return total + at.noise.for_server_count(at.round, at.clients.device, at.plan.quantile_noise)
+
+
+def counts_examples(at: Moment) -> bool:
+    """Whether the examples of this local step are counted."""
+    return at.plan.per_example and at.plan.quantile is not None and at.step == 0
 
 
 def indicators(values: Tree, present: Tensor, at: Moment) -> Tensor:

@@ -26,6 +26,7 @@ from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import Draw, choose_records, choose_records_of_steps
 from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
+from fedcdp.methods.quantile import clip_rule
 from fedcdp.training.evaluation import evaluate
 from fedcdp.training.rundir import Row, State
 from fedcdp.training.trainers import Examples, Stepwise, Trainer, usual_chunk
@@ -96,12 +97,12 @@ class Simulator:
             table, sizes = self.data.records_of(clients)
             at = self.moment(state, clients.to(self.data.device), sizes)
             sent = self.trainer(state.weights, self.data.draw(at, table, sizes), at)
-            received.add(method.admit(sent.update, at), method.admit_count(sent, at))
+            received.add(method.admit(sent.update, at), clip_rule(plan).admitted(sent, at))
         nobody = torch.zeros(0, dtype=torch.int64, device=self.data.device)
         at = self.moment(state, nobody, nobody)
         weights = server_update(method, state.weights, received, at)
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
-        return State(state.round + 1, weights, average, next_clip(method, received, at))
+        return State(state.round + 1, weights, average, next_clip(received, at))
 
     def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
         """Where clients with so many records each are at the start of a round."""

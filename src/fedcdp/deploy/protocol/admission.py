@@ -32,6 +32,7 @@ from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.messages import Update
 from fedcdp.errors import WireError
 from fedcdp.files.tree import Layout, Tree
+from fedcdp.mechanism.clipping import sensitivity
 from fedcdp.mechanism.noise import deviation_of_count, deviation_of_step_sum
 
 _TAIL = math.sqrt(2 * math.log(2e9))  # deviations that a Gaussian exceeds with a chance of 1e-9 at most
@@ -56,7 +57,7 @@ def largest_norm(plan: Plan, layout: Layout, asked: Round, smallest_records: int
     """The largest norm that an update of this plan has, but for a chance of 1e-9; infinite where there is no bound."""
     if not plan.private or (plan.method == "fed-sdp" and plan.noise_at == "server"):
         return math.inf
-    together = plan.clip_at(asked.number, asked.clip) * math.sqrt(len(layout.groups(plan.clip_mode)))
+    together = sensitivity(plan.clip_at(asked.number, asked.clip), len(layout.groups(plan.clip_mode)))
     # The norm of d Gaussians exceeds √d + t with a chance of at most exp(−t²/2).
     spread = math.sqrt(layout.size) + _TAIL
     if plan.method == "fed-sdp":

@@ -39,6 +39,7 @@ from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS, Moment, Sent
 from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
+from fedcdp.methods.quantile import clip_rule
 from fedcdp.models.networks import prepare
 from fedcdp.training.rundir import State
 
@@ -244,11 +245,11 @@ class PlanStrategy(Strategy):
                 None if sent.count is None else torch.tensor([sent.count], dtype=torch.float64),
             )
             at = self._moment(torch.tensor([number]))
-            received.add(method.admit(one.update, at), method.admit_count(one, at))
+            received.add(method.admit(one.update, at), clip_rule(at.plan).admitted(one, at))
         at = self._moment(torch.zeros(0, dtype=torch.int64))
         weights = server_update(method, state.weights, received, at)
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
-        return State(state.round + 1, weights, average, next_clip(method, received, at))
+        return State(state.round + 1, weights, average, next_clip(received, at))
 
     def _moment(self, clients: torch.Tensor) -> Moment:
         """What the server's functions may depend on; how many records a client has is none of it."""

@@ -19,7 +19,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.mechanism.noise import Noise
-from fedcdp.methods import METHODS, FedCDP, FedSDP, Moment
+from fedcdp.methods import METHODS, FedCDP, FedSDP, GradientSum, Moment
 
 TENSORS = ("0.weight", "0.bias", "2.weight", "2.bias")
 
@@ -73,8 +73,8 @@ class Forgetful(FedCDP):
     def __init__(self, tensor: str, share: float = 0.0) -> None:
         self.tensor, self.share = tensor, share
 
-    def counted_sum(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
-        return super().counted_sum(weights, batch, holed(at, self.tensor, self.share))
+    def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> GradientSum:
+        return super().gradient_sum(weights, batch, holed(at, self.tensor, self.share))
 
 
 class ForgetfulServer(FedSDP):

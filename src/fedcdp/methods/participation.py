@@ -1,0 +1,37 @@
+"""One participation: the local training of some clients in a round, and what then leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fedcdp.engine.base import Batch
+from fedcdp.files.tree import Tree, repeat
+from fedcdp.methods.base import Local, Method, Moment, Sent
+from fedcdp.methods.quantile import clip_rule
+
+
+def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Sent:
+    """L local iterations of every client from the global weights W(t), and what then leaves them."""
+    before = repeat(weights, len(at.clients))
+    local = Local(before)
+    for step, batch in enumerate(batches):
+        now = replace(at, step=step)
+        now.show("local-weights", local.weights)
+        local = method.local_step(local, batch, now)
+    return leave(method, before, local, at)
+
+
+def leave(method: Method, before: Tree, local: Local, at: Moment) -> Sent:
+    """What leaves clients after their local steps."""
+    sent = Sent(method.release(before, local.weights, at), clip_rule(at.plan).leaving(before, local, at))
+    at.show("type0", sent.update)
+    if sent.count is not None:
+        for reader in ("type1-count", "type0-count"):
+            at.show(reader, {"within": sent.count})
+    return sent
+
+
+def train_locally(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Tree:
+    """`take_part`, for those who look at the updates [clients, ...] alone."""
+    return take_part(method, weights, batches, at).update
