@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedcdp.accounting.adversaries import View
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Mode, epsilon_after
-from fedcdp.accounting.views import View, views
+from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 

@@ -17,6 +17,7 @@ from scipy.stats import binom, poisson
 
 from fedcdp.accounting.population import Population
 from fedcdp.config.plan import Plan
+from fedcdp.mechanism.clipping import sensitivity
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Mechanism:
 
     def z(self, sigma: float) -> float:
         """z of an ordinary step."""
-        return sigma * self.weight / math.sqrt(self.layers)
+        return sigma * self.weight / sensitivity(1.0, self.layers)
 
     def first_z(self, sigma: float) -> float:
         """z of a round's first step."""

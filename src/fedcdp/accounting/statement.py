@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fedcdp.accounting import paper, pld, rdp
+from fedcdp.accounting.adversaries import View, noise_multipliers
 from fedcdp.accounting.mechanisms import Release
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.views import View, noise_multipliers, views
+from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 

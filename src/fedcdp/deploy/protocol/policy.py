@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from fedcdp.accounting.views import Adversary
+from fedcdp.accounting.adversaries import Adversary
 from fedcdp.config.plan import MethodName, Plan
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
 from fedcdp.deploy.protocol.grant import (

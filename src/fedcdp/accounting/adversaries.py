@@ -1,0 +1,114 @@
+"""Who sees what: the adversaries of the threat model, and what each is shown over the rounds of a training.
+
+| adversary | reads |
+| --- | --- |
+| `example` (type-2) | every example's gradient as the method releases it inside local training, and whose it is |
+| `update` (type-1) | a client's update before it leaves |
+| `server` (type-0) | every client's update as received |
+| `model` | the global model after every round, and nothing else |
+
+Units: a `record`, a `client` (all of its records), and `unique`: one person whose record is stored at several clients.
+Relations: `zero-out` (the unit's contribution is replaced by nothing) and `replace-one` (by another's).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fedcdp.accounting.mechanisms import Gaussian, Release, repeated, sequence
+from fedcdp.config.plan import Plan
+
+Adversary = Literal["server", "update", "example", "model"]
+Unit = Literal["record", "client", "unique"]
+Relation = Literal["zero-out", "replace-one"]
+
+# A clip bound that decays under noise that stays gives every round its own noise multiplier. Multipliers are rounded down to
+# at most this many values, so that a long run composes few distinct releases. Rounding down makes the printed ε larger.
+_DISTINCT = 24
+_DISTINCT_GAUSSIANS = 4096  # Gaussian releases add up in closed form
+
+
+@dataclass(frozen=True)
+class View:
+    """What one adversary sees of one unit in one round, as a function of the round's noise multiplier σ_t = noise / C_t."""
+
+    adversary: Adversary
+    unit: Unit
+    relation: Relation
+    assumption: str
+    a_priori: Callable[[float], Release]
+    """Over the choice of the round's clients."""
+    taken: Callable[[float], Release]
+    """If the unit is known to take part."""
+    hidden: bool = False
+    """Whether `a_priori` rests on nobody knowing who took part, so that it is also what a round has cost."""
+    participation: Callable[[float], Release] | None = None
+    """One participation of one client, where `taken` is that of several."""
+    at_once: int = 1
+    """How many clients that hold the unit may take part in one round."""
+    fallback: View | None = None
+    """A row that holds as well; the smaller ε of the two is printed."""
+    others: tuple[View, ...] = ()
+    """The same row for clients that hold other numbers of records; the largest ε of all is printed."""
+
+    def before(self, multipliers: Iterable[float]) -> Release:
+        """All that rounds with these noise multipliers will show, before it is known who takes part."""
+        return _over_rounds(self.a_priori, Counter(multipliers))
+
+    def worst(self, multipliers: Iterable[float]) -> Release:
+        """The same if the unit takes part in every round."""
+        return _over_rounds(self.taken, Counter(multipliers))
+
+    def used(self, multipliers: Iterable[float], participations: int) -> Release:
+        """What so many participations have shown: those with the least noise, as it is not said which they were."""
+        if self.hidden:
+            return self.before(multipliers)
+        counted, left = Counter[float](), participations
+        for sigma, rounds in sorted(Counter(multipliers).items()):
+            counted[sigma] = min(left, rounds * self.at_once)
+            left -= counted[sigma]
+        return _over_rounds(self.participation or self.taken, counted)
+
+
+def noise_multipliers(plan: Plan, rounds: int | Iterable[int] | None = None) -> list[float]:
+    """σ_t, noise over the clip bound, of each released round.
+
+    `rounds` lists the released rounds, and a round that was released twice stands there twice. A number stands for the
+    first so many rounds; the default is all rounds of the plan. A round beyond the plan counts as the costliest.
+    """
+    rounds = plan.rounds if rounds is None else rounds
+    released = range(rounds) if isinstance(rounds, int) else list(rounds)
+    if plan.noise_follows_clip:
+        return [plan.noise_multiplier] * len(released)
+    of_round = [plan.noise_scale_at(t) / plan.clip_at(t) for t in range(plan.rounds)]
+    return [of_round[t] if t < plan.rounds else min(of_round) for t in released]
+
+
+def _over_rounds(release: Callable[[float], Release], counted: Counter[float]) -> Release:
+    """The releases of all rounds, one after the other; `counted` holds how many rounds have each noise multiplier."""
+    counted = +counted  # without the multipliers of no round
+    if not counted:
+        return sequence([])
+    gaussian = isinstance(release(next(iter(counted))), Gaussian)
+    few = _rounded_down(counted, _DISTINCT_GAUSSIANS if gaussian else _DISTINCT)
+    return sequence([repeated(release(sigma), times) for sigma, times in few.items()])
+
+
+def _rounded_down(counted: Counter[float], most: int) -> Counter[float]:
+    """The same counts with at most `most` distinct multipliers: each is rounded down to a step of a geometric ladder."""
+    if len(counted) <= most:
+        return counted
+    values = np.array(list(counted))
+    least, largest = values.min(), values.max()
+    step = np.log(largest / least) / most
+    rungs = np.minimum(np.floor(np.log(values / least) / step), most - 1)
+    rounded = np.minimum(least * np.exp(rungs * step), values)
+    few = Counter[float]()
+    for value, times in zip(rounded.tolist(), counted.values(), strict=True):
+        few[value] += times
+    return few
