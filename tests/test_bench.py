@@ -259,7 +259,6 @@ def test_opacus_trains_the_same_mechanism(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_picture_shows_growth_and_peers_and_refuses_to_show_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     figure = spread([1.0, 2.0])
     growth = [{"along": "per_round", "per_round": n, "batch_size": 5, "us_per_client_step": figure} for n in (100, 200)]
     peer = [{"task": "t", "who": who, "mechanism": "fed-cdp", "us_per_client_step": figure} for who in ("fedcdp", "other")]
@@ -268,6 +267,21 @@ def test_the_picture_shows_growth_and_peers_and_refuses_to_show_nothing(tmp_path
     assert (tmp_path / "pictures" / "speed.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RunError, match="nothing to draw"):
         plot_speed({"machine": MACHINE, "sections": {}}, tmp_path / "none.png")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    sentence = "--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'"
+    out = tmp_path / "speed.json"
+    done = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "speed.png"), "--out", str(out)])
+    assert str(done.exception) == sentence
+    assert isinstance(done.exception, FedcdpError)
+    assert not out.exists()
+    with pytest.raises(RunError) as caught:
+        plot_speed({"machine": MACHINE, "sections": {}}, tmp_path / "speed.png")
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize(
