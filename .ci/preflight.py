@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = "2.13.0"  # the version of torch whose sizes these are, on Linux x86-64
-DOWNLOAD, INSTALLED = "2.8 GB", "5.4 GB"
-DOWNLOAD_CPU, INSTALLED_CPU = "0.3 GB", "1.4 GB"
+DOWNLOAD, INSTALLED = "2.8 GB", "5.2 GB"
+DOWNLOAD_CPU, INSTALLED_CPU = "0.3 GB", "1.2 GB"
 CPU = "https://download.pytorch.org/whl/cpu"
 CHOICES = "https://pytorch.org/get-started/locally/"
 

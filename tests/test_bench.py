@@ -21,7 +21,7 @@ from fedcdp.cli.program import app
 from fedcdp.config.experiment import EngineName, MachineSettings
 from fedcdp.data.dataset import Splits
 from fedcdp.errors import FedcdpError, ModelError, RunError
-from fedcdp.studies.bench import peak_memory, peers, sections, timing
+from fedcdp.studies.bench import inputs, peak_memory, peers, sections
 from fedcdp.studies.bench.inputs import BenchData, synthetic
 from fedcdp.studies.bench.peers import Contestant, contest
 from fedcdp.studies.bench.result_file import BenchResults, read
@@ -62,9 +62,9 @@ def test_synthetic_inputs_are_as_many_and_of_the_shape_that_the_preset_needs(nam
 
 
 def test_files_at_hand_are_used_and_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "synthetic", lambda name: f"random {name}")
-    assert sections.subject("mnist", tmp_path) == "random mnist"
-    assert sections.subject("cancer").data == "real"
+    monkeypatch.setattr(inputs, "synthetic", lambda name: f"random {name}")
+    assert inputs.subject("mnist", tmp_path) == "random mnist"
+    assert inputs.subject("cancer").data == "real"
 
 
 def test_the_papers_table_has_a_figure_for_every_dataset_and_method() -> None:
@@ -127,7 +127,7 @@ def bench(cancer: BenchData, monkeypatch: pytest.MonkeyPatch) -> sections.Bench:
     small = cancer.splits.train.take(torch.arange(120))
     subject = BenchData("cancer", Splits("cancer", small, small, None, ""), "synthetic")
     monkeypatch.setattr(sections, "_loaded", lambda *_: subject)
-    monkeypatch.setattr(timing, "peak_mib", lambda *_: {"peak_mib": 1.0})
+    monkeypatch.setattr(peak_memory, "peak_mib", lambda *_: {"peak_mib": 1.0})
     monkeypatch.setattr(sections, "CLIENTS", ((2, 2), (50, 2)))
     monkeypatch.setattr(sections, "PER_ROUND", (2, 3))
     monkeypatch.setattr(sections, "BATCH_SIZE", (1, 2))
@@ -258,7 +258,6 @@ def test_opacus_trains_the_same_mechanism(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_picture_shows_growth_and_peers_and_refuses_to_show_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     figure = spread([1.0, 2.0])
     growth = [{"along": "per_round", "per_round": n, "batch_size": 5, "us_per_client_step": figure} for n in (100, 200)]
     peer = [{"task": "t", "who": who, "mechanism": "fed-cdp", "us_per_client_step": figure} for who in ("fedcdp", "other")]
@@ -267,6 +266,21 @@ def test_the_picture_shows_growth_and_peers_and_refuses_to_show_nothing(tmp_path
     assert (tmp_path / "pictures" / "speed.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RunError, match="nothing to draw"):
         plot_speed({"machine": MACHINE, "sections": {}}, tmp_path / "none.png")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    sentence = "--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'"
+    out = tmp_path / "speed.json"
+    done = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "speed.png"), "--out", str(out)])
+    assert str(done.exception) == sentence
+    assert isinstance(done.exception, FedcdpError)
+    assert not out.exists()
+    with pytest.raises(RunError) as caught:
+        plot_speed({"machine": MACHINE, "sections": {}}, tmp_path / "speed.png")
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize(

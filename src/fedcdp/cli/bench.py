@@ -160,7 +160,7 @@ def _require_plotting(target: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise PlanError("--plot: this needs matplotlib; install it with pip install matplotlib") from None
+        raise PlanError("--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'") from None
     if target.suffix not in (".png", ".pdf", ".svg"):
         raise RunError(f"--plot: {target} must end with .png, .pdf or .svg")
 

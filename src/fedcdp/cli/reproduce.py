@@ -178,7 +178,11 @@ def _write(table: Table, place: Place, results: TableResults) -> list[dict[str, 
                 row["epsilon"] = epsilons(table.cells[name])
     made = sections(table, results.cells)
     results.write(made)
-    pictures = draw(table, results.cells, place)
+    try:
+        pictures = draw(table, results.cells, place)
+    except ImportError:
+        pictures = []
+        terminal.note(f"{table.name}.png was not drawn: this needs matplotlib; install it with pip install 'fedcdp[report]'")
     results.write_beside(".md", page(table, results.cells, made, pictures).encode())
     return made
 

@@ -76,7 +76,7 @@ def steps(name: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]
 
 def note(sentence: str) -> None:
     """One line that a reader should not miss."""
-    console.print(f"note: {sentence}", style="yellow")
+    console.print(f"note: {sentence}", style="yellow", markup=False)
 
 
 def table(title: str, rows: dict[str, str]) -> None:

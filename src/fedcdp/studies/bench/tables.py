@@ -173,7 +173,10 @@ _OURS, _OTHERS = "#1b6ca8", "#b5b5b5"
 
 def plot_speed(content: dict[str, Any], target: Path) -> None:
     """Draw what is there of a result file's growth and peers; the form follows the file's ending."""
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which looks for a screen
+    except ImportError:
+        raise RunError("--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'") from None
 
     sections = content["sections"]
     growth = [row for row in sections.get("growth", []) if row["along"] == "per_round"]

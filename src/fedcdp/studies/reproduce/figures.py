@@ -25,14 +25,11 @@ _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 300)
 
 
 def draw(table: Table, cells: Cells, place: Place) -> list[str]:
-    """Draw what can be drawn of a table; the names of the pictures. Without matplotlib, curves are not drawn."""
+    """Draw what can be drawn of a table; the names of the pictures. Curves need matplotlib: without it, an ImportError."""
     maker = _PICTURES.get(table.name)
     if maker is None or not cells:
         return []
-    try:
-        picture = maker(table, cells, place)
-    except ImportError:
-        return []
+    picture = maker(table, cells, place)
     name = f"{table.name}.png"
     if picture is None:
         return [name] if (place.out / name).exists() else []
