@@ -91,7 +91,7 @@ types: .venv/.installed
 	$(BIN)/mypy
 
 security: .venv/.installed
-	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml src benchmarks tools .ci
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml src benchmarks examples tools .ci
 
 # Known vulnerabilities of what is pinned; asks a public service, so it is no part of CI. A package that it cannot be asked
 # about fails.
