@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from fedcdp.config import plan as plan_module
 from fedcdp.config.plan import Plan
 from fedcdp.config.schedules import Quantile, Schedule, constant, cosine, exponential, linear, proportional, quantile
 from fedcdp.errors import PlanError
@@ -299,3 +302,19 @@ def test_a_schedule_may_be_given_as_an_object():
     plan = Plan(clip=linear(3, 1), learning_rate=constant(0.1))
     assert isinstance(plan.clip, Schedule)
     assert plan.written()["clip"] == "linear(3, 1)"
+
+
+def test_the_constructor_takes_every_field_and_says_what_may_be_given() -> None:
+    """The signature that type checkers see is written out; it must not lag behind the fields."""
+    (plan,) = (
+        node for node in ast.parse(Path(plan_module.__file__).read_text()).body if getattr(node, "name", "") == "Plan"
+    )
+    assert isinstance(plan, ast.ClassDef)
+    (seen,) = (node for node in ast.walk(plan) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    accepted = {each.arg: ast.unparse(each.annotation) for each in seen.args.kwonlyargs if each.annotation}
+    held = {each.name: str(each.type) for each in dataclasses.fields(Plan)}
+    assert list(accepted) == list(held)
+    wider = {name for name in held if accepted[name] != held[name]}
+    assert wider == {"clip", "learning_rate", "slots"}
+    for name in wider:
+        assert set(held[name].split(" | ")) <= set(accepted[name].split(" | "))

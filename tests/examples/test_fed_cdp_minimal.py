@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fedcdp import Federation, Plan, partition, simulate
+from fedcdp.files.tree import Layout
 from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.mechanism.sampling import choose_clients, choose_records
-from fedcdp.files.tree import Layout
 
 SOURCE = Path(__file__).parents[2] / "examples" / "fed_cdp_minimal.py"
 SIZES = [9, 2, 6, 7]  # one client holds fewer records than a batch

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fedcdp.config.fields import check_types, option
 from fedcdp.config.schedules import Quantile, Schedule, as_bound, as_schedule
@@ -89,6 +89,41 @@ class Plan:
 
     privacy: ClassVar[Callable[..., Any]]
     """`plan.privacy(federation)`: the privacy statement; the package attaches `accounting.budget.privacy_of_plan` here."""
+
+    if TYPE_CHECKING:  # what may be given; the fields above say what a plan then holds
+
+        def __init__(
+            self,
+            *,
+            method: MethodName = ...,
+            rounds: int = ...,
+            per_round: int = ...,
+            local_steps: int = ...,
+            batch_size: int = ...,
+            clip: Schedule | Quantile | str | float | None = ...,
+            clip_mode: ClipMode = ...,
+            noise_multiplier: float = ...,
+            noise: NoiseConvention = ...,
+            noise_at: NoisePlacement = ...,
+            noise_follows_clip: bool = ...,
+            quantile_noise: float = ...,
+            quantile_rate: float = ...,
+            client_sampling: ClientSampling = ...,
+            record_sampling: RecordSampling = ...,
+            slots: int | None = ...,
+            learning_rate: Schedule | str | float = ...,
+            server_learning_rate: float = ...,
+            momentum: float = ...,
+            ema: float = ...,
+            aggregation: Aggregation = ...,
+            compression: float = ...,
+            share_fraction: float = ...,
+            secure_aggregation: bool = ...,
+            delta: float = ...,
+            secure_noise: bool = ...,
+            noise_generator: NoiseGenerator = ...,
+            seed: int = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         check_types(self)
