@@ -21,12 +21,11 @@ from fedcdp.cli.program import app
 from fedcdp.config.experiment import EngineName, MachineSettings
 from fedcdp.data.dataset import Splits
 from fedcdp.errors import FedcdpError, ModelError, RunError
-from fedcdp.studies.bench import inputs, peak_memory, peers, sections
-from fedcdp.studies.bench.inputs import BenchData, synthetic
+from fedcdp.studies.bench import peak_memory, peers, sections, timing
 from fedcdp.studies.bench.peers import Contestant, contest
 from fedcdp.studies.bench.result_file import BenchResults, read
 from fedcdp.studies.bench.tables import DATASETS, METHODS, markdown, plot_speed, printed_ms
-from fedcdp.studies.bench.timing import Case, Visit, compare, ratio, spread, visit
+from fedcdp.studies.bench.timing import BenchData, Case, Visit, compare, ratio, spread, synthetic, visit
 from fedcdp.training.prepared import deal_out, network_of
 
 ON_CPU = MachineSettings(chunk=4, engine="functional")  # nothing to be tuned
@@ -62,9 +61,9 @@ def test_synthetic_inputs_are_as_many_and_of_the_shape_that_the_preset_needs(nam
 
 
 def test_files_at_hand_are_used_and_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "synthetic", lambda name: f"random {name}")
-    assert inputs.subject("mnist", tmp_path) == "random mnist"
-    assert inputs.subject("cancer").data == "real"
+    monkeypatch.setattr(timing, "synthetic", lambda name: f"random {name}")
+    assert timing.subject("mnist", tmp_path) == "random mnist"
+    assert timing.subject("cancer").data == "real"
 
 
 def test_the_papers_table_has_a_figure_for_every_dataset_and_method() -> None:

@@ -21,10 +21,10 @@ from fedcdp.engine import BatchedEngine
 from fedcdp.methods import METHODS
 from fedcdp.models.networks import build, prepare
 from fedcdp.training import autotune
-from fedcdp.training.compiled import Compiled
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
+from fedcdp.training.trainers import Compiled
 
 CHUNK = 4
 

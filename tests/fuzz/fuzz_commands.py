@@ -22,10 +22,10 @@ from fedcdp.cli import program
 from fedcdp.config.experiment import assemble, read_assignment
 from fedcdp.errors import StoppedError
 from fedcdp.studies.reproduce.catalogue import Table, read
-from fedcdp.studies.reproduce.cell_file import TableResults
 from fedcdp.studies.reproduce.layouts import sections
 from fedcdp.studies.reproduce.markdown import page
 from fedcdp.studies.reproduce.place import Place
+from fedcdp.studies.reproduce.runner import TableResults
 
 Attempt = Callable[[Random, Path], None]
 _WORDS = (

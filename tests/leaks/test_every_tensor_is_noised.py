@@ -26,10 +26,10 @@ from fedcdp.errors import ModelError
 from fedcdp.files.tree import Tree, repeat
 from fedcdp.methods import METHODS, fedcdp
 from fedcdp.models.networks import prepare
-from fedcdp.training.compiled import Compiled
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
+from fedcdp.training.trainers import Compiled
 
 SIDE, CLASSES, CLIENTS = 6, 3, 40
 Drawn = tuple[nn.Module, tuple[int, ...]]

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from fedcdp.errors import PlanError
-from fedcdp.studies.reproduce.attack_cells import command as attack_command
-from fedcdp.studies.reproduce.attack_cells import experiment_of
 from fedcdp.studies.reproduce.catalogue import Table, merged, read, table, tables
-from fedcdp.studies.reproduce.cells import cost
+from fedcdp.studies.reproduce.cells import attack_command, command, experiment_of, rates_of
 from fedcdp.studies.reproduce.layouts import LAYOUTS, sections
 from fedcdp.studies.reproduce.markdown import page
 from fedcdp.studies.reproduce.place import Place
-from fedcdp.studies.reproduce.trained_cells import command, rates_of
+from fedcdp.studies.reproduce.runner import cost
 
 NAMES = [each.name for each in tables()]
 

@@ -19,8 +19,8 @@ from fedcdp.files.disk import write_atomically
 
 if TYPE_CHECKING:
     from fedcdp.studies.reproduce.catalogue import Cell, Table
-    from fedcdp.studies.reproduce.cell_file import TableResults
     from fedcdp.studies.reproduce.place import Place
+    from fedcdp.studies.reproduce.runner import TableResults
 
 
 def reproduce(
@@ -65,8 +65,8 @@ def reproduce(
     """
     from fedcdp.studies.reproduce.catalogue import table as find
     from fedcdp.studies.reproduce.catalogue import tables
-    from fedcdp.studies.reproduce.cell_file import TableResults
     from fedcdp.studies.reproduce.place import Place
+    from fedcdp.studies.reproduce.runner import TableResults
 
     if table is None:
         if listing:
@@ -110,9 +110,7 @@ def _run(
     quiet: bool,
 ) -> None:
     from fedcdp.studies.reproduce.catalogue import tables
-    from fedcdp.studies.reproduce.cell_file import shared
-    from fedcdp.studies.reproduce.cells import cost
-    from fedcdp.studies.reproduce.runner import run
+    from fedcdp.studies.reproduce.runner import cost, run, shared
 
     for cell, row in list(shared(results.missing(chosen), tables(), place.out)):
         results.keep(cell, row)
@@ -152,8 +150,8 @@ def _kept(results: TableResults, why: str) -> str:
 
 def _write_all(known: list[Table], place: Place) -> Path:
     """Every table of which something was measured, and a page about all."""
-    from fedcdp.studies.reproduce.cell_file import TableResults
     from fedcdp.studies.reproduce.markdown import overview
+    from fedcdp.studies.reproduce.runner import TableResults
 
     measured = []
     for table in known:
@@ -167,10 +165,10 @@ def _write_all(known: list[Table], place: Place) -> Path:
 
 def _write(table: Table, place: Place, results: TableResults) -> list[dict[str, Any]]:
     """ε where it can be computed, the rows (which are returned), the Markdown and the pictures."""
+    from fedcdp.studies.reproduce.cells import epsilons
     from fedcdp.studies.reproduce.figures import draw
     from fedcdp.studies.reproduce.layouts import sections
     from fedcdp.studies.reproduce.markdown import page
-    from fedcdp.studies.reproduce.trained_cells import epsilons
 
     if accounting_is_installed():
         for name, row in results.cells.items():

@@ -28,8 +28,7 @@ from fedcdp.engine.batched import BatchedEngine
 from fedcdp.files.disk import user_cache, write_atomically
 from fedcdp.files.untrusted import MOST_SETTINGS, parse_json, read_bounded
 from fedcdp.methods import METHODS
-from fedcdp.training.compiled import Compiled
-from fedcdp.training.trainers import Examples, Kernel, Stepwise, Trainer, most_clients, refusal, usual_chunk
+from fedcdp.training.trainers import Compiled, Examples, Kernel, Stepwise, Trainer, most_clients, refusal, usual_chunk
 
 _LOG = logging.getLogger("fedcdp")
 _LONG = 20_000  # client steps; a shorter training ends before a measurement has paid

@@ -18,8 +18,7 @@ import torch
 
 from fedcdp.config.experiment import MachineSettings
 from fedcdp.errors import DefectError
-from fedcdp.studies.bench.inputs import synthetic
-from fedcdp.studies.bench.timing import Case, visit
+from fedcdp.studies.bench.timing import Case, synthetic, visit
 
 _MIB = 2**20
 _UNIT = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss

@@ -15,10 +15,9 @@ from fedcdp.config.experiment import EngineName, MachineSettings
 from fedcdp.errors import FedcdpError
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.studies.bench import peak_memory
-from fedcdp.studies.bench.inputs import BenchData, subject
 from fedcdp.studies.bench.result_file import Rows, load_average
 from fedcdp.studies.bench.tables import DATASETS, METHODS, printed_ms
-from fedcdp.studies.bench.timing import Case, Report, Timing, compare, ratio, visit
+from fedcdp.studies.bench.timing import BenchData, Case, Report, Timing, compare, ratio, subject, visit
 from fedcdp.training.prepared import deal_out
 
 PER_ROUND = (100, 200, 500, 1000, 2000, 5000)

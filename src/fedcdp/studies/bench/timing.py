@@ -1,4 +1,8 @@
-"""How a client step is timed: whole rounds of the simulator itself, cases taking turns.
+"""What is trained on: a benchmark where its files are at hand, else random inputs of its size and shape.
+
+Speed does not depend on the values, so that either will do; every result says which it was.
+
+How a client step is timed: whole rounds of the simulator itself, cases taking turns.
 
 A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns,
 so that whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the
@@ -12,16 +16,63 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from fedcdp.config.experiment import Experiment, MachineSettings, assemble
-from fedcdp.config.presets import preset
+from fedcdp.config.presets import BENCHMARKS, preset
+from fedcdp.data import load
+from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.engine.runtime import wait
-from fedcdp.studies.bench.inputs import BenchData
+from fedcdp.errors import DataError
 from fedcdp.training.rundir import Row
 from fedcdp.training.simulate import train_experiment
+
+DataKind = Literal["real", "synthetic"]
+
+# Input shape and classes of the paper's benchmarks (Table "Benchmark datasets and parameters").
+_SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "mnist": ((1, 28, 28), 10),
+    "cifar10": ((3, 32, 32), 10),
+    "lfw": ((3, 32, 32), 62),
+    "adult": ((105,), 2),
+    "cancer": ((30,), 2),
+}
+
+
+@dataclass(frozen=True)
+class BenchData:
+    """A dataset to train on, and whether it is the real one."""
+
+    name: str
+    splits: Splits
+    data: DataKind
+
+
+def subject(name: str, data_dir: Path | str | None = None) -> BenchData:
+    """The benchmark `name` where its files are at hand (nothing is downloaded), else a synthetic one of its shape."""
+    try:
+        return BenchData(name, load(name, data_dir, download=False, quiet=True), "real")
+    except (DataError, ImportError):
+        return synthetic(name)
+
+
+def synthetic(name: str) -> BenchData:
+    """As many random inputs as the benchmark `name` has, of its shape and with its number of classes."""
+    shape, classes = _SHAPES[name]
+    examples = BENCHMARKS[name].train
+    inputs = torch.rand(examples, *shape, generator=torch.Generator().manual_seed(0))
+    train = Dataset(inputs, torch.arange(examples) % classes, classes)
+    validation = train.take(torch.arange(classes))
+    return BenchData(name, Splits(name, train, validation, None, "random values from 0 to 1"), "synthetic")
+
+
+def shape_of(name: str) -> tuple[tuple[int, ...], int]:
+    """The shape of an input and the number of classes of a benchmark."""
+    return _SHAPES[name]
+
 
 Report = Callable[[str], None]
 

@@ -13,7 +13,7 @@ alone = true             cells are measured one at a time, for they are timed
 
 A *row* is one value of each axis, `fed-cdp/K100-Kt5`. A *cell* is a row measured in one of its variants,
 `fed-cdp/K100-Kt5/cohort`: what is run, kept and resumed as a whole. Settings are those of a run's `config.toml` (sections
-`data`, `model`, `plan`, `run`) over a `preset`, and those of the cell's `kind` (`cells.KINDS`).
+`data`, `model`, `plan`, `run`) over a `preset`, and those of the cell's `kind` (`runner.KINDS`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """What measures it (`cells.KINDS`)."""
+        """What measures it (`runner.KINDS`)."""
         return str(self.settings.get("kind", "training"))
 
     def experiment(self, *changes: Given) -> Experiment:

@@ -1,43 +1,274 @@
-"""How a cell is measured, by its kind."""
+"""Cells that train: accuracy after the last round, at a learning rate that was chosen without the validation split.
+
+Where a cell has several `rates`, each is tried on a fifth of the *training* split, held out for that alone, for
+`tuning_share` of the rounds; the best (the first of equals) then trains on the whole training split. A rate is a number, a
+schedule as the plan writes it, or a rule about the rate found for the dataset and the noise: `found`, `found * 4 / C` or
+`found * 6 / sigma`, so that a cell far from the paper's C = 4 or σ = 6 is not judged at a step that fits those. What is
+found is in `presets.learning_rate`, or in the cell's own `found`, by noise convention. `rates` may also be a table of such
+lists by dataset.
+
+ε of a cell: as the paper computes it, and as it is. Computed from the plan alone, where dp-accounting is installed.
+
+Cells that attack: what a reader reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims.
+
+Settings, in the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the one that is trained),
+`recipe` (iterations, total_variation) and `look` (steps, releases).
+
+Cells that are timed, and cells that are nothing but their ε.
+"""
 
 from __future__ import annotations
 
+import io
+import math
+import shlex
+import statistics
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from fedcdp._version import __version__
-from fedcdp.config.experiment import MachineSettings
+from fedcdp.config import presets
+from fedcdp.config.experiment import Experiment, MachineSettings
+from fedcdp.config.schedules import Schedule
+from fedcdp.data.dataset import Splits
+from fedcdp.engine.runtime import products
 from fedcdp.errors import PlanError
-from fedcdp.studies.reproduce import attack_cells, tradeoff, trained_cells
+from fedcdp.files.disk import write_atomically
+from fedcdp.mechanism.randomness import numpy_generator
 from fedcdp.studies.reproduce.catalogue import Cell
 from fedcdp.studies.reproduce.place import Place
+from fedcdp.training.prepared import deal_out, network_of
+from fedcdp.training.simulate import Run, train_experiment
 
-Measure = Callable[[str, Cell, Place], dict[str, Any]]
+_PAPER_CLIP, _PAPER_NOISE = 4.0, 6.0
+_TUNING_SHARE = 1 / 3
+_EVALUATIONS = 10
+
+Rate = float | str
 
 
-def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:
-    """A cell's row of the result file: what was found, by what command, on what machine, and how long it took."""
-    check_kind(cell)
-    torch.set_num_threads(1)
+def measure_training(table: str, cell: Cell, place: Place) -> dict[str, Any]:
+    """Choose the rate, train, and tell the accuracy (the mean over `splits`, where there are several)."""
+    rates = rates_of(cell)
+    tried = {f"{rate}": _train(table, cell, rate, 0, place, tuning=True).accuracy for rate in rates if len(rates) > 1}
+    rate = max(rates, key=lambda each: tried.get(f"{each}") or 0.0)
+    runs = [_train(table, cell, rate, seed, place) for seed in range(int(cell.settings.get("splits", 1)))]
+    accuracies = [run.accuracy for run in runs if run.accuracy is not None]
+    if not accuracies:
+        raise PlanError(f"{cell.name}: its data have no validation split")
+    told: dict[str, Any] = {
+        "command": command(cell, rate),
+        "accuracy": statistics.mean(accuracies),
+        "rate": rate,
+        "rates_tried": tried,
+        "rounds": runs[-1].rounds,
+        "engine": runs[-1].engine,
+        "us_per_client_step": runs[-1].us_per_client_step,
+    }
+    if len(accuracies) > 1:
+        told |= {"accuracies": accuracies, "deviation": statistics.stdev(accuracies)}
+    for name in cell.settings.get("curves", []):
+        told.setdefault("curves", {})[name] = [
+            [row["round"], row[name]] for row in runs[-1].metrics if row.get(name) is not None
+        ]
+    return told
+
+
+def rates_of(cell: Cell) -> list[Rate]:
+    """The rates to choose from, each once."""
+    plan = cell.experiment().plan
+    found = presets.learning_rate(cell.experiment().data.dataset, vars(plan))
+    found = cell.settings.get("found", {}).get(plan.noise, found)
+    rules: dict[object, float | None] = {"found": found}
+    if found is not None and plan.private and isinstance(plan.clip, Schedule) and plan.clip.kind == "constant":
+        rules["found * 4 / C"] = found * _PAPER_CLIP / plan.clip_at(0)
+    if found is not None and plan.private and plan.noise_multiplier:
+        rules["found * 6 / sigma"] = found * _PAPER_NOISE / plan.noise_multiplier
+    rates: list[Rate] = []
+    listed = cell.settings.get("rates", ["found"])
+    if isinstance(listed, dict):  # by dataset
+        listed = listed[cell.experiment().data.dataset]
+    for written in listed:
+        rate = rules.get(written, written)
+        if rate is None:
+            raise PlanError(f"{cell.name}: no learning rate is known for its data; give rates")
+        rates.append(float(f"{rate:.6g}") if isinstance(rate, int | float) else str(rate))
+    return list(dict.fromkeys(rates))
+
+
+def tuning_share(cell: Cell) -> float:
+    """The share of the rounds that each rate is tried for."""
+    return float(cell.settings.get("tuning_share", _TUNING_SHARE))
+
+
+def command(cell: Cell, rate: Rate) -> str:
+    """The same training from the command line (of the first split)."""
+    return f"fedcdp train{given(cell)} --lr {shlex.quote(str(rate))} --out RUN"
+
+
+def given(cell: Cell) -> str:
+    """A cell's preset and what it changes of it, as options."""
+    start = f" --preset {cell.settings['preset']}" if "preset" in cell.settings else ""
+    changes = [
+        f" --set {shlex.quote(f'{section}.{key}={value}')}"
+        for section in ("data", "model", "plan")
+        for key, value in cell.settings.get(section, {}).items()
+    ]
+    return start + "".join(changes)
+
+
+def for_tuning(splits: Splits) -> Splits:
+    """The training split alone, a fifth of it in the place of the validation split."""
+    order = torch.from_numpy(numpy_generator(0, "tuning-split").permutation(len(splits.train)))
+    held_out = len(order) // 5
+    return replace(splits, train=splits.train.take(order[held_out:]), validation=splits.train.take(order[:held_out]))
+
+
+def _train(table: str, cell: Cell, rate: Rate, seed: int, place: Place, tuning: bool = False) -> Run:
+    """One run, which goes on from its last round where it was killed before."""
+    experiment = cell.experiment(
+        {"data": {"split_seed": seed}, "plan": {"learning_rate": rate}, "run": _machine_settings(cell, place)}
+    )
+    splits = place.splits(experiment)
+    if tuning:
+        splits = for_tuning(splits)
+        rounds = max(1, round(experiment.plan.rounds * tuning_share(cell)))
+        experiment = replace(experiment, plan=experiment.plan.but(rounds=rounds))
+    folder = place.scratch(table, cell) / f"{'rate' if tuning else 'split'}-{seed}-{experiment.plan.digest()}"
+    return train_experiment(experiment, folder, resume=(folder / "config.toml").exists(), splits=splits)
+
+
+def _machine_settings(cell: Cell, place: Place) -> dict[str, Any]:
+    rounds = cell.experiment().plan.rounds
+    return {"evaluate_every": max(1, rounds // _EVALUATIONS), **cell.settings.get("run", {}), **place.run}
+
+
+def cost_of_training(cell: Cell) -> float:
+    """Client steps, about, with what a step costs however few clients take it; to begin with what is cheap."""
+    experiment: Experiment = cell.experiment()
+    plan, images = experiment.plan, experiment.data.dataset in ("cifar10", "lfw")
+    rates = len(rates_of(cell))
+    share = tuning_share(cell) * rates if rates > 1 else 0.0
+    steps = plan.rounds * plan.local_steps * (300 + plan.per_round * (3 if images else 1))
+    return steps * (share + int(cell.settings.get("splits", 1)))
+
+
+ROWS = {
+    "fed-cdp": (("server", "record"), ("server", "unique"), ("example", "record"), ("server", "client")),
+    "fed-cdp-decay": (("server", "record"), ("server", "unique"), ("example", "record"), ("server", "client")),
+    "fed-sdp": (("model", "client"), ("server", "client"), ("server", "record"), ("example", "record")),
+}
+"""Which ε are told of a method: adversary and unit, zero-out."""
+
+
+def epsilons(cell: Cell) -> dict[str, Any] | None:
+    """`printed`: by the paper's own accounting, no guarantee; the others are guarantees. None of a method without any."""
+    from fedcdp.accounting.statement import state
+    from fedcdp.training.prepared import population_of
+
+    experiment = cell.experiment()
+    plan = experiment.plan
+    if plan.method not in ROWS:
+        return None
+    population = population_of(experiment)
+    printed = state(plan, population, mode="paper").rows[0].epsilon
+    privacy = state(plan, population)
+    told = {}
+    for adversary, unit in ROWS[plan.method]:
+        stored_once = unit == "unique" and population.copies == 1  # then a record is all that there is of its person
+        told[f"{adversary}/{unit}"] = privacy.row(adversary, "record" if stored_once else unit).epsilon
+    return {"delta": plan.delta, "printed": printed} | {name: _in_json(value) for name, value in told.items()}
+
+
+def measure_epsilons(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noqa: ARG001
+    """A cell that is nothing but its ε."""
+    plan = cell.experiment().plan
+    command = f"fedcdp account --preset {cell.settings['preset']} --method {plan.method} --local-steps {plan.local_steps}"
+    return {"command": command, "epsilon": epsilons(cell)}
+
+
+def _in_json(value: float) -> float | str:
+    return "inf" if value == math.inf else value
+
+
+_SHOWN = 2  # victims whose pictures are kept
+_KNOWN = {"leak", "name", "victims", "network", "recipe", "look"}
+
+
+def measure_attack(table: str, cell: Cell, place: Place) -> dict[str, Any]:
+    """Attack, and tell the figures; pictures go beside the result file."""
+    from fedcdp.attacks import RECIPES, Leaks, attack
+
+    torch.manual_seed(0)
+    told = _asked(cell)
     started = time.perf_counter()
-    found = KINDS[cell.kind](table, cell, place)
-    about = {"machine": place.machine(), "fedcdp": __version__, "run": place.run, "settings": cell.settings}
-    return found | {"seconds": round(time.perf_counter() - started, 2)} | about
+    experiment = experiment_of(cell, place)
+    splits = place.splits(experiment)
+    how: Any = told["name"]
+    if told["recipe"]:
+        changes = dict(told["recipe"])
+        if "total_variation" in changes:
+            weight = changes.pop("total_variation")
+            changes["objective"] = replace(RECIPES[how].objective, total_variation=weight)
+        how = RECIPES[how].but(**changes)
+    with products(tf32=False):
+        found = attack(
+            experiment.plan,
+            model=network_of(experiment, splits),
+            federation=deal_out(experiment, splits),
+            leak=told["leak"],
+            attack=how,
+            victims=told["victims"],
+            device=place.device,
+            **told["look"],
+        )
+    if not isinstance(found, Leaks):
+        raise PlanError(f"{cell.name}: {told['name']} reconstructs nothing")
+    _keep_pictures(found, table, cell, place)
+    row = {"command": attack_command(cell)} | found.summary() | {"attack": told["name"]}
+    return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def cost(cell: Cell) -> float:
-    """How much work a cell is beside others of its table; for the order in which they are run."""
-    check_kind(cell)
-    return _COST[cell.kind](cell) if cell.kind in _COST else 0.0
+def experiment_of(cell: Cell, place: Place) -> Experiment:
+    """What is attacked: by default the network that the paper's authors attack."""
+    network = _asked(cell)["network"]
+    return cell.experiment({"model": {"network": "auto" if network == "paper" else network}, "run": place.run})
 
 
-def check_kind(cell: Cell) -> None:
-    """Refuse a cell that nothing here can measure."""
-    if cell.kind not in KINDS:
-        raise PlanError(f"{cell.name}: kind: {cell.kind!r} is not one of {', '.join(KINDS)}")
+def attack_command(cell: Cell) -> str:
+    """The same attack from the command line."""
+    told = _asked(cell)
+    options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in (told["recipe"] | told["look"]).items())
+    where = f"--network {told['network']} --leak {told['leak']} --attack {told['name']} --victims {told['victims']}"
+    return f"fedcdp attack{given(cell)}{options} {where}"
+
+
+def cost_of_attack(cell: Cell) -> float:
+    """In the unit of `training.cost`, roughly."""
+    told = _asked(cell)
+    iterations = int(told["recipe"].get("iterations", 300))
+    return 30.0 * int(told["victims"]) * iterations * (5 if told["name"] == "batch" else 1)
+
+
+def _asked(cell: Cell) -> dict[str, Any]:
+    asked = cell.settings.get("attack", {})
+    if unknown := set(asked) - _KNOWN:
+        raise PlanError(f"{cell.name}: attack.{min(unknown)}: there is no such setting")
+    return {"leak": "type2", "name": "cpl", "victims": 100, "network": "cpl", "recipe": {}, "look": {}, **asked}
+
+
+def _keep_pictures(found: Any, table: str, cell: Cell, place: Place) -> None:
+    kept = {"original": found.captured.inputs, "reconstruction": found.found.examples, "order": found.scores.order}
+    kept |= {f"iteration_{number}": value for number, value in found.snapshots.items()} | {"seed": found.found.seeds}
+    written = io.BytesIO()
+    # Half precision: these are looked at, and a folder of them is to be kept in a repository.
+    arrays = {name: value[:_SHOWN].detach().cpu() for name, value in kept.items()}
+    plain: dict[str, Any] = {name: (v.half() if v.is_floating_point() else v).numpy() for name, v in arrays.items()}
+    np.savez_compressed(written, **plain)
+    write_atomically(place.arrays(table, cell), written.getvalue())
 
 
 def measure_time(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noqa: ARG001
@@ -64,19 +295,3 @@ def measure_time(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noq
         "engine": figures["trained_by"],
         "local_steps": figures["local_steps"],
     }
-
-
-KINDS: dict[str, Measure] = {
-    "training": trained_cells.measure,
-    "attack": attack_cells.measure,
-    "epsilon": trained_cells.measure_epsilons,
-    "time": measure_time,
-    "tradeoff": tradeoff.measure,
-}
-"""What measures each kind."""
-
-_COST: dict[str, Callable[[Cell], float]] = {
-    "training": trained_cells.cost,
-    "attack": attack_cells.cost,
-    "tradeoff": trained_cells.cost,
-}
