@@ -140,7 +140,7 @@ import sys
 sys.modules.update(dict.fromkeys({absent!r}))  # an import of these fails
 from pathlib import Path
 from tests.support.small_demo import SILENT, SMALLER
-from fedcdp.demo import Attack, Demo
+from fedcdp.studies.demo import Attack, Demo
 from fedcdp.report.api import report
 from fedcdp.cli.program import app
 out = Path({str(tmp_path)!r}) / "demo"

@@ -174,7 +174,7 @@ def _stopping() -> Iterator[None]:
 
     with contextlib.ExitStack() as patched:
         for place in (
-            "fedcdp.config.experiment.simulate",
+            "fedcdp.training.simulate.train",
             "fedcdp.attacks.attack",
             "fedcdp.audit.audit",
             "fedcdp.deploy.site.local_deployment.Deployment.up",
@@ -191,7 +191,7 @@ def _stopping() -> Iterator[None]:
 
 def reproduce_table(_place: Path) -> Attempt:
     """A table of one's own: its cells, its settings, its rows."""
-    known = files("fedcdp") / "experiments"
+    known = files("fedcdp.studies.reproduce") / "experiments"
     texts = [each.read_bytes() for each in known.iterdir() if each.name.endswith(".toml")]
     trees = [tomllib.loads(text.decode()) for text in texts]
     small: dict[str, Any] = {
@@ -236,7 +236,7 @@ def used(table: Table, cells: dict[str, Any], place: Path, case: Random) -> None
 
 def reproduce_results(place: Path) -> Attempt:
     """The result file of a table."""
-    table = read("epsilon", files("fedcdp") / "experiments" / "epsilon.toml")
+    table = read("epsilon", files("fedcdp.studies.reproduce") / "experiments" / "epsilon.toml")
     stored = Path(__file__).parents[2] / "results" / "reproduction" / "epsilon.json"
     sound = stored.read_bytes()
     tree = json.loads(sound)
