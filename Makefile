@@ -43,45 +43,45 @@ fresh:
 
 # Every scenario of a deployment, with real Flower processes on the loopback; its log is kept.
 integration: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_log.py results/integration.log.txt
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.integration_log results/integration.log.txt
 
 # Random plans recomputed by an independent accountant; then what attacks prove of ε, over all methods, conventions and
 # samplings, and on sabotaged mechanisms: some twenty minutes.
 audits: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/accounting/independent_campaign.py --plans 400 --out results/random_plans.json
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/audit_table.py --grid
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.audits.random_plans --plans 400 --out results/random_plans.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.audits.attack_table --grid
 
 # Trainings killed at every call that changes a file and at random moments, full disks: about twenty minutes of a free core.
 # A GPU takes seconds to start: make crashes DEVICE=cuda CRASHES='--points 3 --again 1 --workers 10'
 DEVICE ?= cpu
 crashes: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/crashes.py --device $(DEVICE) $(CRASHES) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.crash --device $(DEVICE) $(CRASHES) \
 		--out results/reliability/crashes$(if $(filter cuda%,$(DEVICE)),-gpu).json
 
 # A training watched for hours: flat memory, equally long rounds. (ALLOCATOR=returning: without what glibc keeps for itself.)
 HOURS ?= 1
 ALLOCATOR ?= usual
 soak: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/reliability/soak.py --hours $(HOURS) --device $(DEVICE) --allocator $(ALLOCATOR) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.soak --hours $(HOURS) --device $(DEVICE) --allocator $(ALLOCATOR) \
 		--out results/reliability/soak$(if $(filter returning,$(ALLOCATOR)),-returning).json
 
 # A deployment of many nodes on this machine, one of which is killed every other round.
 NODES ?= 20
 ROUNDS ?= 20
 load: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/flower_load.py --nodes $(NODES) --rounds $(ROUNDS) --out results/reliability/load.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.load --nodes $(NODES) --rounds $(ROUNDS) --out results/reliability/load.json
 
 # Hostile input: 10,000 cases for every kind of file, message and option (about half an hour of one core), and readers of bytes
 # led by coverage (two minutes each).
 fuzz: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_campaign.py --cases 10000 --processes 200 --out results/reliability/fuzz.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz --cases 10000 --processes 200 --out results/reliability/fuzz.json
 	$(PIP) --constraint constraints.txt 'atheris>=2.3'
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_guided.py --seconds 120 --out results/reliability/fuzz-guided.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz.guided --seconds 120 --out results/reliability/fuzz-guided.json
 
 # A server that tries everything to get more out of a client than it grants: 10,000 generated sequences, some twenty minutes.
 SEQUENCES ?= 10000
 rogue: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/flower/rogue_server.py --sequences $(SEQUENCES) --out results/reliability/rogue_server.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.rogue --sequences $(SEQUENCES) --out results/reliability/rogue_server.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

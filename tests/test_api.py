@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,6 @@ def test_the_core_is_imported_without_the_command_line_or_any_extra() -> None:
         "unwanted = ['typer', 'rich', 'click', 'flwr', 'dp_accounting', 'onnx', 'tensorboard', 'sklearn']\n"
         "print([name for name in unwanted if name in sys.modules])\n"
     )
-    source = str(Path(fedcdp.__file__).parents[1])
-    program = f"import sys; sys.path.insert(0, {source!r})\n{code}"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(fedcdp.__file__).parents[1])}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import beta, binomtest, norm
-from tests.audit.sabotage import FAULTS, sabotaged, same_in_every_slot, with_noise
 
 from fedcdp.audit import ADVERSARIES, Audit, audit
 from fedcdp.audit.intervals import choose_attack, epsilon_of_errors, gaussian_epsilon, mean_shift, upper_limit
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 from fedcdp.methods import FedCDP, FedSDP, Method
+from tests.support.sabotage import FAULTS, sabotaged, same_in_every_slot, with_noise
 
 DELTA = 1e-5
 LAYERS = 3

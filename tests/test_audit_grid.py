@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.audit.grid import Case, Verdict, run, sabotaged_cases, sound_cases
+
+from tests.support.audit_grid import Case, Verdict, run, sabotaged_cases, sound_cases
 
 QUICK = [case for case in sound_cases() if case.adversary != "model" and case.clients is None and case.participations == 1]
 SOUND = [case for case in QUICK if case.plan.record_sampling == "partition" or case.plan.local_steps == 1]

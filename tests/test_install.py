@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import shutil
@@ -137,11 +138,10 @@ def test_the_demo_needs_no_extra(tmp_path: Path) -> None:
     assert {"pytest", "flwr", "mkdocs", "cryptography", "matplotlib", "onnx", "tensorboard"} <= set(absent)
     program = f"""
 import sys
-sys.path[:0] = [{str(Path(fedcdp.__file__).parents[1])!r}, {str(ROOT / "tests" / "reports")!r}]
 sys.modules.update(dict.fromkeys({absent!r}))  # an import of these fails
 from pathlib import Path
-from small_demo import SILENT, SMALLER
-from fedcdp.demo import Attack, Demo
+from tests.support.small_demo import SILENT, SMALLER
+from fedcdp.studies.demo import Attack, Demo
 from fedcdp.report.api import report
 from fedcdp.cli.program import app
 out = Path({str(tmp_path)!r}) / "demo"
@@ -159,7 +159,8 @@ for command in (
 ):
     app(command, standalone_mode=False)
 """
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(fedcdp.__file__).parents[1]), str(ROOT)])}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert "<svg" in (tmp_path / "demo" / "report.html").read_text()
     assert "<svg" in (tmp_path / "run.html").read_text()

@@ -1,13 +1,12 @@
 """What a released version left on disk opens and resumes: run directories, a client's ledger, deployments.
 
-`fixtures/write_released.py` says how the fixtures were made. They are never written anew by today's code.
+`tools/released_fixtures.py` says how the fixtures were made. They are never written anew by today's code.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,25 +16,22 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 
+from fedcdp.accounting.ledger import Ledger
+from fedcdp.cli.program import app
+from fedcdp.config.experiment import assemble, read_toml
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.policy import ClientPolicy
+from fedcdp.deploy.protocol.server import serve
+from fedcdp.deploy.site.certificates import Authority, new_node_key
+from fedcdp.deploy.site.directory import Site
+from fedcdp.files.tensors import load_tensors
+from fedcdp.files.tree import Tree
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.simulate import train_experiment
+from tests.support.local_grid import LocalGrid
+from tools.released_fixtures import NODES, nodes_of, settings_of
+
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "fixtures"), str(HERE / "flower")]
-
-from local_grid import LocalGrid  # noqa: E402
-from write_released import NODES, nodes_of, settings_of  # noqa: E402
-
-from fedcdp.accounting.ledger import Ledger  # noqa: E402
-from fedcdp.cli.program import app  # noqa: E402
-from fedcdp.config.experiment import assemble, read_toml  # noqa: E402
-from fedcdp.deploy.protocol.client_ledger import ClientLedger  # noqa: E402
-from fedcdp.deploy.protocol.policy import ClientPolicy  # noqa: E402
-from fedcdp.deploy.protocol.server import serve  # noqa: E402
-from fedcdp.deploy.site.certificates import Authority, new_node_key  # noqa: E402
-from fedcdp.deploy.site.directory import Site  # noqa: E402
-from fedcdp.files.tensors import load_tensors  # noqa: E402
-from fedcdp.files.tree import Tree  # noqa: E402
-from fedcdp.training.rundir import RunDirectory  # noqa: E402
-from fedcdp.training.simulate import train_experiment  # noqa: E402
-
 RELEASES = sorted(path for path in (HERE / "fixtures").iterdir() if path.is_dir() and (path / "records.csv").exists())
 RUNS = [path for release in RELEASES for path in sorted((release / "trainings").iterdir()) if path.is_dir()]
 SITES = [path for release in RELEASES for path in sorted(release.glob("site*")) if path.is_dir()]

@@ -6,10 +6,11 @@ The clients' own code trains, noises and prunes; the server's own code adds up; 
 from __future__ import annotations
 
 import pytest
-from independent_recipes import Recipes
-from independent_rows import Federation
-from independent_sabotage import AmplifiedInAFixedOrder, CreditedDespitePruning, CreditedDespiteSmallClients
-from tests.audit.grid import LAYERS, Case, run, secure_corners
+
+from tests.support.audit_grid import LAYERS, Case, run, secure_corners
+from tests.support.independent.mistakes import AmplifiedInAFixedOrder, CreditedDespitePruning, CreditedDespiteSmallClients
+from tests.support.independent.recipes import Recipes
+from tests.support.independent.rows import Federation
 
 CORNERS = {case.name.removeprefix("secure aggregation, "): case for case in secure_corners()}
 OLD = {

@@ -10,8 +10,12 @@ from typing import Any
 import mpmath
 import numpy as np
 import pytest
-from independent_epsilon import epsilon
-from independent_losses import (
+from scipy.stats import binom
+
+from fedcdp.config.plan import Plan
+from tests.support import independent
+from tests.support.independent.epsilon import epsilon
+from tests.support.independent.losses import (
     Chance,
     Exchanged,
     Release,
@@ -26,11 +30,8 @@ from independent_losses import (
     table,
     together,
 )
-from independent_recipes import Recipes
-from independent_rows import Federation, Ledger
-from scipy.stats import binom
-
-from fedcdp.config.plan import Plan
+from tests.support.independent.recipes import Recipes
+from tests.support.independent.rows import Federation, Ledger
 
 EXACT = 1e-3
 
@@ -38,7 +39,7 @@ EXACT = 1e-3
 def test_it_shares_nothing_with_what_it_checks() -> None:
     imported = set()
     for name in ("losses", "epsilon", "rows", "recipes"):
-        source = (Path(__file__).parent / f"independent_{name}.py").read_text(encoding="utf-8")
+        source = (Path(independent.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
             modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             imported |= {*modules, node.module} if isinstance(node, ast.ImportFrom) else set(modules)

@@ -1,6 +1,6 @@
 """What is printed for random plans over all options, against an accountant that shares no code and no numerics with it.
 
-A few dozen plans here; hundreds in `make audits` (`independent_campaign.py`).
+A few dozen plans here; hundreds in `make audits` (`tools/audits/random_plans.py`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from independent_plans import Case, compare, random_case, rows_of, rows_of_recipes
-from independent_recipes import Recipes
-from independent_sabotage import COPIES, MISTAKES, CopiesAtOneSize
 
 from fedcdp.errors import PlanError
+from tests.support.independent.mistakes import COPIES, MISTAKES, CopiesAtOneSize
+from tests.support.independent.plans import Case, compare, random_case, rows_of, rows_of_recipes
+from tests.support.independent.recipes import Recipes
 
 
 def too_small(case: Case) -> list[str]:

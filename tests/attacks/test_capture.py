@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scenes import Scene, federation_of, flat, naive_loop, scene
 from torch import Tensor, nn
 
 from fedcdp.attacks import observe as capturing
@@ -20,8 +19,8 @@ from fedcdp.errors import PlanError
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.training.simulate import simulate
-
-naive = naive_loop()
+from tests.support import naive
+from tests.support.scenes import Scene, federation_of, flat, scene
 
 SIZES = [9, 3, 8, 6, 7, 7]
 CLIP, SIGMA, RATE, BATCH = 0.5, 0.8, 0.2, 3

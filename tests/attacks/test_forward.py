@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scenes import Scene, federation_of, flat, naive_loop, scene
 from torch import Tensor, nn
 
 from fedcdp.attacks.objectives import Knows, Objective, check_reproduces, predicted
@@ -17,8 +16,8 @@ from fedcdp.attacks.observe import LEAKS, Captured, Leak
 from fedcdp.errors import ModelError
 from fedcdp.mechanism.clipping import clip, group_norms
 from fedcdp.models.networks import build
-
-naive = naive_loop()
+from tests.support import naive
+from tests.support.scenes import Scene, federation_of, flat, scene
 
 SIZES = [9, 3, 6, 6]
 METHODS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import federation_of, one_example_each, scene
 from scipy.stats import binomtest
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from fedcdp.data.partition import partition
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import build
+from tests.support.scenes import federation_of, one_example_each, scene
 
 SHAPE = (1, 28, 28)
 SINGLE = ("gradient", "agnostic", "negative-sum", "counts")

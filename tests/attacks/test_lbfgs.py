@@ -9,13 +9,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from scenes import one_example_each, scene
 from torch import Tensor, nn
 
 from fedcdp.attacks.objectives import Objective, predicted
 from fedcdp.attacks.optimisers import LBFGS, Evaluate
 from fedcdp.attacks.spaces import Seed
 from fedcdp.data.dataset import Dataset
+from tests.support.scenes import one_example_each, scene
 
 Function = Callable[[Tensor, int], Tensor]
 """The value of one problem, given by its number, at one point [D]."""

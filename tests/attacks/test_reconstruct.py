@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import Scene, federation_of, one_example_each, scene
 from torch import Tensor, nn
 
 from fedcdp.attacks import reconstruct as reconstructing
@@ -21,6 +20,7 @@ from fedcdp.attacks.spaces import Seed
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import partition
 from fedcdp.errors import DataError, PlanError
+from tests.support.scenes import Scene, federation_of, one_example_each, scene
 
 
 def mse(found: Reconstruction, captured: Captured) -> Tensor:

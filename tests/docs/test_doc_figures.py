@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from doc_figures import MARKED, ROOT, figures_of
+
+from tests.support.doc_figures import MARKED, ROOT, figures_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Here every figure in a table must say where it comes from.

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_figures import MARKED, ROOT
 
 from fedcdp.studies.reproduce.catalogue import Table, table, tables
 from fedcdp.studies.reproduce.layouts import Section, sections
 from fedcdp.studies.reproduce.markdown import overview, page
 from fedcdp.studies.reproduce.runner import TableResults
+from tests.support.doc_figures import MARKED, ROOT
 
 REPRODUCTION = ROOT / "results" / "reproduction"
 README, GUARANTEES, REPRODUCING = ROOT / "README.md", ROOT / "docs" / "guarantees.md", ROOT / "docs" / "reproduction.md"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_grid import experiment
+
+pytest.importorskip("flwr")
 
 from fedcdp.deploy.protocol.admission import check_size, largest_norm, norm_of, outliers
 from fedcdp.deploy.protocol.local_round import Round
@@ -15,6 +16,7 @@ from fedcdp.deploy.protocol.messages import Update
 from fedcdp.errors import WireError
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import build
+from tests.support.local_grid import experiment
 
 LAYOUT = Layout.of(build("mlp", (30,), 2))
 FIRST = Round(0, 0, None)

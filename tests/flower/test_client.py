@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_grid import OPEN, LocalGrid, Node, experiment, make_nodes, settings
 from torch import nn
+
+from tests.support.local_grid import OPEN, LocalGrid, Node, experiment, make_nodes, settings
+from tests.support.one_client import NETWORK, ask, job, send
 
 pytest.importorskip("flwr")
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.deploy.protocol import client, messages, wire
@@ -27,31 +29,8 @@ from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.deploy.protocol.roster import Member, subscribe
 from fedcdp.deploy.protocol.server import serve
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
-from fedcdp.deploy.protocol.task import Task
 from fedcdp.errors import DataError
 from fedcdp.files.tree import Layout
-from fedcdp.training.prepared import build_network
-
-NETWORK = build_network(experiment(), (30,), 2)
-
-
-def job(**plan: Any) -> Job:
-    """One client's share of a training."""
-    wanted = experiment(**{"per_round": 1, "noise_multiplier": 2.0} | plan)
-    return Job(plan=deployed(wanted.plan, False), network=NETWORK, network_name="mlp", shape=(30,), classes=2, clients=1)
-
-
-def send(node: Node, content: RecordDict, kind: str) -> RecordDict:
-    message = Message(content, 100, kind)
-    message.metadata.__dict__["_message_id"] = "message"
-    reply = node.handle(message, 100)
-    assert reply is not None
-    return reply.content
-
-
-def ask(task: Task, round_: int, attempt: int = 0, **weights: torch.Tensor) -> RecordDict:
-    now = {name: p.detach() for name, p in NETWORK.named_parameters()} | weights
-    return messages.ask(task.digest(), Round(round_, attempt, None), wire.dense(now))
 
 
 def spent(tmp_path: Path) -> int:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledgers import written_by_0_1_0
-from test_policy import task
 
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.grant import Grant, Reservation
 from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.errors import RefusedError, RunError
+from tests.support.ledgers import written_by_0_1_0
+from tests.support.small_task import task
 
 TASK = task()
 TEST = task(reproducible=True)

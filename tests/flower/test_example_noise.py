@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from local_grid import experiment, make_nodes
-from test_client import NETWORK, ask, job, send
+
+from tests.support.local_grid import experiment, make_nodes
+from tests.support.one_client import NETWORK, ask, job, send
 
 pytest.importorskip("flwr")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_grid import LocalGrid, Twist, experiment, make_nodes, settings
+
+from tests.support.local_grid import LocalGrid, Twist, experiment, make_nodes, settings
 
 pytest.importorskip("flwr")
 

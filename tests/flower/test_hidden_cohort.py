@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_grid import CLIENTS, LocalGrid, experiment, make_nodes, settings
+
+from tests.support.local_grid import CLIENTS, LocalGrid, experiment, make_nodes, settings
 
 pytest.importorskip("flwr")
 

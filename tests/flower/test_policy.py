@@ -10,29 +10,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from ledgers import written_by_0_1_0
 
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Usage, state
-from fedcdp.config.plan import MethodName, Plan
+from fedcdp.config.plan import MethodName
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.grant import Grant, Reservation, most_participations, wanted_participations
 from fedcdp.deploy.protocol.policy import ClientPolicy, Facts, effective_noise
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.errors import FedcdpError, PlanError, PolicyError, RefusedError, TaskError
+from tests.support.ledgers import written_by_0_1_0
+from tests.support.small_task import TENSORS, task
 
 ALL = get_args(MethodName)
-TENSORS = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4)}
 FACTS = Facts(records=100, shape=(3,), classes=2, tensors=TENSORS, constants="")
-
-
-def task(*, run: str = "0" * 32, reproducible: bool = False, network: str = "mlp", cohort: int = 2, **plan: Any) -> Task:
-    usual = {"rounds": 10, "per_round": 4, "local_steps": 5, "batch_size": 5, "secure_noise": not reproducible}
-    written = Plan(**usual | plan)
-    return Task(run=run, shape=(3,), classes=2, network=network, activation=None, tensors=TENSORS, constants="",
-                plan=written, smallest_cohort=cohort, reproducible=reproducible)  # fmt: skip
-
-
 NO_LIMIT = {"epsilon": math.inf, "methods": ALL}
 TABLE: dict[str, tuple[dict[str, Any], Task, Facts, str | None]] = {
     "what fits": ({}, task(), FACTS, None),

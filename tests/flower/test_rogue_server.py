@@ -12,17 +12,16 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from rogue_accountant import Release, loss_of, total_epsilon
-from rogue_client import Client, watched
-from rogue_sequences import HAND_WRITTEN
-from rogue_server import trial
-
 from fedcdp.accounting import pld
 from fedcdp.accounting.mechanisms import Gaussian, SlottedPoisson, repeated
 from fedcdp.deploy.protocol import client, grant
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
 from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.deploy.protocol.task import Task
+from tools.rogue.accountant import Release, loss_of, total_epsilon
+from tools.rogue.client import Client, watched
+from tools.rogue.sequences import HAND_WRITTEN
+from tools.rogue.server import trial
 
 SHARE, SHARES = 40, 6
 

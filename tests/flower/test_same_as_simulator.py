@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from local_grid import OPEN, LocalGrid, experiment, make_nodes, settings
+
+pytest.importorskip("flwr")
 
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.experiment import ModelSettings
@@ -20,6 +21,7 @@ from fedcdp.deploy.protocol.task import hides_participation
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.prepared import deal_out, load_splits, network_of
 from fedcdp.training.simulate import simulate, train_experiment
+from tests.support.local_grid import OPEN, LocalGrid, experiment, make_nodes, settings
 
 PLANS: dict[str, dict[str, Any]] = {
     "nonprivate": {"method": "nonprivate"},

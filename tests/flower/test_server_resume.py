@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_grid import CLIENTS, Killed, LocalGrid, experiment, make_nodes, settings
+
+pytest.importorskip("flwr")
 
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
@@ -16,6 +17,7 @@ from fedcdp.files.tensors import load_tensors
 from fedcdp.files.tree import Tree
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.simulate import train_experiment
+from tests.support.local_grid import CLIENTS, Killed, LocalGrid, experiment, make_nodes, settings
 
 MESSAGES = CLIENTS + 3 * 3  # to subscribe, and three rounds of three clients
 

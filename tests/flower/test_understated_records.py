@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from local_grid import CLIENTS, Killed, LocalGrid, Node, experiment, make_nodes, settings
+
+from tests.support.local_grid import CLIENTS, Killed, LocalGrid, Node, experiment, make_nodes, settings
 
 pytest.importorskip("flwr")
 

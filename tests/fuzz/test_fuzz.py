@@ -13,8 +13,8 @@ pytest.importorskip("flwr")
 if not sys.platform.startswith("linux"):
     pytest.skip("what a case takes is read from /proc", allow_module_level=True)
 
-import fuzz_campaign
-from fuzz_watch import Watch
+from tools.fuzz import campaign
+from tools.fuzz.watch import Watch
 
 CASES = 25
 
@@ -23,17 +23,18 @@ CASES = 25
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Watch]]:
     """The only place that a case may write to, and who watches."""
     place = tmp_path_factory.mktemp("fuzz").resolve()
-    environment, path = dict(os.environ), list(sys.path)
-    fuzz_campaign.prepare(place)
-    yield place, Watch(place)
+    environment = dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))  # --model adds the current directory
+        campaign.prepare(place)
+        yield place, Watch(place)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:] = path
 
 
-@pytest.mark.parametrize("target", fuzz_campaign.TARGETS)
+@pytest.mark.parametrize("target", campaign.TARGETS)
 def test_hostile_input_is_refused_in_a_sentence_and_does_nothing_else(target: str, watched: tuple[Path, Watch]) -> None:
-    outcome = fuzz_campaign.campaign(target, CASES, *watched)
+    outcome = campaign.campaign(target, CASES, *watched)
     assert outcome.findings == {}
 
 
@@ -48,7 +49,7 @@ def test_the_watch_sees_what_no_input_may_do(watched: tuple[Path, Watch], tmp_pa
         "control characters": lambda *_: print("\x1b[2J"),
         "KeyError": lambda *_: {}["x"],
         "took": lambda *_: bytearray(os.urandom(1)) * (600 * 2**20),
-        "imports fuzz_canary": lambda *_: __import__("fuzz_canary"),
+        "imports tools.fuzz.canary": lambda *_: __import__("tools.fuzz.canary"),
     }
     for named, attempt in harmful.items():
         assert named in (watch.run(attempt, Random(0)) or ""), named

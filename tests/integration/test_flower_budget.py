@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from flower_site import CANCER, HAS_FLOWER, left_of
 
-from conftest import Start
 from fedcdp.deploy.site.directory import SiteSettings
 from fedcdp.deploy.site.policies import epsilon_of
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.training.rundir import RunDirectory
+from tests.integration.conftest import Start
+from tests.support.flower_site import CANCER, HAS_FLOWER, left_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flower_site import CANCER, HAS_FLOWER, REPRODUCIBLE, RunningSite, largest_difference, simulated, wait_until
 
 from fedcdp.config.presets import Settings
+from tests.support.flower_site import (
+    CANCER,
+    HAS_FLOWER,
+    REPRODUCIBLE,
+    RunningSite,
+    largest_difference,
+    simulated,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flower_site import CANCER, HAS_FLOWER, REPRODUCIBLE, RunningSite, largest_difference, simulated
 
 from fedcdp.config.presets import Settings
+from tests.support.flower_site import CANCER, HAS_FLOWER, REPRODUCIBLE, RunningSite, largest_difference, simulated
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 
@@ -17,7 +17,7 @@ SAID = ("not finite", "has the shape", "enormous", "stale", "failed with Flower'
 def test_a_hostile_client_changes_nothing_but_the_log(tmp_path: Path) -> None:
     rounds: Settings = {"plan": {"rounds": len(SAID)}}
     with RunningSite(tmp_path / "site", CANCER, REPRODUCIBLE, rounds, nodes=3, server={"round-timeout": 120.0}) as site:
-        site.use_client("hostile_client:client", Path(__file__).parent)
+        site.use_client("tests.support.hostile_client:client")
         site.start_all(node_3={"FEDCDP_TEST_HOSTILE": "yes"})
         assert site.finish(site.start_job()) == "finished:completed"
         assert site.outcome() == "done"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flower_site import CANCER, HAS_FLOWER, RunningSite, wait_until
 
 from fedcdp.deploy.site.certificates import new_node_key
+from tests.support.flower_site import CANCER, HAS_FLOWER, RunningSite, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from flower_site import CANCER, HAS_FLOWER, MNIST5K, REPRODUCIBLE, largest_difference, left_of, simulated
 
-from conftest import Start
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.experiment import Experiment
 from fedcdp.deploy.site.directory import Site, SiteSettings
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.rundir import RunDirectory
+from tests.integration.conftest import Start
+from tests.support.flower_site import CANCER, HAS_FLOWER, MNIST5K, REPRODUCIBLE, largest_difference, left_of, simulated
 
 pytestmark = pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")
 

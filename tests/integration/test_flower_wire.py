@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from counting_proxy import CountingProxy
-from flower_site import HAS_FLOWER, MNIST5K, RunningSite
 
 from fedcdp.config.presets import Settings
 from fedcdp.models.networks import build
+from tests.support.counting_proxy import CountingProxy
+from tests.support.flower_site import HAS_FLOWER, MNIST5K, RunningSite
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 

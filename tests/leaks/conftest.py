@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "flower")]  # the latter for `local_grid`
-
-from watched import Seen, hold_the_release, stop_the_clocks, watched  # noqa: E402
+from tests.support.run_output import Seen, hold_the_release, stop_the_clocks, watched
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from watched import Seen, differences
 
 from fedcdp.cli.program import app
+from tests.support.run_output import Seen, differences
 
 RunTwice = Callable[..., list[Seen]]
 

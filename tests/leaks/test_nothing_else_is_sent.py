@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from watched import Seen, differences
+
+from tests.support.run_output import Seen, differences
 
 pytest.importorskip("flwr")
 
 from flwr.app import Message
-from local_grid import ALL, CLIENTS, OPEN, LocalGrid, Node, experiment, settings
 
 from fedcdp.data import load
 from fedcdp.data.partition import partition
 from fedcdp.deploy.protocol.client import client_app
 from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.deploy.protocol.server import serve
+from tests.support.local_grid import ALL, CLIENTS, OPEN, LocalGrid, Node, experiment, settings
 
 RunTwice = Callable[..., list[Seen]]
 Data = tuple[Tensor, Tensor]

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from watched import Seen, differences
 
 from fedcdp.cli import terminal
 from fedcdp.config.plan import Plan
@@ -27,6 +26,7 @@ from fedcdp.data.partition import partition
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.simulate import simulate
+from tests.support.run_output import Seen, differences
 
 RunTwice = Callable[..., list[Seen]]
 

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import hypothesis.strategies as st
-import naive
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +23,7 @@ from fedcdp.files.tree import Layout
 from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.mechanism.sampling import choose_clients, choose_records
 from fedcdp.training.simulate import simulate
+from tests.support import naive
 
 TOLERANCE = 1e-5  # float32 against float64
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-import naive
 import numpy as np
 import pytest
 import torch
@@ -20,6 +19,7 @@ from fedcdp.engine import Batch, FunctionalEngine
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.methods import METHODS, Moment, train_locally
+from tests.support import naive
 
 CLIENTS = [4, 7]
 BATCH, STEPS, SLOTS = 3, 2, 9

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import naive
 import numpy as np
 import pytest
 import torch
@@ -30,6 +29,7 @@ from fedcdp.methods.aggregation import Aggregate, next_clip
 from fedcdp.methods.quantile import clip_rule, count_examples, indicators
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.simulate import simulate
+from tests.support import naive
 
 MODEL = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
 ENGINE = FunctionalEngine(MODEL, F.cross_entropy)

@@ -24,18 +24,20 @@ from fedcdp.errors import RunError, StorageError
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.rundir import RunDirectory, State
 from fedcdp.training.simulate import train_experiment
+from tools.crash.checks import CrashError, examine
 
-HERE = Path(__file__).parent
 SMALL = {"data": {"dataset": "cancer", "clients": 8}, "plan": {"per_round": 4, "rounds": 4, "local_steps": 1}}
 STATE = State(1, {"weight": torch.zeros(2)}, None)
 
 
 def test_trainings_killed_or_out_of_space_lose_nothing(tmp_path: Path) -> None:
     """In a process of its own, since it forks; its status says that every check held."""
-    environment = os.environ | {"PYTHONPATH": str(Path(fedcdp.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(fedcdp.__file__).parents[1]), str(Path(__file__).parents[2])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
-        str(HERE / "crashes.py"),
+        "-m",
+        "tools.crash",
         "--short",
         "--scenarios",
         "fed-cdp",
@@ -50,24 +52,22 @@ def test_trainings_killed_or_out_of_space_lose_nothing(tmp_path: Path) -> None:
     assert totals["full disks, resumed"] >= 6
 
 
-def test_the_checks_find_a_release_that_is_charged_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_find_a_release_that_is_charged_too_late(tmp_path: Path) -> None:
     """A harness that cannot fail shows nothing: the ledger loses a line, and a round begins that was not charged."""
-    monkeypatch.syspath_prepend(str(HERE))
-    crashes = pytest.importorskip("crash_checks")
     train_experiment(assemble(SMALL), tmp_path / "run", quiet=True, most_releases=2)
     witness = tmp_path / "witness"
     witness.write_text("0\n1\n")
-    crashes.examine(tmp_path / "run", witness, False)
+    examine(tmp_path / "run", witness, False)
     witness.write_text("0\n1\n2\n")
-    with pytest.raises(crashes.CrashError, match="round 2 began 1 times and is charged 0"):
-        crashes.examine(tmp_path / "run", witness, False)
+    with pytest.raises(CrashError, match="round 2 began 1 times and is charged 0"):
+        examine(tmp_path / "run", witness, False)
     witness.write_text("0\n1\n1\n")
-    with pytest.raises(crashes.CrashError, match="round 1 began 2 times"):
-        crashes.examine(tmp_path / "run", witness, True)
+    with pytest.raises(CrashError, match="round 1 began 2 times"):
+        examine(tmp_path / "run", witness, True)
     ledger = tmp_path / "run/ledger.jsonl"
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.raises(crashes.CrashError, match="the checkpoint has 2 rounds"):
-        crashes.examine(tmp_path / "run", tmp_path / "nobody", False)
+    with pytest.raises(CrashError, match="the checkpoint has 2 rounds"):
+        examine(tmp_path / "run", tmp_path / "nobody", False)
 
 
 def training(run: Path, disturb: Callable[[int], None]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_demo import FEWER, SILENT, SMALLER
 
 from fedcdp.report import report
 from fedcdp.studies.demo import Demo
+from tests.support.small_demo import FEWER, SILENT, SMALLER
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_demo import FEWER, SILENT, SMALLER
 
 from fedcdp.errors import RunError
 from fedcdp.studies.demo import ATTACKS, Demo
 from fedcdp.training.saved_run import Trained
+from tests.support.small_demo import FEWER, SILENT, SMALLER
 
 
 def times(folder: Path) -> dict[str, int]:

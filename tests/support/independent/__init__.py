@@ -1,0 +1,1 @@
+"""An accountant that shares no code with the one of the package, which it checks."""

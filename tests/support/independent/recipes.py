@@ -1,0 +1,223 @@
+"""The recipes of the accountant's specification, written a second time: a plan's fields to releases, releases to ε.
+
+Nothing is imported from fedcdp.accounting. Of a `Plan` only plain fields and `clip_at` are read. A subclass of `Recipes` may
+do one thing wrong on purpose; the tests compare it with this one.
+
+μ is 1/z: the sensitivity of a released sum over the noise on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import combinations_with_replacement
+
+from tests.support.independent.losses import Exchanged, Release, Sampled, Shift, slotted, together
+from tests.support.independent.rows import Key, Made, Row, Rows, lottery
+
+
+class Recipes(Rows):
+    """The recipes, row by row."""
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> dict[Key, tuple[str, list[list[Row | None]]]]:
+        """For each row its kind and, for each size of a client, those that hold; None: no guarantee."""
+        plan = self.plan
+        if plan.method in ("nonprivate", "dssgd") or plan.noise_multiplier == 0:
+            return {(who, "record", "zero-out"): ("none", [[None]]) for who in ("server", "update", "example", "model")}
+        return self._fed_sdp() if plan.method == "fed-sdp" else self._fed_cdp()
+
+    def _for_sizes(self, make: Callable[[int], list[Row | None]]) -> list[list[Row | None]]:
+        return [make(size) for size in self.federation.sizes]
+
+    # Fed-CDP ---------------------------------------------------------------------------------------------------------
+
+    def _fed_cdp(self) -> dict[Key, tuple[str, list[list[Row | None]]]]:
+        plan = self.plan
+        exposed = [("example", 1.0, "zero-out"), ("example", 0.5, "replace-one")] if plan.noise == "example" else []
+        rows: dict[Key, tuple[str, list[list[Row | None]]]] = {}
+        summed = self._for_sizes(lambda size: [self.known(once) for once in self.summed(size)])
+        rows["server", "record", "zero-out"] = rows["update", "record", "zero-out"] = "server", summed
+        credit = "credited" if self.credited() else "server"
+        rows["model", "record", "zero-out"] = (
+            credit,
+            self._for_sizes(lambda size: self._model(self.summed(size), self.cohort_rate(size), 1.0)),
+        )
+        whole = self.known(self._every_step(self.draws / plan.slots))
+        rows["server", "client", "zero-out"] = "client", [[whole]]
+        rows["model", "client", "zero-out"] = credit, [self._model([whole.once], self.client_rate, plan.slots)]
+        for who, weight, relation in exposed:
+            rows[who, "record", relation] = (
+                "seen",
+                self._for_sizes(lambda size, weight=weight: [self.known(self._steps(size, weight, self._seen))]),
+            )
+        if not exposed:
+            rows["example", "record", "zero-out"] = "none", [[None]]
+        if self.federation.copies > 1:
+            rows["server", "unique", "zero-out"] = (
+                "unique",
+                self._copied(),
+            )
+            if exposed:
+                rows["example", "unique", "zero-out"] = (
+                    "unique",
+                    self._for_sizes(lambda size: [self.unique(self._steps(size, 1.0, self._seen))]),
+                )
+        return rows
+
+    def record_rate(self, size: int) -> float:
+        """q_l."""
+        return min(1.0, self.plan.batch_size / size)
+
+    def _uses(self, size: int) -> int:
+        """In how many steps of a round a record may be."""
+        steps, batch = self.plan.local_steps, self.plan.batch_size
+        return min(steps, -(-steps * batch // size)) if self.plan.record_sampling == "partition" else steps
+
+    def _steps(self, size: int, weight: float, step: Callable[[int, float], Release]) -> Made:
+        """One participation: as many steps as may hold the record."""
+
+        def participation(sigma: float) -> Release:
+            first, later = (step(size, self.distance(sigma, weight, is_first)) for is_first in (True, False))
+            return together([(first, 1), (later, self._uses(size) - 1)])
+
+        return participation
+
+    def summed(self, size: int) -> list[Made]:
+        """One participation in the sums of its steps: with secret sampling; and with sampling that is known.
+
+        A record that is zeroed out keeps its slot, so that known sampling moves a sum by one sensitivity. The dominating
+        pairs of `fixed` sampling and of slots that overflow move it by two, and may cost more than secrecy saves.
+        """
+        secret = self._steps(size, self.draws, self._hidden)
+        plan = self.plan
+        if plan.record_sampling == "fixed" or (plan.record_sampling == "poisson" and size > plan.slots):
+            return [secret, self._steps(size, self.draws, lambda _, mu: Shift(mu))]
+        return [secret]
+
+    def _every_step(self, weight: float) -> Made:
+        def participation(sigma: float) -> Release:
+            first, later = (Shift(self.distance(sigma, weight, is_first)) for is_first in (True, False))
+            return together([(first, 1), (later, self.plan.local_steps - 1)])
+
+        return participation
+
+    def _hidden(self, size: int, mu: float) -> Release:
+        """A step's sum, for a reader who does not know which records are in it."""
+        rate = self.record_rate(size)
+        if self.plan.record_sampling == "partition" or rate == 1:
+            return Shift(mu)
+        if self.plan.record_sampling == "fixed":
+            return Exchanged(rate, 2 * mu)
+        return slotted(size, rate, self.plan.slots, mu)
+
+    def _seen(self, size: int, mu: float) -> Release:
+        """A noised gradient, for a reader who knows whose it is."""
+        rate = 1.0 if self.plan.record_sampling == "partition" else self.record_rate(size)
+        return lottery(Shift(mu), rate)
+
+    def _copied(self) -> list[list[Row | None]]:
+        """One person, with all copies at clients of one size; and, where no size is always the worst, at clients of several.
+
+        Slots overflow only at large clients and smaller clients draw more often, so that neither dominates the other.
+        Then one copy at each may cost more than two at either.
+        """
+        sizes, plan = self.federation.sizes, self.plan
+        rows = self._for_sizes(lambda size: [self.unique(once) for once in self.summed(size)])
+        if plan.record_sampling == "poisson" and sizes[-1] > plan.slots:
+            for held in combinations_with_replacement(sizes, self.federation.copies):
+                if len(set(held)) > 1:
+                    rows.append([self.mixed([self.summed(size)[way] for size in held]) for way in (0, -1)])
+        return rows
+
+    # Secure aggregation ----------------------------------------------------------------------------------------------
+
+    def credited(self) -> bool:
+        """Whether the noise of the other clients counts for whoever reads the model alone."""
+        plan = self.plan
+        if not plan.secure_aggregation or self.pruned():
+            return False
+        return plan.method == "fed-sdp" or (plan.local_steps == 1 and not self.uneven())
+
+    def pruned(self) -> bool:
+        """Whether clients prune their own noise."""
+        return self.plan.compression > 0
+
+    def uneven(self) -> bool:
+        """Whether the noise of a small client, divided by fewer records than B, shows that it took part."""
+        return min(self.federation.sizes) < self.plan.batch_size
+
+    def cohort_rate(self, size: int) -> float:
+        """How often a record is in a round's sum, in secret: under `partition`, whenever its client is."""
+        secret = 1.0 if self.plan.record_sampling == "partition" else self.record_rate(size)
+        return self.client_rate * secret
+
+    def _model(self, participations: list[Made], rate: float, examples: float) -> list[Row | None]:
+        """The server's rows, and where others' noise counts one more. In full participation a unit moves the sum by its own
+        `examples`; otherwise whoever is drawn in its client's place moves it by two whole steps of S."""
+        server: list[Row | None] = [self.known(once) for once in participations]
+        if not self.credited():
+            return server
+        weight = self.draws * math.sqrt(self.plan.per_round)
+        if self.client_rate == 1:
+            return [*server, self.known(lambda sigma: Shift(self.distance(sigma, weight / examples)))]
+        slots, once = 2 * self.plan.slots, participations[0]
+        return [*server, self._secret(rate, lambda sigma: self.distance(sigma, weight / slots), once)]
+
+    def _secret(self, rate: float, mu: Callable[[float], float], once: Made) -> Row:
+        return Row(lambda sigma: Exchanged(rate, mu(sigma)), once, once, hidden=True)
+
+    # Fed-SDP ---------------------------------------------------------------------------------------------------------
+
+    def _fed_sdp(self) -> dict[Key, tuple[str, list[list[Row | None]]]]:
+        plan = self.plan
+        rows: dict[Key, tuple[str, list[list[Row | None]]]] = {("example", "record", "zero-out"): ("none", [[None]])}
+        for unit, weight in (("client", 1.0), ("record", 0.5)):
+            update = self._update(weight)
+            if plan.noise_at == "client":
+                server: list[Row | None] = [self.known(update)]
+                rows["server", unit, "zero-out"] = rows["update", unit, "zero-out"] = "server", [server]
+                rows["model", unit, "zero-out"] = (
+                    ("credited" if self.credited() else "server"),
+                    [self._noisy_sum(update, weight)],
+                )
+                continue
+            rows["server", unit, "zero-out"] = rows["update", unit, "zero-out"] = "none", [[None]]
+            rows["model", unit, "zero-out"] = "hidden", [[Row(self._amplified(unit, update), update, update, hidden=True)]]
+        if self.federation.copies > 1:
+            if plan.noise_at == "client":
+                rows["server", "unique", "zero-out"] = "unique", [[self.unique(self._update(0.5))]]
+            else:
+                most = self.unique(self._update(0.5)).most
+                moved = self._update(0.5 / most)
+                rows["model", "unique", "zero-out"] = "unique", [[Row(moved, moved, moved, hidden=True)]]
+        return rows
+
+    def _update(self, weight: float) -> Made:
+        return lambda sigma: Shift(self.distance(sigma, weight))
+
+    def _amplified(self, unit: str, update: Made) -> Made:
+        """Noise at the server: its sum, for whoever does not know who took part."""
+
+        def summed(sigma: float) -> Release:
+            moved = update(sigma)
+            if self.client_rate == 1 or not isinstance(moved, Shift):
+                return moved
+            if unit == "record":  # its client's update is another one: `update` is over that distance already
+                return Exchanged(self.client_rate, moved.mu)
+            if self.plan.client_sampling == "poisson":
+                return Sampled(self.client_rate, moved.mu)
+            return Exchanged(self.client_rate, 2 * moved.mu)
+
+        return summed
+
+    def _noisy_sum(self, update: Made, weight: float) -> list[Row | None]:
+        """Noise at the clients, of which only the sum is seen."""
+        server = self.known(update)
+        if not self.credited():
+            return [server]
+        all_noise = math.sqrt(self.plan.per_round)
+        if self.client_rate == 1:
+            return [server, self.known(self._update(weight * all_noise))]
+        return [server, self._secret(self.client_rate, lambda sigma: self.distance(sigma, all_noise / 2), update)]

@@ -1,0 +1,1 @@
+"""Trainings and other commands that are killed, or whose disk fills up, and what must hold of their files."""

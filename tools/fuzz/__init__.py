@@ -1,0 +1,1 @@
+"""Hostile input for everything that reads a file, a message or an option."""

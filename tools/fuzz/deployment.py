@@ -1,0 +1,291 @@
+"""Targets: a deployment's files, and what comes over the wire."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedcdp.config.experiment import assemble
+from fedcdp.config.plan import Plan
+from fedcdp.deploy.protocol import messages, wire
+from fedcdp.deploy.protocol.admission import check_size, is_counted
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.local_round import Round, network_for
+from fedcdp.deploy.protocol.policy import ClientPolicy, Facts
+from fedcdp.deploy.protocol.roster import Subscribing, load_roster
+from fedcdp.deploy.protocol.task import Task, tensors_of
+from fedcdp.deploy.site.directory import Site
+from fedcdp.deploy.site.local_deployment import Follower
+from fedcdp.errors import WireError
+from fedcdp.files.tree import Layout
+from fedcdp.models.networks import build
+from tools.fuzz.mutations import HOSTILE_NUMBERS, HOSTILE_TEXTS, as_json, as_toml, mutate_bytes, mutate_value
+from tools.fuzz.runs import SMALL, _changed_lines, rechained
+
+Attempt = Callable[[Random, Path], None]
+TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
+LAYOUT = Layout.of(build("mlp", (30,), 2))
+PLAN = Plan(rounds=10, per_round=4, local_steps=5, batch_size=5, secure_noise=True)
+TASK = Task(run="0" * 32, shape=(30,), classes=2, network="mlp", activation=None, tensors=tensors_of(LAYOUT), constants="",
+            plan=PLAN, smallest_cohort=2)  # fmt: skip
+FACTS = Facts(100, (30,), 2, tensors_of(LAYOUT), "")
+FIRST = Round(0, 0, None)
+
+
+def site(_place: Path) -> Attempt:
+    """`deployment.toml`, and what is made of it: scripts and addresses."""
+    from fedcdp.deploy.site import texts
+
+    sound = {"nodes": 2, "host": "127.0.0.1", "port": 9443}
+
+    def attempt(case: Random, place: Path) -> None:
+        hostile = mutate_bytes(case, as_toml(sound)) if case.random() < 0.4 else as_toml(mutate_value(case, sound))
+        (place / "deployment.toml").write_bytes(hostile)
+        there = Site(place)
+        settings = there.require()
+        there.nodes(settings.nodes)
+        written = texts.superlink(settings) + texts.node(settings, 1) + texts.run(settings) + settings.to_toml()
+        if any(sign in settings.host for sign in ";&|<>(){}!*?#\x1b\n~^%"):
+            raise AssertionError(f"a script would hold {settings.host!r}: {written[:0]}")
+
+    return attempt
+
+
+def policy(place: Path) -> Attempt:
+    """A client's policy, and what it decides."""
+    sound = {"epsilon": 2.0, "delta": 1e-5, "adversary": "server", "unit": "record", "methods": ["fed-cdp"],
+             "smallest_noise_multiplier": 0.5, "smallest_cohort": 1, "allow_reproducible": False,
+             "allow_custom_network": False}  # fmt: skip
+    state = place / "policy-state"
+
+    def attempt(case: Random, where: Path) -> None:
+        path = where / "policy.toml"
+        path.write_bytes(mutate_bytes(case, as_toml(sound)) if case.random() < 0.4 else as_toml(mutate_value(case, sound)))
+        read = ClientPolicy.read(path)
+        read.objection(TASK)
+        if case.random() < 0.05:
+            with ClientLedger.held(state) as ledger:
+                read.decide(TASK, FACTS, ledger)
+
+    return attempt
+
+
+def roster(_place: Path) -> Attempt:
+    """Who takes part, and how a run ended, as a server left them."""
+    clients = {"clients": [{"number": n, "node": 10**18 + n, "records": 50, "name": f"{n:032x}"} for n in range(3)]}
+    outcome = {"ended": "done", "rounds": 3, "sentence": "all rounds are done"}
+    experiment = assemble(SMALL)
+
+    def attempt(case: Random, place: Path) -> None:
+        hostile = mutate_bytes(case, as_json(clients)) if case.random() < 0.4 else as_json(mutate_value(case, clients))
+        (place / "outcome.json").write_bytes(
+            mutate_bytes(case, as_json(outcome)) if case.random() < 0.4 else as_json(mutate_value(case, outcome))
+        )
+        Follower(place, experiment).ended()
+        path = place / "clients.json"
+        path.write_bytes(hostile)
+        for member in load_roster(path):
+            if (
+                type(member.records) is not int
+                or member.records < 1
+                or type(member.node) is not int
+                or len(member.name) != 32
+            ):
+                raise AssertionError(f"{member} was believed")
+
+    return attempt
+
+
+def task(place: Path) -> Attempt:
+    """A published task, up to the network that a client would build for it."""
+    sound = json.loads(TASK.to_json())
+    state = place / "task-state"
+
+    def attempt(case: Random, _where: Path) -> None:
+        hostile = mutate_bytes(case, as_json(sound)) if case.random() < 0.3 else as_json(mutate_value(case, sound))
+        read = messages.read_task(RecordDict({"task": ConfigRecord({"task": hostile.decode("utf-8", "replace")})}))
+        read.digest()
+        careless = ClientPolicy(epsilon=float("inf"), methods=("fed-cdp", "fed-sdp", "fed-cdp-decay", "dssgd", "nonprivate"))
+        if careless.objection(read) is None:
+            network_for(read)
+        if case.random() < 0.1:
+            with ClientLedger.held(state) as ledger:
+                ClientPolicy().decide(read, FACTS, ledger)
+
+    return attempt
+
+
+def client_ledger(place: Path) -> Attempt:
+    """A client's own ledger."""
+    state = place / "client-state"
+    with ClientLedger.held(state) as ledger:
+        accepted = ledger.accept(TASK, 100)
+        ledger.reserve(accepted.task.digest(), 1, 5)
+        for round_ in range(3):
+            ledger.charge(accepted.task.digest(), round_, 0, 4.0)
+    path = state / "ledger.jsonl"
+    content = path.read_bytes()
+    lines = [json.loads(line) for line in content.splitlines()]
+
+    def attempt(case: Random, _where: Path) -> None:
+        path.write_bytes(mutate_bytes(case, content) if case.random() < 0.4 else rechained(_changed_lines(case, lines)))
+        with ClientLedger.held(state) as ledger:
+            ledger.reservations()
+
+    return attempt
+
+
+class _Captured(logging.Handler):
+    """What would be logged goes to the console, where control characters are looked for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage())
+
+
+@contextmanager
+def _logged_to_the_console(log: logging.Logger) -> Iterator[None]:
+    """In here alone, and down to the finest line; a logger belongs to the whole process."""
+    before = log.handlers, log.propagate, log.level
+    log.handlers, log.propagate = [_Captured()], False
+    log.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])
+
+
+class _NoGrid:
+    """A grid that nothing is sent over."""
+
+
+def _config(case: Random, sound: dict[str, Any]) -> ConfigRecord:
+    """A record with fields changed to other values that Flower carries."""
+    fields: dict[str, Any] = dict(sound)
+    for _ in range(case.choice((0, 1, 1, 2))):
+        name = case.choice((*sound, "other"))
+        numbers = [each for each in HOSTILE_NUMBERS if not isinstance(each, int) or -(2**63) <= each < 2**63]
+        texts = [each for each in HOSTILE_TEXTS if "\ud800" not in each]
+        fields[name] = case.choice((*numbers, *texts, True, False, b"\xff\x1b", [1, 2], ["\x1b[2J"], [], sound.get(name, 0)))
+        if case.random() < 0.2:
+            del fields[name]
+    return ConfigRecord(fields)
+
+
+def _arrays(case: Random, sparse: bool) -> ArrayRecord:
+    """The arrays of a tree, sound but for some."""
+    tree = LAYOUT.unflatten(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(case.randrange(99))))
+    if sparse:
+        tree = {name: torch.where(value.abs() > 2, value, torch.zeros(())) for name, value in tree.items()}
+    sound = dict(wire.sparse(tree, LAYOUT) if sparse else wire.dense(tree))
+    record = dict(sound)
+    for _ in range(case.choice((0, 1, 1, 2))):
+        name = case.choice([each for each in record if each in sound])
+        array = record[name]
+        act = case.randrange(6)
+        if act == 0:
+            array = Array(array.dtype, array.shape, array.stype, mutate_bytes(case, array.data))
+        elif act == 1:
+            kind = case.choice(("<f4", "<f8", "<u4", "|u1", "|O", "<i8", "<U4"))
+            shape = case.choice(((), (0,), (5,), (2**31,), (10**12,), (3, 3)))
+            header = f"{{'descr': {kind!r}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+            header = mutate_bytes(case, header) if case.random() < 0.3 else header
+            size = len(header).to_bytes(2, "little") if len(header) < 65536 else b"\xff\xff"
+            array = Array(
+                "float32", (1,), "numpy.ndarray", b"\x93NUMPY\x01\x00" + size + header + bytes(case.choice((0, 20, 400)))
+            )
+        elif act == 2:
+            values = np.array(sound[name].numpy())
+            if values.size:
+                odd = (0, 1, 255) if values.dtype.kind == "u" else (np.nan, np.inf, 1e38, -1e38, 0.0)
+                values.flat[case.randrange(values.size)] = case.choice(odd)
+            array = Array(values)
+        elif act == 3:
+            array = Array(array.dtype, array.shape, case.choice(HOSTILE_TEXTS[:-8]), array.data)
+        elif act == 4:
+            array = Array(np.zeros(case.choice(((), (0,), (1,), (10_000,))), case.choice(("f4", "f8", "u4", "u1", "i8"))))
+        record[name] = array
+        if case.random() < 0.1:
+            record[case.choice(HOSTILE_TEXTS[:14])] = record.pop(name)
+    return ArrayRecord(record)
+
+
+def wire_arrays(_place: Path) -> Attempt:
+    """Weights and updates, dense and sparse."""
+
+    def attempt(case: Random, _where: Path) -> None:
+        wire.decode(_arrays(case, case.random() < 0.5), LAYOUT, may_be_sparse=case.random() < 0.7)
+
+    return attempt
+
+
+def flower_messages(_place: Path) -> Attempt:
+    """All messages, each as its reader reads it, and what a server logs of them."""
+    log = logging.getLogger("flwr.fedcdp")
+    digest = TASK.digest()
+
+    def read(case: Random) -> None:
+        counted = Plan(**PLAN.written() | {"clip": "quantile(0.5, 4)"})
+        plan = counted if case.random() < 0.3 else PLAN
+        kind = case.randrange(4)
+        try:
+            if kind == 0:
+                about = {"task": digest, "round": 0, "attempt": 0, "clip": 4.0}
+                _, asked, arrays = messages.read_ask(
+                    _some({"weights": _arrays(case, False), "round": _config(case, about)}, case)
+                )
+                wire.decode(arrays, LAYOUT)
+                if type(asked.number) is not int or type(asked.attempt) is not int:
+                    raise AssertionError("a round that is no number was believed")
+            elif kind == 1:
+                answer = {"accepts": True, "reason": "accepted", "records": 100, "member": "0" * 32, "number": -1}
+                content = _some({"answer": _config(case, answer)}, case)
+                Subscribing(_NoGrid(), TASK)._hear(_reply(content))  # type: ignore[arg-type]
+            else:
+                about = {"task": digest, "round": 0, "attempt": 0} | ({"count": 1.5} if is_counted(plan) else {})
+                parts = {"update": _arrays(case, case.random() < 0.5), "about": _config(case, about)}
+                if case.random() < 0.2:
+                    parts["refused"] = _config(case, {"reason": "the budget is spent", "final": True})
+                sent = messages.read_reply(_reply(_some(parts, case)), digest, FIRST, LAYOUT, is_counted(plan))
+                check_size(sent, plan, LAYOUT, FIRST, 100)
+        except WireError as error:
+            log.warning("left out: %s", error)  # as the strategy logs it
+            raise
+
+    def attempt(case: Random, _where: Path) -> None:
+        with _logged_to_the_console(log):
+            read(case)
+
+    return attempt
+
+
+def _some(parts: dict[str, Any], case: Random) -> RecordDict:
+    if case.random() < 0.1:
+        del parts[case.choice(tuple(parts))]
+    return RecordDict(parts)
+
+
+def _reply(content: RecordDict) -> Message:
+    asked = Message(RecordDict(), 1, messages.TRAIN)
+    return Message(content, reply_to=asked)
+
+
+TARGETS: dict[str, Callable[[Path], Attempt]] = {
+    "deployment.toml": site,
+    "policy.toml": policy,
+    "clients.json, outcome.json": roster,
+    "task": task,
+    "client ledger": client_ledger,
+    "wire arrays": wire_arrays,
+    "Flower messages": flower_messages,
+}

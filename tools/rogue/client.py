@@ -1,0 +1,193 @@
+"""The client of the rogue-server trial: real handlers, policy file and ledger, and a witness in place of its training."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from torch import nn
+
+from fedcdp.accounting.journal import Journal
+from fedcdp.deploy.protocol import client, messages, wire
+from fedcdp.deploy.protocol.admission import is_counted
+from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.local_round import LocalTraining, Round
+from fedcdp.deploy.protocol.task import Task
+from fedcdp.methods import Sent
+from tests.support.ledgers import written_by_0_1_0
+from tests.support.local_grid import Node
+from tools.rogue.accountant import Release, total_epsilon
+from tools.rogue.tasks import TENSORS
+
+EPSILON, DELTA = 0.25, 1e-5
+NETWORK = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+WEIGHTS = {name: torch.zeros(size) for name, size in TENSORS.items()}
+
+
+class Crash(BaseException):
+    """The client's process ends here."""
+
+
+@dataclass
+class Witness:
+    """Notes every release that a client makes; what a client says of itself is not asked for."""
+
+    adversary: str
+    unit: str
+    seen: list[tuple[str, Release]] = field(default_factory=list)
+    """The digest of the task, and what was released."""
+    crash: str | None = None
+    """Where the next release ends the process: before anything is computed, or after it has left."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, task: Task, records: int, asked: Round) -> None:
+        plan = task.plan
+        release = Release(
+            adversary=self.adversary,
+            unit=self.unit,
+            method=plan.method,
+            noise=plan.noise,
+            noise_at=plan.noise_at,
+            sampling=plan.record_sampling,
+            sigma=plan.noise_scale_at(asked.number, asked.clip) / plan.clip_at(asked.number, asked.clip),
+            quantile_noise=plan.quantile_noise if plan.quantile else None,
+            records=records,
+            batch=plan.batch_size,
+            slots=plan.slots,
+            steps=plan.local_steps,
+            per_round=plan.per_round,
+            layers=len({name.rpartition(".")[0] for name in TENSORS}),
+            secret=plan.secure_noise and not task.reproducible,
+        )
+        with self.lock:
+            self.seen.append((task.digest(), release))
+
+
+class Client:
+    """One client with its directory, under attack."""
+
+    def __init__(self, base: Path, reader: tuple[str, str], case: random.Random) -> None:
+        self.base, self.case, self.witness = base, case, Witness(*reader)
+        self.records = 100
+        self.texts: list[str] = []
+        """What was published so far."""
+        self.events: Counter[str] = Counter()
+        self.write_policy()
+
+    def write_policy(self, **changes: Any) -> None:
+        settings = {"epsilon": EPSILON, "delta": DELTA, "adversary": self.witness.adversary, "unit": self.witness.unit}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in (settings | changes).items()]
+        (self.base / "policy.toml").write_text("\n".join(lines) + "\n")
+
+    def send(self, content: RecordDict, kind: str) -> RecordDict:
+        """A message to a fresh process of the client, which may crash on it."""
+        records = self.records
+        app = client.client_app(
+            data=lambda _: (np.zeros((records, 3), np.float32), np.arange(records) % 2), network=lambda _: NETWORK
+        )
+        config = {"state-dir": str(self.base / "state"), "policy": str(self.base / "policy.toml"), "partition-id": 0}
+        message = Message(content, 100, kind)
+        message.metadata.__dict__["_message_id"] = "message"
+        try:
+            reply = Node(app, config).handle(message, 100)
+        except Crash:
+            self.events["crashed"] += 1
+            return RecordDict()
+        assert reply is not None
+        return reply.content
+
+    def publish(self, text: str) -> bool:
+        answer = self.send(RecordDict({"task": ConfigRecord({"task": text})}), messages.SUBSCRIBE)
+        accepted = "answer" in answer.config_records and answer.config_records["answer"].get("accepts") is True
+        self.events["accepted" if accepted else "declined"] += 1
+        self.texts.append(text)
+        return accepted
+
+    def ask(self, digest: str, asked: Round) -> bool:
+        answer = self.send(messages.ask(digest, asked, wire.dense(WEIGHTS)), messages.TRAIN)
+        self.events["released" if "update" in answer.array_records else "refused"] += 1
+        return "update" in answer.array_records
+
+    def ask_at_once(self, asks: list[tuple[str, Round]]) -> None:
+        threads = [threading.Thread(target=self.ask, args=each) for each in asks]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+    @contextmanager
+    def torn_write(self) -> Iterator[None]:
+        """The next line that the ledger writes is cut short, and the process ends there."""
+        armed, share, real = [True], self.case.random(), Journal._write
+
+        def write(journal: Journal, file: int, content: bytes) -> None:
+            if armed and content:
+                armed.clear()
+                os.write(file, content[: int(share * len(content))])
+                raise Crash
+            real(journal, file, content)
+
+        with mock.patch.object(Journal, "_write", write):
+            yield
+
+    def begin_with_0_1_0(self, task: Task, most: int) -> None:
+        """A ledger as the first release left it: so many releases were made, or as many as its budget allowed."""
+        before = len(self.witness.seen)
+        for round_ in range(most):
+            self.witness.note(task, 100, Round(round_, 0, None))
+            if total_epsilon((release for _, release in self.witness.seen), DELTA / 2) > EPSILON:
+                self.witness.seen.pop()
+        written_by_0_1_0(self.base / "state", [(task, len(self.witness.seen) - before)])
+        self.texts.append(task.to_json())
+
+    def verdict(self) -> str | None:
+        """What was released beyond the grant, if anything was."""
+        total = total_epsilon((release for _, release in self.witness.seen), DELTA)
+        if total > EPSILON:
+            return f"ε = {total:.4g} was released in {len(self.witness.seen)} releases, and {EPSILON} granted"
+        with ClientLedger.held(self.base / "state") as ledger:
+            for digest, made in Counter(digest for digest, _ in self.witness.seen).items():
+                accepted = ledger.tasks[digest]
+                if made > len(accepted.releases) or accepted.left < 0:
+                    return f"{made} releases were made for a task whose ledger has {len(accepted.releases)}"
+        return None
+
+    @property
+    def total(self) -> float:
+        return total_epsilon((release for _, release in self.witness.seen), DELTA)
+
+
+@contextmanager
+def watched(one: Client) -> Iterator[None]:
+    """The client's training is replaced by its witness."""
+
+    class Watched(LocalTraining):
+        def __init__(self, task: Task, network: nn.Module, data: Any, *rest: Any, **named: Any) -> None:
+            super().__init__(task, network, data, *rest, **named)
+            self.task, self.records = task, len(data)
+            assert named["one_by_one"] == (one.witness.adversary == "example")
+
+        def take_part(self, weights: Any, asked: Round, client: int = 0) -> Sent:  # noqa: ARG002
+            crash, one.witness.crash = one.witness.crash, None
+            if crash == "before":
+                raise Crash
+            one.witness.note(self.task, self.records, asked)
+            if crash == "after":
+                raise Crash
+            update = {name: value[None] for name, value in WEIGHTS.items()}
+            return Sent(update, torch.zeros(1) if is_counted(self.task.plan) else None)
+
+    with mock.patch.object(client, "LocalTraining", Watched):
+        yield
