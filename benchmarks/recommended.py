@@ -7,7 +7,7 @@
 All of it runs on a CPU; `--device cuda` is faster. Results are kept in results/recommended.json, and what is there is not
 run again. The noise of a setting that is tried comes from the closed form of a Gaussian mechanism (a record is used once a
 round, at a known step), so that no accountant is needed; the presets' own noise is checked by the accountant in
-tests/test_recommended.py.
+tests/config/test_recommended.py.
 
 Tuning sees the training split alone. The search is covered by no ε; docs/recommended.md says what else to know of it.
 """

@@ -11,7 +11,7 @@ from fedcdp.deploy.site.directory import SiteSettings
 from fedcdp.deploy.site.policies import epsilon_of
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.training.rundir import RunDirectory
-from tests.integration.conftest import Start
+from tests.cli.conftest import Start
 from tests.support.flower_site import CANCER, HAS_FLOWER, left_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]

@@ -13,7 +13,7 @@ from fedcdp.deploy.site.directory import Site, SiteSettings
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.rundir import RunDirectory
-from tests.integration.conftest import Start
+from tests.cli.conftest import Start
 from tests.support.flower_site import CANCER, HAS_FLOWER, MNIST5K, REPRODUCIBLE, largest_difference, left_of, simulated
 
 pytestmark = pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")

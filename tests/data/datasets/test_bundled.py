@@ -21,7 +21,7 @@ from fedcdp.data.prepare import stratified_split
 from fedcdp.errors import DataError
 
 PACKED = Path(str(files("fedcdp.data"))) / "digits.npz"
-PACKER = Path(__file__).parents[2] / "tools" / "pack_digits.py"
+PACKER = Path(__file__).parents[3] / "tools" / "pack_digits.py"
 
 
 def packed_digits(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

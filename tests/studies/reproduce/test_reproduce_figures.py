@@ -17,7 +17,7 @@ from fedcdp.studies.reproduce.catalogue import table
 from fedcdp.studies.reproduce.figures import Images, draw
 from fedcdp.studies.reproduce.place import Place
 
-RESULTS = Path(__file__).parents[2] / "results" / "reproduction"
+RESULTS = Path(__file__).parents[3] / "results" / "reproduction"
 
 
 def keep(place: Place, name: str, cell: str, examples: int) -> None:

@@ -5,7 +5,7 @@ agrees with us on who leaks. Skipped where it is not installed, which is best do
     breach/bin/pip install -c constraints.txt torch==2.13.0
     breach/bin/pip install -c constraints.txt -e . pytest hydra-core==1.3.8
     breach/bin/pip install --no-deps breaching==0.1.2 torchvision==0.28.0 lpips==0.1.4
-    OMP_NUM_THREADS=1 breach/bin/python -m pytest tests/integration/test_breaching.py
+    OMP_NUM_THREADS=1 breach/bin/python -m pytest tests/attacks/test_breaching.py
 
 Some seventy seconds on one thread for the embedded digits, and 35 more for each of LFW and CIFAR-10 that FEDCDP_DATA has.
 Images have three channels, for its patterned seeds and its total variation know no others; inputs are in [0, 1] and not

@@ -80,7 +80,7 @@ def test_all_end_when_their_starter_is_killed_also_those_that_do_not_want_to(tmp
         "    print(child.pid, flush=True)\n"
         "    time.sleep(600)\n"
     )
-    source = str(Path(__file__).parents[2] / "src")
+    source = str(Path(__file__).parents[3] / "src")
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None

@@ -325,7 +325,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_pages_tables_are_made_from_the_files_that_it_names(tmp_path: Path) -> None:
-    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    benchmarks = Path(__file__).parents[3] / "benchmarks"
     spec = importlib.util.spec_from_file_location("speed", benchmarks / "speed.py")
     assert spec is not None
     assert spec.loader is not None
