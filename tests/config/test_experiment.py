@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,16 @@ def test_an_experiment_runs_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     run = train_experiment(assemble(SMALL), None, quiet=True)
     assert (run.rounds, run.directory) == (2, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_run_that_begins_in_a_directory_needs_the_toml_writer(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tomli_w", None)  # an import of it fails
+    assert train_experiment(assemble(SMALL), None, quiet=True).rounds == 2
+    assert train_experiment(assemble(SMALL), directory, resume=True, quiet=True).rounds == 2
+    with pytest.raises(ImportError, match="tomli_w"):
+        train_experiment(assemble(SMALL), directory.with_name("new"), quiet=True)
 
 
 def test_the_network_and_the_federation_follow_the_plans_seed() -> None:

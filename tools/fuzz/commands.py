@@ -178,7 +178,7 @@ def _stopping() -> Iterator[None]:
             "fedcdp.cli.reproduce._write",
             "fedcdp.cli.reproduce._write_all",
             "fedcdp.data.fetch.open_https",
-            "fedcdp.deploy.site.traffic.weigh_benchmark",
+            "fedcdp.deploy.protocol.wire.weigh_benchmark",
         ):
             patched.enter_context(mock.patch(place, stop))
         yield

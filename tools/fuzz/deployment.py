@@ -44,7 +44,7 @@ FIRST = Round(0, 0, None)
 
 def site(_place: Path) -> Attempt:
     """`deployment.toml`, and what is made of it: scripts and addresses."""
-    from fedcdp.deploy.site import texts
+    from fedcdp.deploy.site.writer import node_script, server_scripts
 
     sound = {"nodes": 2, "host": "127.0.0.1", "port": 9443}
 
@@ -54,7 +54,7 @@ def site(_place: Path) -> Attempt:
         there = Site(place)
         settings = there.require()
         there.nodes(settings.nodes)
-        written = texts.superlink(settings) + texts.node(settings, 1) + texts.run(settings) + settings.to_toml()
+        written = "".join(server_scripts(settings).values()) + node_script(settings, 1) + settings.to_toml()
         if any(sign in settings.host for sign in ";&|<>(){}!*?#\x1b\n~^%"):
             raise AssertionError(f"a script would hold {settings.host!r}: {written[:0]}")
 

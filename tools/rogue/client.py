@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import tomli_w
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from torch import nn
@@ -88,8 +88,7 @@ class Client:
 
     def write_policy(self, **changes: Any) -> None:
         settings = {"epsilon": EPSILON, "delta": DELTA, "adversary": self.witness.adversary, "unit": self.witness.unit}
-        lines = [f"{name} = {json.dumps(value)}" for name, value in (settings | changes).items()]
-        (self.base / "policy.toml").write_text("\n".join(lines) + "\n")
+        (self.base / "policy.toml").write_text(tomli_w.dumps(settings | changes))
 
     def send(self, content: RecordDict, kind: str) -> RecordDict:
         """A message to a fresh process of the client, which may crash on it."""

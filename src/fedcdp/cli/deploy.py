@@ -91,9 +91,10 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
 def traffic(as_json: AsJson = False) -> None:
     """What a client's part in a round weighs on the wire, for the paper's networks, with and without pruning."""
     from fedcdp.deploy.site.flower_commands import require_flower
-    from fedcdp.deploy.site.traffic import PRUNED, SHAPES, weigh_benchmark
 
     require_flower()
+    from fedcdp.deploy.protocol.wire import PRUNED, SHAPES, weigh_benchmark
+
     weighed = {dataset: weigh_benchmark(dataset) for dataset in SHAPES}
     if as_json:
         typer.echo(json.dumps({name: vars(each) for name, each in weighed.items()}))

@@ -6,7 +6,6 @@ settings.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
@@ -86,13 +85,14 @@ class Experiment:
 
     def to_toml(self) -> str:
         """The configuration file that gives this experiment back."""
-        lines = [f"# fedcdp {__version__}"]
+        import tomli_w
+
+        sections = {}
         for section in fields(self):
             settings = getattr(self, section.name)
             values = settings.written() if isinstance(settings, Plan) else vars(settings)
-            lines += ["", f"[{section.name}]"]
-            lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
-        return "\n".join(lines) + "\n"
+            sections[section.name] = {name: value for name, value in values.items() if value is not None}
+        return f"# fedcdp {__version__}\n\n{tomli_w.dumps(sections)}"
 
 
 SECTIONS: dict[str, type] = {"data": DataSettings, "model": ModelSettings, "plan": Plan, "run": MachineSettings}
@@ -160,8 +160,3 @@ def read_assignment(written: str) -> presets.Settings:
 
 def _names(kind: type) -> set[str]:
     return {each.name for each in fields(kind)} if is_dataclass(kind) else set()
-
-
-def _toml_value(value: str | int | float | bool) -> str:
-    # A JSON text without escaped slashes or surrogates is a TOML text, and so are JSON's numbers and booleans.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

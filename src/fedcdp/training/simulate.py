@@ -216,7 +216,7 @@ def train_experiment(
         tf32=machine.tf32,
         evaluate_every=machine.evaluate_every,
         out=out,
-        config=experiment.to_toml(),
+        config=None if out is None or resume else experiment.to_toml(),
         resume=resume,
         most_releases=most_releases,
         budget=budget,

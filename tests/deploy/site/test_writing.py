@@ -7,9 +7,13 @@ import subprocess
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import UndefinedError
 
 pytest.importorskip("cryptography")
 pytest.importorskip("flwr")
@@ -18,7 +22,8 @@ from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.deploy.protocol.policy import ClientPolicy, effective_noise
 from fedcdp.deploy.protocol.strategy import Job, deployed
 from fedcdp.deploy.site.directory import Site, SiteSettings
-from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.deploy.site.site_templates import render
+from fedcdp.deploy.site.writer import experiment_for, node_script, server_scripts, write
 from fedcdp.errors import DeploymentError, PlanError
 from fedcdp.training.prepared import build_network, deal_out, load_splits
 
@@ -94,9 +99,38 @@ def test_the_scripts_are_sound_and_ask_for_tls_and_node_authentication(site: Sit
     assert "--auth-supernode-private-key" in node
 
 
+@pytest.mark.parametrize("host", ["fl.example.org", "10.0.0.7", "::1", "fe80::1%eth0"])
+def test_a_shell_reads_the_address_as_it_is(host: str) -> None:
+    settings = SiteSettings(host=host, port=9999)
+    for script in (node_script(settings, 1), server_scripts(settings)["run.sh"]):
+        line = next(each for each in script.splitlines() if each.startswith("server="))
+        said = subprocess.run(
+            ["bash", "-c", f'{line}; printf %s "$server"'], env={}, capture_output=True, check=True, text=True
+        )
+        assert said.stdout == settings.address
+
+
+@pytest.mark.parametrize("value", ["$(id)", "`id`", 'a"; id; "', "a}; id; {", "a\\", "a\nid"])
+def test_no_script_takes_what_a_shell_obeys_within_quotes(value: str) -> None:
+    with pytest.raises(DeploymentError, match="cannot be written into a script"):
+        render("start-node.sh", settings=SimpleNamespace(address=value), number=1, runtime_port=9101)
+
+
+def test_a_template_needs_all_its_values() -> None:
+    with pytest.raises(UndefinedError, match="connection"):
+        render("run.sh", settings=SiteSettings())
+
+
+@given(dataset=st.text(st.characters(codec="utf-8")), alpha=st.floats(allow_nan=False), records=st.integers())
+def test_any_value_comes_back_from_a_nodes_configuration(dataset: str, alpha: float, records: int) -> None:
+    part = {"dataset": dataset, "alpha": alpha, "records": records}
+    read = tomllib.loads(render("node.toml", own_records=False, part=part))
+    assert read == {"policy": "policy.toml", "state-dir": "state"} | part
+
+
 def test_a_policy_grants_what_the_plan_costs_or_what_is_said(tmp_path: Path) -> None:
     plan = experiment_for(2, [CANCER])
-    for epsilon, name in ((None, "derived"), (0.5, "said")):
+    for epsilon, name in ((None, "derived"), (0.5, "said"), (1.23456789, "said to many digits")):
         written = write(tmp_path / name, SiteSettings(nodes=2), plan, epsilon)
         policy = tomllib.loads(written.node(1).policy.read_text())
         assert policy["methods"] == ["fed-cdp"]

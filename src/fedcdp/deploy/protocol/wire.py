@@ -3,11 +3,14 @@
 A dense tree is one float32 array a tensor. An update of which a part is zero (pruned, or shared in part) goes as its other
 values and where they are: numbers of places, or one bit a coordinate, whichever is smaller. Nothing is ever unpickled, and
 nothing is believed: names, shapes, types, places and values are checked, and the first that is wrong is said in a sentence.
+
+What a message weighs is measured on the records that Flower sends, not computed.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -15,14 +18,40 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
+from torch import nn
 
 from fedcdp.errors import WireError
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.files.untrusted import printable
+from fedcdp.mechanism.pruning import keep_largest
+from fedcdp.models.networks import build
 
 _PLACES, _BITS, _VALUES = "fedcdp:places", "fedcdp:bits", "fedcdp:values"
 _HEADER = 2**12  # bytes that the header of an array may take at most
 _STYPE = "numpy.ndarray"
+
+# The shapes and classes of the paper's benchmarks; no data are needed to weigh a network.
+SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "mnist": ((1, 28, 28), 10),
+    "cifar10": ((3, 32, 32), 10),
+    "lfw": ((3, 32, 32), 62),
+    "adult": ((105,), 2),
+    "cancer": ((30,), 2),
+}
+
+PRUNED = (0.0, 0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one client in one round."""
+
+    weights: int
+    """Trainable weights of the network."""
+    down: int
+    """From the server: the global weights."""
+    up: dict[float, int]
+    """To the server: the update, by the share of it that is pruned."""
 
 
 def dense(tree: Tree) -> ArrayRecord:
@@ -59,6 +88,23 @@ def decode(record: ArrayRecord, layout: Layout, *, may_be_sparse: bool = False) 
 def bytes_of(record: ArrayRecord) -> int:
     """How many bytes a record's arrays take on the wire, names and headers of the arrays included."""
     return sum(len(name.encode()) + len(array.data) for name, array in record.items())
+
+
+def weigh(network: nn.Module, shares: tuple[float, ...] = PRUNED) -> Traffic:
+    """Weigh the messages of a network, with an update of which these shares are pruned as a client prunes it."""
+    layout, source = Layout.of(network), torch.Generator().manual_seed(0)
+    update: Tree = {name: torch.randn(1, *shape, generator=source) for name, shape in layout.shapes.items()}
+    up = {}
+    for share in shares:
+        kept = {name: value[0] for name, value in keep_largest(update, layout, 1 - share).items()}
+        up[share] = bytes_of(sparse(kept, layout))
+    return Traffic(layout.size, bytes_of(dense({name: value[0] for name, value in update.items()})), up)
+
+
+def weigh_benchmark(dataset: str) -> Traffic:
+    """Weigh the paper's network for one of its datasets."""
+    shape, classes = SHAPES[dataset]
+    return weigh(build("auto", shape, classes))
 
 
 def _spread(record: ArrayRecord, size: int) -> NDArray[np.float32]:

@@ -24,6 +24,7 @@ from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
 CONNECTION = "deployment"
 MOST_NODES = 10_000
+_USUAL_PORT = 9443
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9]{1,15})?")  # it stands in scripts
 
 
@@ -46,7 +47,20 @@ class SiteSettings:
 
     def to_toml(self) -> str:
         """The file that gives these settings back."""
-        return f'nodes = {self.nodes}\nhost = "{self.host}"\nport = {self.port}\n'
+        import tomli_w
+
+        return tomli_w.dumps(vars(self))
+
+    @property
+    def port_in_scripts(self) -> int:
+        """The server's port, also where a deployment on one machine takes any free one."""
+        return self.port or _USUAL_PORT
+
+    @property
+    def address(self) -> str:
+        """Where nodes and commands reach the server."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port_in_scripts}"
 
 
 @dataclass(frozen=True)

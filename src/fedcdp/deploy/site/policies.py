@@ -5,10 +5,10 @@ Both files are the node owner's to change. As written here they let the deployme
 
 from __future__ import annotations
 
-import json
 import math
 
 from fedcdp.config.experiment import Experiment
+from fedcdp.deploy.site.site_templates import render
 from fedcdp.errors import PlanError
 from fedcdp.training.prepared import population_of
 
@@ -16,18 +16,7 @@ from fedcdp.training.prepared import population_of
 def node_text(experiment: Experiment, number: int) -> str:
     """`node.toml`: the node's configuration for Flower. Client k of the simulator is node k + 1 here."""
     data, plan = experiment.data, experiment.plan
-    lines = [
-        "# This node's own configuration; paths are relative to this folder. It is never sent to the server.",
-        'policy = "policy.toml"',
-        'state-dir = "state"',
-        "",
-        "# The records: your own,",
-        '#   data = "records.npz"                          (x, y; or a .csv), or',
-        '#   data-function = "package.module:function"     (called with the context, returns inputs and labels),',
-    ]
-    if data.file is not None:
-        return "\n".join([*lines, 'data = "records.npz"', ""])
-    settings: dict[str, str | int | float | None] = {
+    part: dict[str, str | int | float | None] = {
         "dataset": data.dataset,
         "partition-id": number - 1,
         "num-partitions": data.clients,
@@ -39,8 +28,8 @@ def node_text(experiment: Experiment, number: int) -> str:
         "scaling": None if data.scaling == "training" else data.scaling,
         "partition-seed": plan.seed,
     }
-    lines += ["# or, for tests and demonstrations, one part of a benchmark:"]
-    return "\n".join([*lines, *(f"{key} = {_quoted(value)}" for key, value in settings.items() if value is not None), ""])
+    given = {name: value for name, value in part.items() if value is not None}
+    return render("node.toml", own_records=data.file is not None, part=given)
 
 
 def policy_text(experiment: Experiment, epsilon: float | None) -> str:
@@ -49,22 +38,18 @@ def policy_text(experiment: Experiment, epsilon: float | None) -> str:
 
     plan, run = experiment.plan, experiment.run
     granted = needed_epsilon(experiment) if epsilon is None else epsilon
-    limit = "inf" if granted == math.inf else f"{granted:g}"
-    lines = [
-        "# What this client grants to any server, whatever that asks for. Its owner decides; the server cannot change it.",
-        f"epsilon = {limit}",
-        f"delta = {plan.delta:g}",
-        f'adversary = "{run.adversary}"',
-        f'unit = "{run.unit}"',
-        f'methods = ["{plan.method}"]',
-        f"smallest_noise_multiplier = {_every_digit(effective_noise(plan) if plan.private else 0.0)}",
-        "smallest_cohort = 1",
-        f"allow_reproducible = {str(not plan.secure_noise).lower()}",
-        f"allow_custom_network = {str(':' in experiment.model.network).lower()}",
-    ]
-    if granted == math.inf:
-        lines.insert(1, "# inf: no limit, and nothing is promised. This plan has no finite ε against this adversary.")
-    return "\n".join(lines) + "\n"
+    return render(
+        "policy.toml",
+        no_limit=granted == math.inf,
+        epsilon=_shortest(granted),
+        delta=_shortest(plan.delta),
+        adversary=run.adversary,
+        unit=run.unit,
+        method=plan.method,
+        smallest_noise_multiplier=_shortest(effective_noise(plan) if plan.private else 0.0),
+        allow_reproducible=not plan.secure_noise,
+        allow_custom_network=":" in experiment.model.network,
+    )
 
 
 def needed_epsilon(experiment: Experiment) -> float:
@@ -108,10 +93,6 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / unit) * unit:.2g}")
 
 
-def _every_digit(value: float) -> str:
-    """A number that is compared with another one: rounded up, it would refuse the plan that it was made for."""
-    return repr(value).removesuffix(".0")
-
-
-def _quoted(value: str | int | float) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _shortest(value: float) -> int | float:
+    """The same number without a needless `.0`. Rounded, it might grant more, or refuse the plan that it was made for."""
+    return int(value) if float(value).is_integer() else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from io import BytesIO
@@ -13,14 +12,15 @@ import torch
 
 from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.presets import Settings
-from fedcdp.deploy.site import texts
-from fedcdp.deploy.site.certificates import Authority, new_node_key, require_cryptography
+from fedcdp.deploy.site.certificates import VALID_DAYS, Authority, new_node_key, require_cryptography
 from fedcdp.deploy.site.directory import CONNECTION, Site, SiteSettings
 from fedcdp.deploy.site.policies import node_text, policy_text
+from fedcdp.deploy.site.site_templates import render
 from fedcdp.errors import DeploymentError
 from fedcdp.training.prepared import deal_out, load_splits
 
 _SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
+_FIRST_RUNTIME_PORT = 9100  # a node's own, for the programs that it starts; on one machine each node needs another
 
 
 def experiment_for(nodes: int, given: list[Settings]) -> Experiment:
@@ -95,16 +95,15 @@ def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: s
         (site.settings_file, settings.to_toml(), _PLAIN),
         (site.experiment, experiment.to_toml(), _PLAIN),
         (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
-        (site.path / "start-superlink.sh", texts.superlink(settings), _PROGRAM),
-        (site.path / "run.sh", texts.run(settings), _PROGRAM),
-        (site.path / "README.md", texts.text(settings, experiment), _PLAIN),
+        (site.path / "README.md", _readme(settings, experiment), _PLAIN),
         (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which belong in no repository
     ]
+    files += [(site.path / name, text, _PROGRAM) for name, text in server_scripts(settings).items()]
     for node in site.nodes(settings.nodes):
         files += [
             (node.config, node_text(experiment, node.number), _SECRET),
             (node.policy, policy, _SECRET),
-            (site.path / f"start-{node.name}.sh", texts.node(settings, node.number), _PROGRAM),
+            (site.path / f"start-{node.name}.sh", node_script(settings, node.number), _PROGRAM),
         ]
     return [(path, content.encode(), mode) for path, content, mode in files]
 
@@ -137,43 +136,34 @@ def app_project(experiment: Experiment, server: Mapping[str, int | float]) -> st
         "subscribe-timeout": 300.0,
         "most-failed-rounds": 3,
     }
-    waiting = "\n".join(f"{name} = {value}" for name, value in (usual | dict(server)).items())
-    return f"""# A Flower app that consists of fedcdp's own ServerApp and ClientApp, which are installed where they run.
-# This file is sent to every node: the plan is published by the server, policies and data stay at the nodes.
-[project]
-name = "fedcdp-deployment"
-version = "1.0.0"
-description = "Gradient-leakage resilient federated learning"
-license = "Apache-2.0"
-dependencies = ["fedcdp[flower]"]
+    return render("app.toml", reproducible=not experiment.plan.secure_noise, waiting=usual | dict(server))
 
-[tool.flwr.app]
-publisher = "fedcdp"
 
-[tool.flwr.app.components]
-serverapp = "fedcdp.flower.app:server"
-clientapp = "fedcdp.flower.app:client"
+def server_scripts(settings: SiteSettings) -> dict[str, str]:
+    """The scripts that start the server and the job: `fedcdp deploy up` runs them, too."""
+    return {
+        "start-superlink.sh": render("start-superlink.sh", settings=settings),
+        "run.sh": render("run.sh", settings=settings, connection=CONNECTION),
+    }
 
-[tool.flwr.app.config]
-# The plan and the run directory, where the server runs.
-experiment = "experiment.toml"
-out = "run"
-# Noise from a published seed, which protects nobody: for tests.
-reproducible = {str(not experiment.plan.secure_noise).lower()}
-# Fewest clients to start and go on with, fewest updates for a model, seconds to wait for a round and for subscribers.
-# smallest-records: fewest records of a client, for which ε is stated; by default, as the experiment deals its data out.
-# With fed-sdp and noise at the server every round takes all of round-timeout: its length must not show who took part.
-{waiting}
-"""
+
+def node_script(settings: SiteSettings, number: int) -> str:
+    """The script that starts a node: with the node's folder, all that its machine needs."""
+    return render("start-node.sh", settings=settings, number=number, runtime_port=_FIRST_RUNTIME_PORT + number)
+
+
+def _readme(settings: SiteSettings, experiment: Experiment) -> str:
+    """What is here, how it is started, and what to replace before it guards real data."""
+    data = experiment.data.dataset or "your own examples"
+    return render("README.md", settings=settings, plan=experiment.plan, data=data, valid_days=VALID_DAYS)
 
 
 def _connection(site: Site, settings: SiteSettings) -> str:
-    address = texts.address_of(settings)
-    certificate = json.dumps(str(site.authority / "ca.pem"), ensure_ascii=False)
-    return (
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-        f'[superlink.{CONNECTION}]\naddress = "{address}"\nroot-certificates = {certificate}\n'
-    )
+    """Where `flwr` finds the server."""
+    import tomli_w
+
+    place = {"address": settings.address, "root-certificates": str(site.authority / "ca.pem")}
+    return tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: place}})
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
