@@ -1,10 +1,8 @@
-"""What a run has released: charged to its ledger before anything of it is used.
+"""The budget of a run: what it has released, whether it may release more, and ε as it grows.
 
-ε while training: whether a budget allows one more release, and what has been spent so far.
-
-Training does not need dp-accounting; where it is missing, ε is not shown, and a budget is refused.
-
-ε round by round: the privacy statement after some of a run's releases, as its ledger counts them.
+`Releases` charges each round to the ledger before anything of it is used. `Budget` says whether one more release keeps
+within a limit, and what has been spent so far. `over_releases` gives the privacy statement round by round, for the report.
+Training does not need dp-accounting; where it is missing, ε is not shown, and a limit is refused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Reading CIFAR-10's pickles without trusting them.
+"""The file formats of the benchmarks: CIFAR-10's pickles, read without trusting them, and MNIST's IDX.
 
 A pickle is a program. Three walls stand between one and this process: only the opcodes that build plain values may
 occur (checked before anything runs), only the names by which NumPy arrays are pickled resolve, and those resolve to
-inert stand-ins rather than to NumPy, so that no foreign state reaches native code.
-
-The IDX format of MNIST: a big-endian header, then unsigned bytes.
+inert stand-ins rather than to NumPy, so that no foreign state reaches native code. An IDX file is a big-endian header, then
+unsigned bytes.
 """
 
 from __future__ import annotations

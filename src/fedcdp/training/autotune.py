@@ -1,6 +1,4 @@
-"""Tuning: the trainer and the number of clients at once with which a training is fastest on this machine.
-
-Which engine, and how many clients at once: measured on this machine, for the fastest differs from device to device.
+"""Autotuning: the engine and the number of clients at once with which a training is fastest on this machine.
 
 A measurement is remembered in the user's cache, under everything that it may depend on. What cannot be read there is
 ignored, and measured again.

@@ -1,8 +1,8 @@
-"""Local training one step after the other, and what every trainer promises.
+"""How the local training of some clients is carried out: step by step, by a compiled program, or by a kernel.
 
-Local training by a kernel of our own, which keeps a client on one multiprocessor for all its steps.
-
-Local training by a program that is compiled from the method's own code, once for all steps of all rounds.
+All of them give what the methods' own code gives, but for rounding. `Stepwise` takes one step after the other, serves every
+tap, and is the reference. `Compiled` runs a program that is compiled from the method's own code, once for all steps of all
+rounds. `Kernel` keeps a client on one multiprocessor for all its steps.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""What is trained on: a benchmark where its files are at hand, else random inputs of its size and shape.
-
-Speed does not depend on the values, so that either will do; every result says which it was.
-
-How a client step is timed: whole rounds of the simulator itself, cases taking turns.
+"""How a client step is timed: whole rounds of the simulator itself, cases taking turns.
 
 A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns,
 so that whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the
-most.
+most. The inputs are a benchmark where its files are at hand, else random values of its size and shape: speed does not
+depend on the values, and every result says which it was.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A result file as Markdown: its sections written out, where each cell came from, and what has not been run.
+"""Result files as Markdown: one page for each table, and one overview of them all.
 
-All tables on one page: how much of each was run, and how far what was measured lies from what is printed.
+A page has the table's sections, where each cell came from, and what has not been run. The overview says how much of each
+table was run, and how far what was measured lies from what is printed.
 """
 
 from __future__ import annotations
