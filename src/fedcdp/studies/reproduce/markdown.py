@@ -5,11 +5,13 @@ All tables on one page: how much of each was run, and how far what was measured 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fedcdp.accounting.notation import format_epsilon
 from fedcdp.studies.reproduce.catalogue import Table
 from fedcdp.studies.reproduce.layouts import Cells, Section
 
@@ -67,7 +69,7 @@ def shown(value: Any, form: str) -> str:
     if value is None:
         return _NOTHING
     if value == "inf":
-        return "∞"
+        return format_epsilon(math.inf)
     if isinstance(value, str) or form == "text":
         return str(value)
     if form == "yes":
