@@ -175,7 +175,7 @@ def test_without_gradients_every_coordinate_of_every_trainable_tensor_moves_by_t
 @given(networks().filter(lambda drawn: len(engines_of(drawn[0])) == 2))
 def test_a_compiled_program_noises_every_tensor_too(drawn: Drawn) -> None:
     network, shape = drawn
-    torch._dynamo.reset()
+    torch.compiler.reset()
     engine = BatchedEngine(prepare(network, plan(), "cpu"), without_gradient)
     is_noise_of(1.5, trained(engine, network, shape, plan(), compiled=True), network)
 

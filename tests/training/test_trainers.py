@@ -31,7 +31,7 @@ CHUNK = 4
 
 @pytest.fixture(autouse=True)
 def _fresh_programs() -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
 
 

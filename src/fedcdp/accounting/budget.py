@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcdp.accounting.ledger import Charge, Ledger
+from fedcdp.accounting.notation import format_epsilon
 from fedcdp.accounting.population import Population
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
@@ -147,7 +148,8 @@ class Budget:
         if self._computing <= _SHARE_OF_TIME * (started - self._started) or rounds == self._experiment.plan.rounds:
             released = Ledger.open(self._ledger).rounds if self._ledger and self._ledger.exists() else rounds
             epsilon = self._target.reached(self._experiment.plan, self._population, released)
-            self._latest = f"ε {epsilon:.3g} ({self._target.adversary}, round {rounds})"
+            shown = format_epsilon(epsilon, digits=3)
+            self._latest = f"ε {shown} ({self._target.adversary}, round {rounds})"
             self._computing += time.perf_counter() - started
         return self._latest
 

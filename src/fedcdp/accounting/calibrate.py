@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedcdp.accounting.adversaries import View
+from fedcdp.accounting.notation import format_epsilon
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Mode, epsilon_after
 from fedcdp.accounting.views import views
@@ -57,7 +58,8 @@ def calibrate(
 
     if target.reached(plan.but(noise_multiplier=_STRONGEST), population, mode=mode) > target.epsilon:
         view = target.view(plan.but(noise_multiplier=_STRONGEST), population)
-        raise PlanError(f"no noise multiplier gives ε = {target.epsilon:g} against {target.adversary}: {view.assumption}")
+        wanted = format_epsilon(target.epsilon, digits=6)
+        raise PlanError(f"no noise multiplier gives ε = {wanted} against {target.adversary}: {view.assumption}")
     high = 1.0
     while not within(high):
         high *= 2

@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 from fedcdp.accounting import paper, pld, rdp
 from fedcdp.accounting.adversaries import View, noise_multipliers
 from fedcdp.accounting.mechanisms import Release
+from fedcdp.accounting.notation import VACUOUS, format_epsilon
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 
 Mode = Literal["tight", "rdp", "paper"]
-_VACUOUS = 50.0  # an ε from here on says nothing, and the table says so
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,12 @@ class Privacy:
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table's cells, as texts."""
-        return [
-            (row.adversary, row.unit, row.relation, *(_shown(e) for e in (row.epsilon, row.epsilon_used, row.epsilon_worst)),
-             row.assumption)
-            for row in self.rows
-        ]  # fmt: skip
+        cells = []
+        for row in self.rows:
+            epsilons = (row.epsilon, row.epsilon_used, row.epsilon_worst)
+            shown = ("-" if each is None else format_epsilon(each, large="whole") for each in epsilons)
+            cells.append((row.adversary, row.unit, row.relation, *shown, row.assumption))
+        return cells
 
     HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "it rests on")
 
@@ -179,16 +180,8 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
             f"δ = {plan.delta:g} is not below one in the number of records ({records:,}): a method that publishes a record "
             "outright could keep such a promise"
         )
-    if any(_VACUOUS <= row.epsilon < math.inf for row in rows):
-        notes.append(f"an ε above {_VACUOUS:g} is no protection at all")
+    if any(VACUOUS <= row.epsilon < math.inf for row in rows):
+        notes.append(f"an ε above {VACUOUS:g} is no protection at all")
     if plan.private and plan.compression:
         notes.append("pruning comes after the noise and costs nothing; other clients' noise is not credited beside it")
     return tuple(notes)
-
-
-def _shown(epsilon: float | None) -> str:
-    if epsilon is None:
-        return "-"
-    if epsilon == math.inf:
-        return "∞"
-    return f"{epsilon:.4g}" if epsilon < 1000 else f"{epsilon:.0f}" if epsilon < 1e6 else f"{epsilon:.2g}"

@@ -195,7 +195,11 @@ class Adam:
 
 
 class LockstepAdam:
-    """Minimisers on their way."""
+    """Minimisers on their way.
+
+    Not a wrapper of `torch.optim.Adam`: that would be no shorter, and it rounds differently, which the sign of a gradient
+    near zero turns into other trajectories of the same seed.
+    """
 
     def __init__(self, settings: Adam, start: Tensor) -> None:
         self.settings = settings

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedcdp.accounting.budget import Budget, accounting_is_installed
+from fedcdp.accounting.notation import format_epsilon
 from fedcdp.accounting.population import Population
 from fedcdp.cli import terminal
 from fedcdp.cli.options import takes_settings
@@ -58,7 +59,7 @@ def train(
     elif target_epsilon is not None:
         experiment, prepared, reached = _calibrated(given, target_epsilon, data_dir, quiet)
         if not quiet:
-            terminal.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {reached:.4g}")
+            terminal.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {format_epsilon(reached)}")
     else:
         experiment = assemble(*given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)

@@ -30,6 +30,7 @@ from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Group, Layout, Tree, masked
 from fedcdp.mechanism.clipping import clip_factors, norms_of_groups
 from fedcdp.models.features import FIXED
+from fedcdp.models.networks import DROPOUT
 
 _LOG = logging.getLogger("fedcdp")
 
@@ -162,8 +163,8 @@ def one_by_one(layer: nn.Module) -> bool:
 def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of nested sequences, in order."""
     if type(module) is nn.Sequential and not _hooked(module):
-        for child, layer in module._modules.items():
-            if layer is not None:
+        for child, layer in module.named_modules(remove_duplicate=False):  # `named_children` leaves a layer's second use out
+            if child and "." not in child:
                 yield from _layers(layer, f"{name}.{child}" if name else child)
     else:
         yield name, module
@@ -212,7 +213,7 @@ def _why_not(layer: nn.Module) -> str | None:
         return "which has hooks"
     if not {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}:
         return "which has tensors of the user's own"
-    if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+    if isinstance(layer, DROPOUT) and layer.training and layer.p > 0:
         return "which is switched on"
     if isinstance(layer, nn.Flatten) and layer.start_dim < 1:
         return "which may mix examples"
@@ -234,8 +235,7 @@ def _out_of_place(layer: nn.Module) -> nn.Module:
 
 
 def _hooked(module: nn.Module) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, each) for each in hooks)
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:

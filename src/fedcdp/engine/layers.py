@@ -37,6 +37,15 @@ def pair_of(value: int | tuple[int, ...]) -> Pair:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
+def _padding(layer: nn.Conv2d) -> tuple[int, int, int, int]:
+    """Zeros to the left, right, top and bottom; of an odd number for `same`, the larger half is to the right or bottom."""
+    if layer.padding == "same":
+        height, width = ((size - 1) * far for size, far in zip(layer.kernel_size, layer.dilation, strict=True))
+        return width // 2, width - width // 2, height // 2, height - height // 2
+    height, width = (0, 0) if isinstance(layer.padding, str) else pair_of(layer.padding)
+    return width, width, height, height
+
+
 class Rule(ABC):
     """A layer for all clients at once. Its tensors are looked up by their names in the network."""
 
@@ -247,9 +256,8 @@ class Convolution(Rule):
     @staticmethod
     def of(layer: nn.Conv2d, weight: str, bias: str | None, window: tuple[Pair, Pair] | None) -> Convolution:
         """The rule of a layer whose tensors have these names."""
-        left, right, top, bottom = layer._reversed_padding_repeated_twice
         kernel, stride, dilation = (pair_of(each) for each in (layer.kernel_size, layer.stride, layer.dilation))
-        return Convolution(weight, bias, kernel, stride, dilation, (left, right, top, bottom), layer.groups, window)
+        return Convolution(weight, bias, kernel, stride, dilation, _padding(layer), layer.groups, window)
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
         """See `Rule`."""

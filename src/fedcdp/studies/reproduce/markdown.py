@@ -6,11 +6,13 @@ table was run, and how far what was measured lies from what is printed.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fedcdp.accounting.notation import format_epsilon
 from fedcdp.studies.reproduce.catalogue import Table
 from fedcdp.studies.reproduce.layouts import Cells, Section
 
@@ -68,7 +70,7 @@ def shown(value: Any, form: str) -> str:
     if value is None:
         return _NOTHING
     if value == "inf":
-        return "∞"
+        return format_epsilon(math.inf)
     if isinstance(value, str) or form == "text":
         return str(value)
     if form == "yes":
