@@ -20,7 +20,7 @@ from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import choose_records_of_steps
 from fedcdp.methods import METHODS, Moment, NoisedExamples, Sent
 from fedcdp.models.networks import build, mixing_layers, prepare
-from fedcdp.training.trainers import Examples, Stepwise
+from fedcdp.training.local_engines import Examples, StepwiseEngine
 
 NetworkFunction = Callable[[Task], nn.Module]
 
@@ -103,4 +103,4 @@ class LocalTraining:
         at = Moment(plan, engine, noise, asked.number, clients, expected, current_clip=asked.clip)
         draw = choose_records_of_steps(plan, clients, sizes, asked.number)
         local = {name: value.to(device) for name, value in weights.items()}
-        return Stepwise(METHODS[plan.method], self.engine, self._examples)(local, draw, at)
+        return StepwiseEngine(METHODS[plan.method], self.engine, self._examples)(local, draw, at)

@@ -2,13 +2,14 @@
 
 **Training**: accuracy after the last round, at a learning rate that was chosen without the validation split. Where a cell
 has several `rates`, each is tried on a fifth of the *training* split, held out for that alone, for `tuning_share` of the
-rounds; the best (the first of equals) then trains on the whole training split. A rate is a number, a schedule as the plan writes it,
-or a rule about the rate found for the dataset and the noise: `found`, `found * 4 / C` or `found * 6 / sigma`, so that a cell
-far from the paper's C = 4 or σ = 6 is not judged at a step that fits those. What is found is in `presets.learning_rate`, or
-in the cell's own `found`, by noise convention. `rates` may also be a table of such lists by dataset.
+rounds; the best (the first of equals) then trains on the whole training split. A rate is a number, a schedule as the plan
+writes it, or a rule about the rate found for the dataset and the noise: `found`, `found * 4 / C` or `found * 6 / sigma`,
+so that a cell far from the paper's C = 4 or σ = 6 is not judged at a step that fits those. What is found is in
+`presets.learning_rate`, or in the cell's own `found`, by noise convention. `rates` may also be a table of such lists by
+dataset.
 
-**Attacks**: what a reader reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims. Settings, in
-the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the one that is trained), `recipe`
+**Attacks**: what a reader reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims. Settings,
+in the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the one that is trained), `recipe`
 (iterations, total_variation) and `look` (steps, releases).
 
 **ε**: as the paper computes it, and as it is. Computed from the plan alone, where dp-accounting is installed.
