@@ -1,6 +1,7 @@
-"""Spaces: where a reconstruction is looked for. A point [victims, D] stands for examples [victims, examples, ...].
+"""Search spaces of a reconstruction, and the seeds that it starts from.
 
-Seeds: what a reconstruction starts from. The choice decides how often an attack succeeds (Wei et al., ESORICS 2020).
+A point [victims, D] of a `Space` stands for examples [victims, examples, ...]: pixels, or principal components of public
+examples. A `Seed` draws the starting examples. Its choice decides how often an attack succeeds (Wei et al., ESORICS 2020).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The fast engine: rules written out for the layers that people use, for all clients and examples at once.
+"""The fast engine: hand-written rules for common layers, for all clients and examples at once.
 
-Per-example gradients are formed directly, or not at all where only their norms and a sum are needed. A network with any
-other layer is for the reference engine (`functional`), whose numbers these are to 1e-5.
-
-A network as a chain of rules: which layers the batched engine knows, and what it leaves to the reference.
+Per-example gradients are formed directly, or not at all where a method needs only their norms and a sum. `chain_of` turns a
+network into a chain of rules. A network with any other layer is left to the reference engine (`functional`), with which
+this one agrees to 1e-5.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""How one layer works for all clients and all their examples at once: forward, and back by a rule written out.
+"""Rules: how one layer works for all clients and all their examples at once, forward and backward.
 
-Activations are [clients, examples, ...], each client has weights of its own [clients, ...]. A rule is called like
-`torch.func.vjp`: it gives the layer's outputs, and a function that takes the loss's derivative by the outputs back through
-the layer, which gives the derivative by the inputs and the gradients of the layer's tensors. Nothing is recorded by
-autograd but inside layers without tensors of their own, and no shape depends on a value, so that a compiler can take a
-whole step at once.
+Activations are [clients, examples, ...], and each client has its own weights [clients, ...]. A rule is called like
+`torch.func.vjp`. It returns the layer's outputs and a function for the way back, which takes the loss's derivative by the
+outputs and returns the derivative by the inputs and the gradients of the layer's tensors. Autograd records nothing except
+inside layers without tensors of their own. No shape depends on a value, so a compiler can take a whole step at once.
 
-Convolution for all clients and examples at once, as matrix products over the places where the kernel stands.
-
-Activations keep the shape [clients, examples, channels, height, width] and lie in memory with the channels last, as the
-products leave them: the copies in between are then of long runs.
+A convolution is a matrix product over the places where its kernel stands. Its activations keep the shape [clients,
+examples, channels, height, width] and lie in memory with the channels last, as the products leave them, so the copies in
+between are of long runs.
 """
 
 from __future__ import annotations
