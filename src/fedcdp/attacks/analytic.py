@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from fedcdp.attacks.labels import LabelRule, infer_labels, refine_labels
 from fedcdp.attacks.objectives import Objective, predicted
 from fedcdp.attacks.observe import Captured
+from fedcdp.attacks.recipe import Seed
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
-from fedcdp.attacks.spaces import Seed
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import ModelError
 
