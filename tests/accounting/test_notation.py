@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedcdp.accounting.notation import format_epsilon
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.report.wording import epsilon
 
 TABLE = {

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcdp.accounting.ledger import Charge, Ledger
-from fedcdp.accounting.notation import format_epsilon
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.data.federation import Federation

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedcdp.accounting.adversaries import View
-from fedcdp.accounting.notation import format_epsilon
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.statement import Mode, epsilon_after
+from fedcdp.accounting.statement import Mode, epsilon_after, format_epsilon
 from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError

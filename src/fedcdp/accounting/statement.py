@@ -1,4 +1,7 @@
-"""The privacy statement: ε against every adversary, with what it rests on, for people and for programs."""
+"""The privacy statement: ε against every adversary, with what it rests on, for people and for programs.
+
+Only computing an ε needs dp-accounting; it is imported there.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fedcdp.accounting import paper, pld, rdp
 from fedcdp.accounting.adversaries import View, noise_multipliers
 from fedcdp.accounting.mechanisms import Release
-from fedcdp.accounting.notation import VACUOUS, format_epsilon
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 
 Mode = Literal["tight", "rdp", "paper"]
+
+VACUOUS = 50.0
+"""An ε from here on guarantees nothing in practice, and whoever prints one says so."""
+
+
+def format_epsilon(epsilon: float, digits: int = 4, large: Literal["power", "whole", "grouped"] = "power") -> str:
+    """An ε with so many significant digits; an infinite one is ∞.
+
+    Args:
+        epsilon: The ε.
+        digits: Significant digits.
+        large: How large numbers are written. `power` keeps to `digits`. `whole` and `grouped` write all digits before the
+            point from 1000 on, and two digits with a power of ten from a million on.
+
+    | ε | power | whole | grouped |
+    | --- | --- | --- | --- |
+    | 1.23456 | 1.235 | 1.235 | 1.235 |
+    | 12345.6 | 1.235e+04 | 12346 | 12,346 |
+    | 2000000 | 2e+06 | 2e+06 | 2.0e+06 |
+    """
+    if epsilon == math.inf:
+        return "∞"
+    if large == "power" or epsilon < 1000:
+        return f"{epsilon:.{digits}g}"
+    if epsilon < 1e6:
+        return f"{epsilon:,.0f}" if large == "grouped" else f"{epsilon:.0f}"
+    return f"{epsilon:.1e}" if large == "grouped" else f"{epsilon:.2g}"
 
 
 @dataclass(frozen=True)
@@ -128,6 +156,8 @@ def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mod
 
 def _epsilon(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
     """The ε of a row: for each client size the smallest that holds, and of all sizes the largest."""
+    from fedcdp.accounting import pld, rdp
+
     epsilon = pld.epsilon if mode == "tight" else rdp.epsilon
     of_sizes = []
     for row in (view, *view.others):
@@ -161,6 +191,8 @@ def _as_printed(plan: Plan) -> Privacy:
     units = {"fed-sdp": ["client"], "fed-cdp": ["record", "client"], "fed-cdp-decay": ["record", "client"]}.get(
         plan.method, []
     )
+    from fedcdp.accounting import paper
+
     epsilon = paper.printed_epsilon(plan) if units else math.inf
     rows = [Row("model", unit, "zero-out", epsilon, None, epsilon, paper.BANNER) for unit in units]
     if not units:

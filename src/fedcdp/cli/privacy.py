@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedcdp.accounting.notation import format_epsilon
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import takes_settings
 from fedcdp.config.experiment import Experiment, assemble

@@ -12,7 +12,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from fedcdp.accounting.notation import VACUOUS
+from fedcdp.accounting.statement import VACUOUS
 from fedcdp.cli import terminal
 from fedcdp.config.experiment import Experiment
 from fedcdp.errors import StoppedError

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedcdp.accounting.budget import Budget, accounting_is_installed
-from fedcdp.accounting.notation import format_epsilon
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import takes_settings
 from fedcdp.cli.privacy import calibrated

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedcdp.accounting.notation import VACUOUS, format_epsilon
+from fedcdp.accounting.statement import VACUOUS, format_epsilon
 from fedcdp.report.facts import METHOD_NAMES, LeakFacts, RunFacts
 
 READERS = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedcdp.accounting.adversaries import Adversary
-from fedcdp.accounting.notation import format_epsilon
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.config.plan import MethodName, Plan
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
 from fedcdp.deploy.protocol.grant import (

@@ -36,8 +36,7 @@ from fedcdp.engine.runtime import products
 from fedcdp.errors import PlanError
 from fedcdp.files.disk import write_atomically
 from fedcdp.mechanism.randomness import numpy_generator
-from fedcdp.studies.reproduce.catalogue import Cell
-from fedcdp.studies.reproduce.place import Place
+from fedcdp.studies.reproduce.catalogue import Cell, Place
 from fedcdp.training.prepared import deal_out, network_of
 from fedcdp.training.simulate import Run, train_experiment
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fedcdp.accounting.notation import format_epsilon
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.studies.reproduce.catalogue import Table
 from fedcdp.studies.reproduce.layouts import Cells, Section
 

@@ -29,7 +29,7 @@ from fedcdp.errors import FedcdpError, PlanError, RunError, StoppedError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.untrusted import MOST_JSON, parse_json, read_bounded
 from fedcdp.studies.reproduce import tradeoff
-from fedcdp.studies.reproduce.catalogue import Cell, Table
+from fedcdp.studies.reproduce.catalogue import Cell, Place, Table
 from fedcdp.studies.reproduce.cells import (
     Rate,
     cost_of_attack,
@@ -41,7 +41,6 @@ from fedcdp.studies.reproduce.cells import (
     rates_of,
     tuning_share,
 )
-from fedcdp.studies.reproduce.place import Place
 
 FORMAT = "fedcdp-reproduction-1"
 

@@ -31,9 +31,8 @@ from fedcdp.files.tree import Tree, combine
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS
 from fedcdp.methods.aggregation import Aggregate, server_update
-from fedcdp.studies.reproduce.catalogue import Cell
+from fedcdp.studies.reproduce.catalogue import Cell, Place
 from fedcdp.studies.reproduce.cells import command, rates_of
-from fedcdp.studies.reproduce.place import Place
 from fedcdp.training.evaluation import evaluate
 from fedcdp.training.local_engines import StepwiseEngine
 from fedcdp.training.prepared import prepare_experiment
