@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test fresh integration audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
+.PHONY: demo test slow fresh integration audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -30,11 +30,17 @@ else
 	touch $@
 endif
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 demo: .venv/.installed-demo
 	$(BIN)/fedcdp demo --out runs/demo
 
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# The tests that are left out of `make test` because each takes seconds: whole commands in processes, and large samples.
+slow: .venv/.installed
+	$(PYTEST) -m slow
 
 # Both commands from nothing, in a clone, under each of Python 3.11 to 3.13 that is found, with the package index's own torch.
 # FRESH_PYTHONS="python3.12 /path/to/python3.13" names others, FRESH_TARGETS=demo runs less.
@@ -100,7 +106,7 @@ audit-dependencies: .venv/.installed
 	build/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
 	build/audit/bin/pip-audit --strict --requirement requirements-ci.txt --require-hashes --disable-pip
 
-check: lint types security test
+check: lint types security test slow
 
 # The site, in build/site; a warning is an error. (The variable hides a note about the theme's future, which is none of this site.)
 docs: .venv/.installed

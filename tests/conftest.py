@@ -1,23 +1,29 @@
-"""Small networks with data that are theirs, for every test that has to hold for more than one kind of network."""
+"""Small networks with data that are theirs, and a small demo, for all tests."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fedcdp.models.networks import build
+from tests.support.made_once import made_once
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():  # read when Triton is first imported, and one test or another may do that
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What is compiled once is there for all workers and for the next session.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"fedcdp-tests-inductor-{os.getuid()}"))
 
 CLASSES = 3
 EXAMPLES = 24
@@ -121,3 +127,12 @@ def small() -> Problem:
         torch.manual_seed(9)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
     return Problem(model, found.inputs, found.targets)
+
+
+@pytest.fixture(scope="session")
+def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished small demo: four real runs, each attacked by three readers. Not to be changed."""
+    from fedcdp.studies.demo import Demo
+    from tests.support.small_demo import FEWER, SILENT, SMALLER
+
+    return made_once(tmp_path_factory, "demo", lambda out: Demo(out, SMALLER, FEWER).run(SILENT))

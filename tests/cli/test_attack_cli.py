@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ from PIL import Image
 
 import fedcdp
 from fedcdp.attacks import ATTACKS, RECIPES, Leaks
-from fedcdp.config import experiment
 from fedcdp.config.experiment import assemble
 from fedcdp.training.prepared import deal_out, load_splits, network_of
 from fedcdp.training.saved_run import Trained
@@ -30,18 +28,6 @@ TABLE = ["attack", "--dataset", "cancer", "--clients", "20", "--victims", "4"]
 DIGITS = ["attack", "--dataset", "mnist5k", "--victims", "2", "--attack", "cpl", "--iterations", "2"]
 
 Cli = Callable[..., Any]
-
-_loaded = functools.cache(fedcdp.load)
-
-
-@pytest.fixture(autouse=True)
-def _load_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded digits take seconds to unpack: once for all tests."""
-
-    def load(name: str, *place: Any, **how: Any) -> Any:
-        return _loaded(name) if name == "mnist5k" else fedcdp.load(name, *place, **how)
-
-    monkeypatch.setattr(experiment, "load", load)
 
 
 def refuse(constant: str) -> None:

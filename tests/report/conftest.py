@@ -1,4 +1,4 @@
-"""A small demo, made once: four real runs, each attacked by three readers."""
+"""The page about the small demo, made once."""
 
 from __future__ import annotations
 
@@ -6,20 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fedcdp.report import report
-from fedcdp.studies.demo import Demo
-from tests.support.small_demo import FEWER, SILENT, SMALLER
-
-
-@pytest.fixture(scope="session")
-def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished small demo; not to be changed."""
-    out = tmp_path_factory.mktemp("demo") / "demo"
-    Demo(out, SMALLER, FEWER).run(SILENT)
-    return out
+from fedcdp.report.api import report
+from tests.support.made_once import made_once
 
 
 @pytest.fixture(scope="session")
 def page(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page about it."""
-    return report(demo_directory, tmp_path_factory.mktemp("page") / "report.html")
+    """The page about the small demo."""
+    return made_once(tmp_path_factory, "report.html", lambda out: report(demo_directory, out))
