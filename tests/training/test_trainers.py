@@ -5,7 +5,9 @@ The programs here are traced as for a GPU, and then run without being translated
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -67,18 +69,23 @@ def programs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"record_sampling": "partition"},
-        {"record_sampling": "poisson"},
-        {"record_sampling": "poisson", "slots": 3, "momentum": 0.5},
-        {"record_sampling": "fixed", "clip_mode": "flat", "noise": "cohort"},
-    ],
-    ids=["partition", "poisson", "momentum", "flat"],
-)
-def test_one_program_trains_all_chunks_of_all_rounds_as_the_reference_does(federation, method, changes):
+CHANGES: dict[str, dict[str, Any]] = {
+    "partition": {"record_sampling": "partition"},
+    "poisson": {"record_sampling": "poisson"},
+    "momentum": {"record_sampling": "poisson", "slots": 3, "momentum": 0.5},
+    "flat": {"record_sampling": "fixed", "clip_mode": "flat", "noise": "cohort"},
+}
+
+
+def every_method_under_all_changes() -> Iterator[Any]:
+    """Each method under one of the changes, each change under some method; the other pairs are slow."""
+    for (at, method), (place, change) in itertools.product(enumerate(METHODS), enumerate(CHANGES)):
+        quick = at % len(CHANGES) == place
+        yield pytest.param(method, CHANGES[change], id=f"{method}-{change}", marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("method", "changes"), list(every_method_under_all_changes()))
+def test_one_program_trains_all_chunks_as_the_reference_does(federation, method, changes):
     made, state, compiled = simulator(federation, plan(method=method, **changes))
     expected = after(made, state)
     made.trainer = compiled
@@ -114,9 +121,10 @@ def test_a_quantile_clip_is_left_to_the_reference(federation):
     assert programs() == 0
 
 
-def test_secure_noise_within_a_program_is_fresh_and_of_the_right_size(federation):
+def test_secure_noise_in_a_program_is_fresh_and_of_the_right_size(federation):
     large = {"noise_multiplier": 50.0, "clip": 0.4, "learning_rate": 1.0, "noise": "batch", "local_steps": 1, "rounds": 1}
-    made, state, compiled = simulator(federation, plan(method="fed-cdp", secure_noise=True, **large))
+    dense = nn.Sequential(nn.Flatten(), nn.Linear(100, 40), nn.Tanh(), nn.Linear(40, 3))
+    made, state, compiled = simulator(federation, plan(method="fed-cdp", secure_noise=True, **large), dense)
     made.trainer = compiled
     one, two = after(made, state, rounds=1), after(made, state, rounds=1)
     start = made.engine.layout.flatten(state.weights, lead=0)
@@ -128,7 +136,7 @@ def test_secure_noise_within_a_program_is_fresh_and_of_the_right_size(federation
     assert 1 <= programs() <= 3  # what is drawn in secret may outgrow the room of the first program
 
 
-def test_what_cannot_be_compiled_is_trained_by_the_batched_engine_and_a_line_says_so(federation, caplog):
+def test_what_cannot_be_compiled_is_left_to_the_batched_engine(federation, caplog):
     def refuses(*_: object) -> None:
         raise ValueError("not this one")
 
@@ -152,7 +160,7 @@ def test_an_engine_that_is_asked_for_is_used(federation, monkeypatch):
 
     monkeypatch.setattr(autotune, "Compiled", Watched)
     model = fedcdp.models.networks.build("cnn", (1, 10, 10), 3)
-    what = plan(method="fed-cdp", rounds=1)
+    what = plan(method="fed-cdp", rounds=1, record_sampling="partition")
     one = simulate(model, federation, what, engine="compiled", chunk=4)
     other = simulate(model, federation, what, engine="functional")
     for name, value in one.model.state_dict().items():
