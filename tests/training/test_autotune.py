@@ -19,10 +19,10 @@ from fedcdp.engine import BatchedEngine
 from fedcdp.methods import METHODS
 from fedcdp.models.networks import build
 from fedcdp.training import autotune
+from fedcdp.training.local_engines import Examples, LocalEngine
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
-from fedcdp.training.trainers import Examples, Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +73,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     asked: list[tuple[str, int]] = []
 
     def seconds(made: Simulator, _: State) -> float:
-        asked.append((made.trainer.name, made.chunk))
-        return (2.0 if made.trainer.name == "batched" else 1.0) * (1 + abs(made.chunk - 4))
+        asked.append((made.local_engine.name, made.chunk))
+        return (2.0 if made.local_engine.name == "batched" else 1.0) * (1 + abs(made.chunk - 4))
 
     monkeypatch.setattr(Simulator, "seconds_a_client_step", seconds)
     monkeypatch.setattr(autotune, "_LONG", 1)
@@ -115,12 +115,12 @@ class OnAGpu:
 def test_a_long_training_on_a_gpu_takes_the_fastest(step, by_kernel, used, at_once):
     """A million steps, fastest with four clients at once; a program is expected to take about half of the time."""
 
-    def seconds(trainer: Trainer, clients: int) -> float:
-        return by_kernel if trainer.name == "kernel" else step * (1 + abs(clients - 4))
+    def seconds(local_engine: LocalEngine, clients: int) -> float:
+        return by_kernel if local_engine.name == "kernel" else step * (1 + abs(clients - 4))
 
     engine = BatchedEngine(build("cnn", (1, 10, 10), 3), F.cross_entropy)
     examples = Examples(OnAGpu(), torch.zeros(60))  # type: ignore[arg-type]
-    trainer, chunk = autotune.choose_trainer(
+    local_engine, chunk = autotune.choose_engine(
         Plan(rounds=1000, per_round=10, local_steps=100),
         {"batched": engine},
         "auto",
@@ -129,7 +129,7 @@ def test_a_long_training_on_a_gpu_takes_the_fastest(step, by_kernel, used, at_on
         most=16,
         seconds=seconds,
     )
-    assert (trainer.name, chunk) == (used, at_once)
+    assert (local_engine.name, chunk) == (used, at_once)
 
 
 def test_a_short_training_does_not_measure(model, federation, measured, monkeypatch):

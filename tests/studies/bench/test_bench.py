@@ -157,7 +157,7 @@ def rows_of(name: str, bench: sections.Bench) -> list[dict[str, Any]]:
 def test_every_section_gives_rows_that_can_be_shown(
     name: str, bench: sections.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (sections, timing):
+    for module in (sections, measurement):
         monkeypatch.setattr(module, "visit", said)
     assert not [row for row in rows_of(name, bench) if "missing" in row]
 
@@ -185,7 +185,7 @@ def test_engines_are_those_that_there_are_and_one_that_cannot_run_says_why(
         return said(case, local_steps)
 
     monkeypatch.setattr(sections, "visit", fussy)
-    monkeypatch.setattr(timing, "visit", said)
+    monkeypatch.setattr(measurement, "visit", said)
     rows = [row for group in sections.engines(replace(bench, quick=True), silent) for row in group]
     assert {row["engine"] for row in rows} == set(get_args(EngineName)) - {"auto"}
     assert [row["missing"] for row in rows if row["engine"] == "batched"] == ["not this network"]

@@ -23,10 +23,10 @@ from fedcdp.engine import BatchedEngine
 from fedcdp.methods import METHODS
 from fedcdp.models.networks import build, prepare
 from fedcdp.training import autotune
+from fedcdp.training.local_engines import CompiledEngine
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
-from fedcdp.training.trainers import Compiled
 
 CHUNK = 4
 
@@ -49,13 +49,13 @@ def plan(**changes: Any) -> Plan:
     return Plan(**usual | {"clip": "linear(0.6, 0.3)"} | changes)
 
 
-def simulator(federation: Federation, plan: Plan, model: nn.Module | None = None) -> tuple[Simulator, State, Compiled]:
+def simulator(federation: Federation, plan: Plan, model: nn.Module | None = None) -> tuple[Simulator, State, CompiledEngine]:
     network = prepare(model or build("cnn", (1, 10, 10), 3), plan, "cpu")
     engine = BatchedEngine(network, F.cross_entropy)
     made = Simulator.stepwise(ClientData(federation, plan, torch.device("cpu")), engine, CHUNK)
     weights = {name: p.detach() for name, p in network.named_parameters()}
     clip = plan.quantile.start if plan.quantile else None
-    compiled = Compiled(METHODS[plan.method], plan, engine, made.data.examples, CHUNK, backend="aot_eager")
+    compiled = CompiledEngine(METHODS[plan.method], plan, engine, made.data.examples, CHUNK, backend="aot_eager")
     return made, State(0, weights, None, clip), compiled
 
 
@@ -88,7 +88,7 @@ def every_method_under_all_changes() -> Iterator[Any]:
 def test_one_program_trains_all_chunks_as_the_reference_does(federation, method, changes):
     made, state, compiled = simulator(federation, plan(method=method, **changes))
     expected = after(made, state)
-    made.trainer = compiled
+    made.local_engine = compiled
     torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
     # Packed Poisson batches may outgrow the room of the first program.
     assert 1 <= programs() <= (1 if changes["record_sampling"] != "poisson" else 3)
@@ -99,7 +99,7 @@ def test_a_sum_that_is_not_finite_is_done_again_without_the_example(federation):
     made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.inf
     expected = after(made, state)
     assert torch.isfinite(expected).all()
-    made.trainer = compiled
+    made.local_engine = compiled
     torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
     assert programs() == 1
 
@@ -108,7 +108,7 @@ def test_an_example_that_is_not_finite_is_left_out_within_the_program(federation
     made, state, compiled = simulator(federation, plan(method="fed-cdp", record_sampling="partition"))
     made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.nan
     expected = after(made, state)
-    made.trainer = compiled
+    made.local_engine = compiled
     torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
     assert torch.isfinite(expected).all()
 
@@ -116,7 +116,7 @@ def test_an_example_that_is_not_finite_is_left_out_within_the_program(federation
 def test_a_quantile_clip_is_left_to_the_reference(federation):
     made, state, compiled = simulator(federation, plan(method="fed-cdp", clip="quantile(0.5, 1)"))
     expected = after(made, state)
-    made.trainer = compiled
+    made.local_engine = compiled
     assert torch.equal(after(made, state), expected)
     assert programs() == 0
 
@@ -125,7 +125,7 @@ def test_secure_noise_in_a_program_is_fresh_and_of_the_right_size(federation):
     large = {"noise_multiplier": 50.0, "clip": 0.4, "learning_rate": 1.0, "noise": "batch", "local_steps": 1, "rounds": 1}
     dense = nn.Sequential(nn.Flatten(), nn.Linear(100, 40), nn.Tanh(), nn.Linear(40, 3))
     made, state, compiled = simulator(federation, plan(method="fed-cdp", secure_noise=True, **large), dense)
-    made.trainer = compiled
+    made.local_engine = compiled
     one, two = after(made, state, rounds=1), after(made, state, rounds=1)
     start = made.engine.layout.flatten(state.weights, lead=0)
     assert not torch.equal(one, two)
@@ -143,7 +143,7 @@ def test_what_cannot_be_compiled_is_left_to_the_batched_engine(federation, caplo
     made, state, compiled = simulator(federation, plan(method="fed-cdp"))
     expected = after(made, state)
     compiled._backend = refuses  # type: ignore[assignment]
-    made.trainer = compiled
+    made.local_engine = compiled
     with caplog.at_level(logging.WARNING, logger="fedcdp"):
         assert torch.equal(after(made, state), expected)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -153,12 +153,12 @@ def test_what_cannot_be_compiled_is_left_to_the_batched_engine(federation, caplo
 def test_an_engine_that_is_asked_for_is_used(federation, monkeypatch):
     asked: list[int] = []
 
-    class Watched(Compiled):
+    class Watched(CompiledEngine):
         def __init__(self, *given: Any) -> None:
             asked.append(given[-1])
             super().__init__(*given, backend="aot_eager")
 
-    monkeypatch.setattr(autotune, "Compiled", Watched)
+    monkeypatch.setattr(autotune, "CompiledEngine", Watched)
     model = fedcdp.models.networks.build("cnn", (1, 10, 10), 3)
     what = plan(method="fed-cdp", rounds=1, record_sampling="partition")
     one = simulate(model, federation, what, engine="compiled", chunk=4)
