@@ -59,16 +59,21 @@ class WithoutWeights(Rule):
     layer: Callable[[Tensor], Tensor]
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:  # noqa: ARG002
-        """See `Rule`. The way back is autograd's."""
-        lead, examples = inputs.shape[:2], inputs.flatten(0, 1)
-        if not inputs_matter:
-            return self.layer(examples).unflatten(0, lead), lambda _: (None, [])
-        outputs, pull, *_ = vjp(self.layer, examples)
+        """See `Rule`."""
+        return _by_autograd(self.layer, inputs, inputs_matter)
 
-        def back(deltas: Tensor) -> tuple[Tensor, list[Gradients]]:
-            return pull(deltas.flatten(0, 1))[0].unflatten(0, lead), []
 
-        return outputs.unflatten(0, lead), back
+def _by_autograd(layer: Callable[[Tensor], Tensor], inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
+    """The same layer for every example of every client; the way back is autograd's."""
+    lead, examples = inputs.shape[:2], inputs.flatten(0, 1)
+    if not inputs_matter:
+        return layer(examples).unflatten(0, lead), lambda _: (None, [])
+    outputs, pull, *_ = vjp(layer, examples)
+
+    def back(deltas: Tensor) -> tuple[Tensor, list[Gradients]]:
+        return pull(deltas.flatten(0, 1))[0].unflatten(0, lead), []
+
+    return outputs.unflatten(0, lead), back
 
 
 # Three such layers are in most networks. For them autograd's formulas are written out, which takes a tenth of the time that
@@ -184,7 +189,7 @@ class Scaled(Rule):
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
         """See `Rule`."""
-        normal, pull = WithoutWeights(self.normalise)(weights, inputs, inputs_matter)
+        normal, pull = _by_autograd(self.normalise, inputs, inputs_matter)
         scale = self._spread(weights[self.weight], normal)
         outputs = normal * scale
         if self.bias is not None:
