@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -127,3 +128,15 @@ def test_a_class_name_is_used_once() -> None:
 
 def test_few_files_at_the_top() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 6
+
+
+def test_the_map_in_the_documentation_is_that_of_the_files() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "internals.md").read_text()
+    rows = [row.split("|") for row in page.splitlines() if row.startswith("| `")]
+    mapped = [(name, row[3]) for row in rows for name in re.findall(r"`([\w.]+)`", row[1])]
+    ranks = [RANK[name] for name, _ in mapped]
+    assert ranks == sorted(ranks)
+    listed = {f"{name}.{each}" for name, cell in mapped for each in re.findall(r"`([\w.]+)`", cell)}
+    alone = {name for name, cell in mapped if not cell.strip()}
+    files = {module for module in MODULES if not module.endswith("__init__") and module != "__main__"}
+    assert (listed | alone) == files

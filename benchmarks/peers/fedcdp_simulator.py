@@ -8,7 +8,7 @@ from turns import Task, Turns
 import fedcdp
 from fedcdp.config.experiment import MachineSettings
 from fedcdp.engine.runtime import wait
-from fedcdp.studies.bench.timing import Case, synthetic
+from fedcdp.studies.bench.measurement import Case, synthetic
 from fedcdp.training.simulate import train_experiment
 
 

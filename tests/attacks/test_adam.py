@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +52,36 @@ def test_every_problem_takes_the_steps_that_torch_takes(signed: bool, total: int
     for expected in reference(starts(), 8, chosen):
         state.step(evaluate)
         torch.testing.assert_close(state.point, expected, rtol=1e-10, atol=1e-12)
+
+
+def kingma_and_ba(start: Tensor, number: int, moves: int, chosen: Adam) -> Iterator[Tensor]:
+    """The points of one problem by Algorithm 1 of Kingma and Ba, 2015, whose α falls tenfold as in Geiping et al., 2020."""
+    point, first, second = start, torch.zeros_like(start), torch.zeros_like(start)
+    for move in range(1, moves + 1):
+        gradient = evaluate(point[None], torch.tensor([number]))[1][0]
+        gradient = gradient.sign() if chosen.signed else gradient
+        first = chosen.beta1 * first + (1 - chosen.beta1) * gradient
+        second = chosen.beta2 * second + (1 - chosen.beta2) * gradient**2
+        unbiased = first / (1 - chosen.beta1**move), second / (1 - chosen.beta2**move)
+        tenths = sum(move > chosen.total * eighths / 8 for eighths in (3, 5, 7))
+        point = point - chosen.learning_rate / 10**tenths * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
+        yield point
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_formulas_of_the_paper_with_problems_dropped_on_the_way(signed: bool) -> None:
+    """In single precision, as attacks run; one problem leaves after the second step, two after the fifth."""
+    chosen = Adam(signed=signed, inner=4, total=32)
+    start = starts(problems=6, size=20).float()
+    expected = torch.stack([torch.stack([*kingma_and_ba(point, n, 32, chosen)]) for n, point in enumerate(start)])
+    state, left = chosen.begin(start), torch.arange(6)
+    for step, leaving in enumerate([[], [3], [], [], [0, 5], [], [], []], start=1):
+        state.step(lambda points, who, left=left: evaluate(points, left[who]))
+        torch.testing.assert_close(state.point, expected[left, 4 * step - 1], rtol=1e-5, atol=1e-6)
+        stay = torch.isin(left, torch.tensor(leaving), invert=True).nonzero()[:, 0]
+        state.keep(stay)
+        left = left[stay]
+    assert left.tolist() == [1, 2, 4]
 
 
 def test_a_step_tells_the_losses_from_before_it_and_who_could_move() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedcdp.attacks.labels import infer_labels, last_layer
 from fedcdp.attacks.observe import Captured
-from fedcdp.attacks.spaces import Seed
+from fedcdp.attacks.recipe import Seed
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import partition
 from fedcdp.errors import ModelError, PlanError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedcdp.attacks.objectives import Objective, predicted
 from fedcdp.attacks.optimisers import LBFGS, Evaluate
-from fedcdp.attacks.spaces import Seed
+from fedcdp.attacks.recipe import Seed
 from fedcdp.data.dataset import Dataset
 from tests.support.scenes import one_example_each, scene
 

@@ -14,9 +14,8 @@ from fedcdp.attacks import reconstruct as reconstructing
 from fedcdp.attacks.objectives import Objective, predicted
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.optimisers import LBFGS, Adam
-from fedcdp.attacks.recipe import CPL, RECIPES, Recipe
+from fedcdp.attacks.recipe import CPL, RECIPES, Recipe, Seed
 from fedcdp.attacks.reconstruct import Reconstruction, reconstruct
-from fedcdp.attacks.spaces import Seed
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import partition
 from fedcdp.errors import DataError, PlanError

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from scipy.stats import kstest
 from torch import Tensor
 
-from fedcdp.attacks import spaces
-from fedcdp.attacks.spaces import Seed
+from fedcdp.attacks import recipe
+from fedcdp.attacks.recipe import Seed
 from fedcdp.errors import PlanError
 
 VICTIMS = torch.arange(3)
@@ -65,7 +65,7 @@ def test_seeds_follow_their_distribution(kind: str, distribution: str) -> None:
 
 def test_a_uniform_seed_is_below_one_whatever_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest words are nearer to 1 than a float32 can be."""
-    monkeypatch.setattr(spaces, "words", lambda *at: torch.full((len(at[1]), at[-1]), 2**32 - 1))
+    monkeypatch.setattr(recipe, "words", lambda *at: torch.full((len(at[1]), at[-1]), 2**32 - 1))
     assert float(Seed().draw(VICTIMS, 1, (4,), seed=1).max()) < 1
 
 

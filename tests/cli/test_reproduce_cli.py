@@ -13,8 +13,8 @@ import pytest
 
 from fedcdp.cli import reproduce
 from fedcdp.studies.reproduce import catalogue, runner
+from fedcdp.studies.reproduce.catalogue import Place
 from fedcdp.studies.reproduce.markdown import shown
-from fedcdp.studies.reproduce.place import Place
 
 TINY = """
 title = "Tiny"

@@ -79,6 +79,7 @@ def head(shape: tuple[int, ...], *layers: nn.Module) -> nn.Sequential:
 # Layer by layer ------------------------------------------------------------------------------------------------------
 
 IMAGE = (4, 9, 8)
+BENT = nn.Tanh()
 
 LAYERS: dict[str, tuple[tuple[int, ...], list[nn.Module]]] = {
     "linear": ((5,), [nn.Linear(5, 4)]),
@@ -91,6 +92,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], list[nn.Module]]] = {
     "convolution with stride": (IMAGE, [nn.Conv2d(4, 6, 3, stride=(2, 3))]),
     "convolution with padding": (IMAGE, [nn.Conv2d(4, 6, (3, 2), padding=(2, 1))]),
     "convolution to the same size": (IMAGE, [nn.Conv2d(4, 6, (4, 3), padding="same")]),
+    "convolution to the same size, dilated": (IMAGE, [nn.Conv2d(4, 6, (4, 2), padding="same", dilation=(1, 3))]),
     "convolution without padding": (IMAGE, [nn.Conv2d(4, 6, 3, padding="valid")]),
     "convolution with dilation": (IMAGE, [nn.Conv2d(4, 6, (2, 3), dilation=(3, 2), padding=1, stride=2)]),
     "convolution in groups": (IMAGE, [nn.Conv2d(4, 6, 3, groups=2, padding=1)]),
@@ -109,6 +111,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], list[nn.Module]]] = {
     "layer norm of sequences": ((4, 6), [nn.Linear(6, 6), nn.LayerNorm(6)]),
     "layer norm of planes": ((2, 4, 6), [nn.LayerNorm((4, 6))]),
     "dropout that is off": ((5,), [nn.Linear(5, 4), nn.Dropout(0.5).eval(), nn.Linear(4, 4)]),
+    "one activation in two places": ((5,), [nn.Linear(5, 4), BENT, nn.Linear(4, 4), BENT]),
     "zero padding of its own": (IMAGE, [nn.ZeroPad2d(1), nn.Conv2d(4, 6, 3)]),
     "identity and nested sequences": ((5,), [nn.Sequential(nn.Identity(), nn.Sequential(nn.Linear(5, 4), nn.Sequential()))]),
 }

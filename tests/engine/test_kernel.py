@@ -26,10 +26,10 @@ from fedcdp.mechanism.randomness import stream_key
 from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.base import Local
 from fedcdp.models.networks import build, prepare
+from fedcdp.training.local_engines import Examples, KernelEngine, StepwiseEngine, refusal
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
-from fedcdp.training.trainers import Examples, Kernel, Stepwise, refusal
 
 ROUND = 7
 CLASSES = 3
@@ -224,7 +224,7 @@ def test_inputs_of_another_shape_are_refused() -> None:
         kernel.cnn_of(_cnn()).check(torch.zeros(1, 1, 20, 20))
 
 
-# As a trainer ---------------------------------------------------------------------------------------------------------
+# As a local engine ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def trained(federation: Federation, plan: Plan, device: torch.device, by_kernel:
     engine = BatchedEngine(network, F.cross_entropy)
     simulator = Simulator.stepwise(ClientData(federation, plan, device), engine, 3)
     method = METHODS[plan.method]
-    make = Kernel if by_kernel else lambda method, _, *rest: Stepwise(method, *rest)
-    simulator.trainer = make(method, plan, engine, simulator.data.examples)
+    make = KernelEngine if by_kernel else lambda method, _, *rest: StepwiseEngine(method, *rest)
+    simulator.local_engine = make(method, plan, engine, simulator.data.examples)
     if tap is not None:
         simulator.moment = lambda *given: replace(Simulator.moment(simulator, *given), tap=tap)
     weights = {name: p.detach() for name, p in network.named_parameters()}

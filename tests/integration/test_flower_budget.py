@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedcdp.deploy.site.directory import SiteSettings
-from fedcdp.deploy.site.policies import epsilon_of
-from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.deploy.site.writer import epsilon_of, experiment_for, write
 from fedcdp.training.rundir import RunDirectory
 from tests.cli.conftest import Start
 from tests.support.flower_site import CANCER, HAS_FLOWER, left_of

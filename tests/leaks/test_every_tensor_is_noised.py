@@ -26,10 +26,10 @@ from fedcdp.errors import ModelError
 from fedcdp.files.tree import Tree, repeat
 from fedcdp.methods import METHODS, fedcdp
 from fedcdp.models.networks import prepare
+from fedcdp.training.local_engines import CompiledEngine
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
-from fedcdp.training.trainers import Compiled
 
 SIDE, CLASSES, CLIENTS = 6, 3, 40
 Drawn = tuple[nn.Module, tuple[int, ...]]
@@ -129,12 +129,12 @@ def trained(engine: Engine, network: nn.Module, shape: tuple[int, ...], plan: Pl
     simulator = Simulator.stepwise(ClientData(federation, plan, torch.device("cpu")), engine, CLIENTS)
     if compiled:
         method = METHODS[plan.method]
-        simulator.trainer = Compiled(method, plan, engine, simulator.data.examples, CLIENTS, backend="aot_eager")
+        simulator.local_engine = CompiledEngine(method, plan, engine, simulator.data.examples, CLIENTS, backend="aot_eager")
     weights = weights_of(network)
     clients = torch.arange(CLIENTS)
     table, sizes = simulator.data.records_of(clients)
     at = simulator.moment(State(0, weights, None), clients, sizes)
-    sent = simulator.trainer(weights, simulator.data.draw(at, table, sizes), at)
+    sent = simulator.local_engine(weights, simulator.data.draw(at, table, sizes), at)
     return sent.update
 
 
@@ -176,7 +176,7 @@ def test_without_gradients_every_coordinate_of_every_trainable_tensor_moves_by_t
 @given(networks().filter(lambda drawn: len(engines_of(drawn[0])) == 2))
 def test_a_compiled_program_noises_every_tensor_too(drawn: Drawn) -> None:
     network, shape = drawn
-    torch._dynamo.reset()
+    torch.compiler.reset()
     engine = BatchedEngine(prepare(network, plan(), "cpu"), without_gradient)
     is_noise_of(1.5, trained(engine, network, shape, plan(), compiled=True), network)
 

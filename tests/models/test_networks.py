@@ -209,8 +209,12 @@ class Mixing(nn.Module):
         return self.body(inputs)
 
 
+class ForeignBatchNorm(nn.BatchNorm2d.__bases__[0]):  # type: ignore[misc]
+    """As other libraries write theirs: on what torch's batch norms have in common, and on none of them."""
+
+
 @pytest.mark.parametrize("method", PRIVATE)
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.LazyBatchNorm2d()])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.LazyBatchNorm2d(), ForeignBatchNorm(4)])
 def test_batch_norm_is_refused_under_a_private_method_naming_the_layer_and_the_remedy(method, norm):
     with pytest.raises(ModelError) as refused:
         prepare(Mixing(norm), Plan(method=method, record_sampling="fixed"), "cpu")

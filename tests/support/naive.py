@@ -66,8 +66,8 @@ def layers_of(model: nn.Module) -> list[list[str]]:
     layers, owned = [], set()
     for module_name, module in model.named_modules():
         layer = []
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and id(parameter) not in owned:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in owned:
                 owned.add(id(parameter))
                 layer.append(f"{module_name}.{name}" if module_name else name)
         if layer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,10 @@ from fedcdp.engine import BatchedEngine
 from fedcdp.methods import METHODS
 from fedcdp.models.networks import build
 from fedcdp.training import autotune
-from fedcdp.training.autotune import Choice
+from fedcdp.training.local_engines import Examples, LocalEngine
+from fedcdp.training.rounds import Simulator
+from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
-from fedcdp.training.trainers import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +72,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What is measured, in order; every training is long, and the functional engine is the faster one, at chunk 4."""
     asked: list[tuple[str, int]] = []
 
-    def seconds(_: object, trainer: Trainer, __: object, clients: int) -> float:
-        asked.append((trainer.name, clients))
-        return (2.0 if trainer.name == "batched" else 1.0) * (1 + abs(clients - 4))
+    def seconds(made: Simulator, _: State) -> float:
+        asked.append((made.local_engine.name, made.chunk))
+        return (2.0 if made.local_engine.name == "batched" else 1.0) * (1 + abs(made.chunk - 4))
 
-    monkeypatch.setattr(autotune, "seconds_a_client_step", seconds)
+    monkeypatch.setattr(Simulator, "seconds_a_client_step", seconds)
     monkeypatch.setattr(autotune, "_LONG", 1)
     return asked
 
 
 def test_a_long_training_measures_once(model, federation, measured):
-    simulate(model, federation, plan(rounds=1))
+    run = simulate(model, federation, plan(rounds=1))
     assert measured == [("batched", 6), ("functional", 6), ("functional", 4)]
+    assert (run.engine, run.chunk) == ("functional", 4)
     simulate(model, federation, plan(rounds=1))
     assert len(measured) == 3
     simulate(model, federation, plan(rounds=1, batch_size=2))
@@ -96,22 +100,36 @@ def test_what_is_given_is_not_measured(model, federation, measured):
     assert {engine for engine, _ in measured[2:]} == {"functional"}
 
 
-@pytest.mark.parametrize(
-    ("kernel_seconds", "used"), [(1.0, "kernel"), (3.0, "compiled")], ids=["the kernel is faster", "a program would be"]
-)
-def test_a_long_training_on_a_gpu_takes_the_kernel_where_it_is_the_fastest(monkeypatch, kernel_seconds, used):
-    class Gpu:
-        type = "cuda"
+class OnAGpu:
+    """What is asked of training data before any is read, with the answers of a GPU's."""
 
-    class Simulator:
-        plan, device, examples = Plan(rounds=100, per_round=10, local_steps=10), Gpu(), None
+    is_cuda, device, shape, dtype = True, torch.device("cpu"), torch.Size([60, 1, 10, 10]), torch.float32
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("step", "by_kernel", "used", "at_once"),
+    [(4e-3, 1e-3, "kernel", 10), (4e-3, 3e-3, "compiled", 4), (4e-5, 1e-5, "kernel", 10), (4e-6, 1e-6, "batched", 4)],
+    ids=["the kernel is faster", "a program would be", "40 s by the engine", "4 s by the engine"],
+)
+def test_a_long_training_on_a_gpu_takes_the_fastest(step, by_kernel, used, at_once):
+    """A million steps, fastest with four clients at once; a program is expected to take about half of the time."""
+
+    def seconds(local_engine: LocalEngine, clients: int) -> float:
+        return by_kernel if local_engine.name == "kernel" else step * (1 + abs(clients - 4))
 
     engine = BatchedEngine(build("cnn", (1, 10, 10), 3), F.cross_entropy)
-    monkeypatch.setattr(autotune, "_measured", lambda *_: Choice("batched", 4, 4.0))
-    monkeypatch.setattr(autotune, "refusal", lambda *_: None)
-    monkeypatch.setattr(autotune, "seconds_a_client_step", lambda *_: kernel_seconds)
-    trainer, chunk = autotune.tuned(Simulator(), {"batched": engine}, None, None, "auto")
-    assert (trainer.name, chunk) == (used, 10 if used == "kernel" else 4)
+    examples = Examples(OnAGpu(), torch.zeros(60))  # type: ignore[arg-type]
+    local_engine, chunk = autotune.choose_engine(
+        Plan(rounds=1000, per_round=10, local_steps=100),
+        {"batched": engine},
+        "auto",
+        examples,
+        chunk=None,
+        most=16,
+        seconds=seconds,
+    )
+    assert (local_engine.name, chunk) == (used, at_once)
 
 
 def test_a_short_training_does_not_measure(model, federation, measured, monkeypatch):
@@ -128,6 +146,20 @@ def test_a_measured_training_gives_the_model_of_one_that_is_not(model, federatio
     torch.testing.assert_close(weights(long.model), weights(short.model), rtol=0, atol=1e-4)
 
 
-def test_a_quantile_clip_can_be_measured(model, federation, monkeypatch):
+def test_a_quantile_clip_is_measured_at_its_start(model, federation, monkeypatch):
+    """Before the first round there is no bound yet but the one that the plan begins with."""
+    timed: list[tuple[float, float | None]] = []
+    real = Simulator.seconds_a_client_step
+
+    def seconds(made: Simulator, state: State) -> float:
+        timed.append((real(made, state), state.clip))
+        return timed[-1][0]
+
+    monkeypatch.setattr(Simulator, "seconds_a_client_step", seconds)
     monkeypatch.setattr(autotune, "_LONG", 1)
-    simulate(model, federation, plan(rounds=1, clip="quantile(0.5, 1)"))
+    what = plan(rounds=1, clip="quantile(0.5, 1)")
+    run = simulate(model, federation, what)
+    assert len(timed) >= 3
+    assert all(0 < each < math.inf and clip == 1.0 for each, clip in timed)
+    same = simulate(model, federation, what, engine=run.engine, chunk=run.chunk)
+    assert torch.equal(weights(run.model), weights(same.model))

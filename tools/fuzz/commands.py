@@ -19,10 +19,9 @@ import typer
 from fedcdp.cli import program
 from fedcdp.config.experiment import assemble, read_assignment
 from fedcdp.errors import StoppedError
-from fedcdp.studies.reproduce.catalogue import Table, read
+from fedcdp.studies.reproduce.catalogue import Place, Table, read
 from fedcdp.studies.reproduce.layouts import sections
 from fedcdp.studies.reproduce.markdown import page
-from fedcdp.studies.reproduce.place import Place
 from fedcdp.studies.reproduce.runner import TableResults
 from tools.fuzz.mutations import HOSTILE_NUMBERS, HOSTILE_TEXTS, as_json, as_toml, mutate_bytes, mutate_value
 from tools.fuzz.runs import SMALL, finished_run

@@ -23,7 +23,7 @@ from fedcdp.data.datasets import cifar10, lfw
 from fedcdp.data.datasets.adult import parse_adult
 from fedcdp.data.fetch import read_unpacked
 from fedcdp.data.formats import parse_idx, read_pickle
-from fedcdp.deploy.protocol.own_data import _file as client_file
+from fedcdp.deploy.protocol.local_round import _file as client_file
 from tools.fuzz.mutations import HOSTILE_TEXTS, mutate_bytes
 
 Attempt = Callable[[Random, Path], None]

@@ -1,10 +1,8 @@
-"""What a run has released: charged to its ledger before anything of it is used.
+"""The budget of a run: what it has released, whether it may release more, and ε as it grows.
 
-ε while training: whether a budget allows one more release, and what has been spent so far.
-
-Training does not need dp-accounting; where it is missing, ε is not shown, and a budget is refused.
-
-ε round by round: the privacy statement after some of a run's releases, as its ledger counts them.
+`Releases` charges each round to the ledger before anything of it is used. `Budget` says whether one more release keeps
+within a limit, and what has been spent so far. `over_releases` gives the privacy statement round by round, for the report.
+Training does not need dp-accounting; where it is missing, ε is not shown, and a limit is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 
 from fedcdp.accounting.ledger import Charge, Ledger
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.data.federation import Federation
@@ -149,7 +148,8 @@ class Budget:
         if self._computing <= _SHARE_OF_TIME * (started - self._started) or rounds == self._experiment.plan.rounds:
             released = Ledger.open(self._ledger).rounds if self._ledger and self._ledger.exists() else rounds
             epsilon = self._target.reached(self._experiment.plan, self._population, released)
-            self._latest = f"ε {epsilon:.3g} ({self._target.adversary}, round {rounds})"
+            shown = format_epsilon(epsilon, digits=3)
+            self._latest = f"ε {shown} ({self._target.adversary}, round {rounds})"
             self._computing += time.perf_counter() - started
         return self._latest
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedcdp.accounting.adversaries import View
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.statement import Mode, epsilon_after
+from fedcdp.accounting.statement import Mode, epsilon_after, format_epsilon
 from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
@@ -57,7 +57,8 @@ def calibrate(
 
     if target.reached(plan.but(noise_multiplier=_STRONGEST), population, mode=mode) > target.epsilon:
         view = target.view(plan.but(noise_multiplier=_STRONGEST), population)
-        raise PlanError(f"no noise multiplier gives ε = {target.epsilon:g} against {target.adversary}: {view.assumption}")
+        wanted = format_epsilon(target.epsilon, digits=6)
+        raise PlanError(f"no noise multiplier gives ε = {wanted} against {target.adversary}: {view.assumption}")
     high = 1.0
     while not within(high):
         high *= 2

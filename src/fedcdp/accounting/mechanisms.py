@@ -1,9 +1,9 @@
-"""What an adversary is shown, as value objects: each fully describes one kind of release, and nothing of the data.
+"""Releases as value objects, and what one participation of a client consists of.
 
-`z` is always the standard deviation of the noise on a released sum over that sum's L2 sensitivity. The objects say nothing
-of how ε is computed; `tight` (privacy loss distributions) and `renyi` do that, and refuse what they do not know.
-
-One participation of a client: the noise on what it releases, and how often and how secretly a record is used in it.
+Each release fully describes what an adversary is shown, and nothing of the data. `z` is always the standard deviation of
+the noise on a released sum over that sum's L2 sensitivity. The objects say nothing of how ε is computed: `pld` (privacy loss
+distributions) and `rdp` do that, and refuse what they do not know. `Mechanism` is the noise on what a client releases in a
+participation, `Records` how often and how secretly a record is used in it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def curve_of_event(event: dp_accounting.DpEvent, orders: Curve, relation: dp_acc
     """The Rényi divergences of one of dp-accounting's events."""
     accountant = rdp.RdpAccountant(orders, relation)
     accountant.compose(event)
-    return np.asarray(accountant._rdp, dtype=np.float64)
+    return np.asarray(accountant.rdp, dtype=np.float64)
 
 
 def _mixture(inner: Curve, probabilities: tuple[float, ...]) -> Curve:

@@ -1,4 +1,7 @@
-"""The privacy statement: ε against every adversary, with what it rests on, for people and for programs."""
+"""The privacy statement: ε against every adversary, with what it rests on, for people and for programs.
+
+Only computing an ε needs dp-accounting; it is imported there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fedcdp.accounting import paper, pld, rdp
 from fedcdp.accounting.adversaries import View, noise_multipliers
 from fedcdp.accounting.mechanisms import Release
 from fedcdp.accounting.population import Population
@@ -17,7 +19,33 @@ from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 
 Mode = Literal["tight", "rdp", "paper"]
-_VACUOUS = 50.0  # an ε from here on says nothing, and the table says so
+
+VACUOUS = 50.0
+"""An ε from here on guarantees nothing in practice, and whoever prints one says so."""
+
+
+def format_epsilon(epsilon: float, digits: int = 4, large: Literal["power", "whole", "grouped"] = "power") -> str:
+    """An ε with so many significant digits; an infinite one is ∞.
+
+    Args:
+        epsilon: The ε.
+        digits: Significant digits.
+        large: How large numbers are written. `power` keeps to `digits`. `whole` and `grouped` write all digits before the
+            point from 1000 on, and two digits with a power of ten from a million on.
+
+    | ε | power | whole | grouped |
+    | --- | --- | --- | --- |
+    | 1.23456 | 1.235 | 1.235 | 1.235 |
+    | 12345.6 | 1.235e+04 | 12346 | 12,346 |
+    | 2000000 | 2e+06 | 2e+06 | 2.0e+06 |
+    """
+    if epsilon == math.inf:
+        return "∞"
+    if large == "power" or epsilon < 1000:
+        return f"{epsilon:.{digits}g}"
+    if epsilon < 1e6:
+        return f"{epsilon:,.0f}" if large == "grouped" else f"{epsilon:.0f}"
+    return f"{epsilon:.1e}" if large == "grouped" else f"{epsilon:.2g}"
 
 
 @dataclass(frozen=True)
@@ -76,11 +104,12 @@ class Privacy:
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table's cells, as texts."""
-        return [
-            (row.adversary, row.unit, row.relation, *(_shown(e) for e in (row.epsilon, row.epsilon_used, row.epsilon_worst)),
-             row.assumption)
-            for row in self.rows
-        ]  # fmt: skip
+        cells = []
+        for row in self.rows:
+            epsilons = (row.epsilon, row.epsilon_used, row.epsilon_worst)
+            shown = ("-" if each is None else format_epsilon(each, large="whole") for each in epsilons)
+            cells.append((row.adversary, row.unit, row.relation, *shown, row.assumption))
+        return cells
 
     HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "it rests on")
 
@@ -127,6 +156,8 @@ def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mod
 
 def _epsilon(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
     """The ε of a row: for each client size the smallest that holds, and of all sizes the largest."""
+    from fedcdp.accounting import pld, rdp
+
     epsilon = pld.epsilon if mode == "tight" else rdp.epsilon
     of_sizes = []
     for row in (view, *view.others):
@@ -160,6 +191,8 @@ def _as_printed(plan: Plan) -> Privacy:
     units = {"fed-sdp": ["client"], "fed-cdp": ["record", "client"], "fed-cdp-decay": ["record", "client"]}.get(
         plan.method, []
     )
+    from fedcdp.accounting import paper
+
     epsilon = paper.printed_epsilon(plan) if units else math.inf
     rows = [Row("model", unit, "zero-out", epsilon, None, epsilon, paper.BANNER) for unit in units]
     if not units:
@@ -179,16 +212,8 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
             f"δ = {plan.delta:g} is not below one in the number of records ({records:,}): a method that publishes a record "
             "outright could keep such a promise"
         )
-    if any(_VACUOUS <= row.epsilon < math.inf for row in rows):
-        notes.append(f"an ε above {_VACUOUS:g} is no protection at all")
+    if any(VACUOUS <= row.epsilon < math.inf for row in rows):
+        notes.append(f"an ε above {VACUOUS:g} is no protection at all")
     if plan.private and plan.compression:
         notes.append("pruning comes after the noise and costs nothing; other clients' noise is not credited beside it")
     return tuple(notes)
-
-
-def _shown(epsilon: float | None) -> str:
-    if epsilon is None:
-        return "-"
-    if epsilon == math.inf:
-        return "∞"
-    return f"{epsilon:.4g}" if epsilon < 1000 else f"{epsilon:.0f}" if epsilon < 1e6 else f"{epsilon:.2g}"

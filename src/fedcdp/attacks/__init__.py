@@ -8,9 +8,8 @@ from fedcdp.attacks.observe import LEAKS
 from fedcdp.attacks.optimisers import LBFGS, Adam
 from fedcdp.attacks.per_layer import LayerLeaks
 from fedcdp.attacks.presence import Presence
-from fedcdp.attacks.recipe import RECIPES, Recipe
+from fedcdp.attacks.recipe import RECIPES, Recipe, Seed
 from fedcdp.attacks.scores import Criteria
-from fedcdp.attacks.spaces import Seed
 
 __all__ = [
     "ATTACKS",

@@ -1,12 +1,15 @@
-"""Closed-form inversion of a dense first layer: no optimisation, and exact where it works.
+"""Analytic attack: closed-form inversion of a dense first layer. It needs no optimisation and is exact where it works.
 
-Over a batch, the gradient of a layer z = Wx + b is [dW | db] = Dᵀ[X | 1], where D = dL/dZ has one row an example. Of one
-example, x = dWᵀdb / |db|². Of a batch before a ReLU, SPEAR (Dimitrov et al., "SPEAR: Exact Gradient Inversion of Batches in
-Federated Learning", NeurIPS 2024) finds D: its rows lie in the gradient's column space and are zero where their example
-shuts the ReLU, so they are the directions with uncommonly many zeros. Beyond the paper, the gradient's own errors say what
-counts as zero, and examples correct the directions that they were found by. More than 16 examples are not tried.
+Over a batch, the gradient of a layer z = Wx + b is [dW | db] = Dᵀ[X | 1], where D = dL/dZ has one row per example.
 
-The closed-form attack on networks whose first layer is dense, as an attack like the others.
+- One example: x = dWᵀdb / |db|².
+- A batch in front of a ReLU: SPEAR (Dimitrov et al., "SPEAR: Exact Gradient Inversion of Batches in Federated Learning",
+  NeurIPS 2024) finds D. Its rows lie in the gradient's column space and are zero where their example closes the ReLU, so
+  they are the directions with unusually many zeros. Two things go beyond the paper: the gradient's own error decides what
+  counts as zero, and recovered examples correct the directions that led to them. Batches of more than 16 examples are not
+  tried.
+
+`invert_dense` recovers the examples from one gradient; `invert` runs it on captured victims, like any other attack.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from torch import Tensor, nn
 from fedcdp.attacks.labels import LabelRule, infer_labels, refine_labels
 from fedcdp.attacks.objectives import Objective, predicted
 from fedcdp.attacks.observe import Captured
+from fedcdp.attacks.recipe import Seed
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
-from fedcdp.attacks.spaces import Seed
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import ModelError
 

@@ -1,9 +1,10 @@
-"""A linear head: the only trained layer is the last one, so that its gradient is (p − y) ⊗ features.
+"""Networks whose only trained layer is the last one, and public knowledge about the features in front of it.
 
-The presets that `fedcdp.recommended` lists train such a head on fixed features. At its zero start the network's answer does
-not depend on its inputs, but its gradient does.
+The gradient of such a linear head is (p − y) ⊗ features, so it shows the features. The recommended presets train a head of
+this kind on fixed features. At its zero start the network's output does not depend on the input, but its gradient does.
 
-What anyone knows of features: how public examples are spread in each class, and which input goes with which features.
+`LinearHead` describes the head. `FeaturePrior` holds what anyone can learn from public examples: how features are spread
+within each class, and which input belongs to which features.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Objectives: how far what a dummy would show is from what was seen, and what a likely example looks like.
+"""Objectives: what a reader would see of dummy examples, and how far that is from what it saw.
 
-What a reader would see if the victim's examples were these: what an attack compares with what it saw.
-
-Two readers: one who takes what it sees for a plain gradient, and one who knows the method and runs its own code, without
-the noise and without the pruning.
+`predicted` computes what the reader would see if the victim's examples were the dummies. There are two kinds of readers.
+One takes its observation for a plain gradient. The other knows the method and runs the method's own code, without its noise
+and its pruning. `Objective` measures the distance between prediction and observation; `total_variation` says how smooth an
+image is, as natural images are.
 """
 
 from __future__ import annotations

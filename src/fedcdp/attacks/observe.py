@@ -1,6 +1,4 @@
-"""What was seen: the readers' releases as one value, with what a reader knows besides and the truth to score by.
-
-Taps: what a reader of each type sees of its victims, produced by the methods' own code.
+"""Observations: what a reader of each type sees of its victims, produced by the methods' own code.
 
 | leak | the reader | sees |
 | --- | --- | --- |
@@ -8,8 +6,9 @@ Taps: what a reader of each type sees of its victims, produced by the methods' o
 | `type1` | is on the client after local training | the client's update, as the method lets it leave |
 | `type0` | is the server | the client's update, as received |
 
-What is captured is in units of a gradient: an update is divided by −η, so that after one local step it is the mean gradient
-of the batch, after L steps the sum of L such means.
+`capture` taps a training and returns `Captured`: the releases, what the reader knows besides, and the truth that scores the
+attack. Observations are in units of a gradient: an update is divided by −η. After one local step it is the mean gradient of
+the batch, after L steps the sum of L such means.
 """
 
 from __future__ import annotations

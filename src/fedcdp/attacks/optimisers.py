@@ -1,10 +1,11 @@
-"""L-BFGS for many independent problems in lockstep (Liu and Nocedal, 1989), as `torch.optim.LBFGS` does it for one.
+"""L-BFGS and Adam for many independent problems in lockstep: one evaluation serves all of them.
 
-Every problem takes the same steps as under `torch.optim.LBFGS` without a line search, to rounding; one evaluation serves
-them all. The two-loop recursion is written as two triangular systems in the inner products of the stored pairs, so that its
-length does not grow with the history.
+- L-BFGS (Liu and Nocedal, 1989): every problem takes the same steps, to rounding, as under `torch.optim.LBFGS` without a
+  line search. The two-loop recursion is written as two triangular systems in the inner products of the stored pairs, so the
+  number of operations launched does not grow with the history.
+- Adam (Kingma and Ba, 2015): optionally on the sign of the gradient, with the decay of Geiping et al., 2020.
 
-Adam for many independent problems in lockstep (Kingma and Ba, 2015), with the sign of the gradient where asked.
+A problem that is done leaves by `keep`; the others go on as if it had never been there.
 """
 
 from __future__ import annotations
@@ -195,7 +196,11 @@ class Adam:
 
 
 class LockstepAdam:
-    """Minimisers on their way."""
+    """Minimisers on their way.
+
+    Not a wrapper of `torch.optim.Adam`: that would be no shorter, and it rounds differently, which the sign of a gradient
+    near zero turns into other trajectories of the same seed.
+    """
 
     def __init__(self, settings: Adam, start: Tensor) -> None:
         self.settings = settings

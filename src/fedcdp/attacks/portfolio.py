@@ -1,10 +1,10 @@
-"""One attack by name on a scene: what every attack has in common, from the capture to the score.
+"""Attacks by name, and the strongest of them for a plan.
 
-The strongest attack known for a plan: several are tried, cheap ones first, and the best is told with all the others.
+`Attempts` runs one attack on a scene and does what all attacks have in common, from the capture to the score.
 
-An attack that fails says little, and a weak one that fails says nothing. `best` tries every kind of attack that can succeed
-against what is read, stops when one has recovered everything, and says what each came to. The truth decides which is the
-best: an auditor wants to know the worst.
+`strongest` runs several. A failed attack says little, and a weak attack that fails says nothing. So `best` tries every kind
+of attack that can succeed against what is read, cheap ones first. It stops when one has recovered everything, and reports
+the result of each. The truth decides which attack is best, because an auditor wants to know the worst case.
 """
 
 from __future__ import annotations

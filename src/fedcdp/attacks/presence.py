@@ -1,11 +1,13 @@
-"""The matched filter: is this example in there? The strongest test that there is against Gaussian noise.
+"""The matched filter: is a given example in what was seen, and which of many candidates is?
 
-Whoever knows the weights and a candidate x knows what would be seen with and without it. If R releases carry independent
-Gaussian noise of deviation τ, the likelihood ratio of the two worlds is ⟨mean of the releases − midpoint, difference⟩·R/τ²
-(Neyman and Pearson): no other test, hence no reconstruction, tells more. With a distance d between the worlds, its AUC is
-Φ(d·√R / (√2·τ)); for one example's gradient g under Fed-CDP, d = |g| ≤ C·√M and τ = σC.
+An adversary who knows the weights and a candidate x knows what would be seen with and without x. If R releases carry
+independent Gaussian noise of standard deviation τ, the likelihood ratio of the two worlds is
+⟨mean of the releases − midpoint, difference⟩·R/τ². By Neyman and Pearson no other test, and hence no reconstruction, tells
+more. If the worlds are a distance d apart, the AUC is Φ(d·√R / (√2·τ)). For one example's gradient g under Fed-CDP,
+d = |g| ≤ C·√M and τ = σC.
 
-Which of many candidates was it? Likelihood ratios of candidates for a linear head, over all that was seen.
+`matched_filter` runs the test on captured releases. For a network with a linear head, `Candidates` compares the likelihood
+ratios of many candidates over all releases that were seen.
 """
 
 from __future__ import annotations

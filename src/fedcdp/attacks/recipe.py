@@ -1,15 +1,148 @@
-"""Recipes: a reconstruction attack as seed × labels × what the reader knows × objective × optimiser × space."""
+"""Recipes: a reconstruction attack as seed × labels × what the reader knows × objective × optimiser × space.
+
+A point [victims, D] of a `Space` stands for examples [victims, examples, ...]: pixels, or principal components of public
+examples. A `Seed` draws the starting examples. Its choice decides how often an attack succeeds (Wei et al., ESORICS 2020).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
 
 from fedcdp.attacks.labels import LabelRule
 from fedcdp.attacks.objectives import Knows, Objective
 from fedcdp.attacks.optimisers import LBFGS, Adam
-from fedcdp.attacks.spaces import Seed
-from fedcdp.errors import PlanError
+from fedcdp.data.dataset import Dataset
+from fedcdp.errors import DataError, PlanError
+from fedcdp.mechanism.randomness import normals, stream_key, words
+
+
+class Space(Protocol):
+    """A way to write examples as points, with what is likely and what is allowed there."""
+
+    has_prior: bool
+
+    def points(self, examples: Tensor) -> Tensor:
+        """The points nearest to examples [victims, examples, ...]."""
+        ...
+
+    def examples(self, points: Tensor) -> Tensor:
+        """The examples [victims, examples, ...] that points stand for."""
+        ...
+
+    def penalty(self, points: Tensor) -> Tensor:
+        """[victims]: −log of how likely the points are, up to a constant."""
+        ...
+
+    def project(self, points: Tensor) -> Tensor:
+        """The nearest allowed points."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Every coordinate on its own; with a `box`, within these bounds."""
+
+    shape: tuple[int, ...]
+    box: tuple[float, float] | None = None
+    has_prior = False
+
+    def points(self, examples: Tensor) -> Tensor:
+        """See `Space`."""
+        return self.project(examples.flatten(1))
+
+    def examples(self, points: Tensor) -> Tensor:
+        """See `Space`."""
+        return points.view(len(points), -1, *self.shape)
+
+    def penalty(self, points: Tensor) -> Tensor:
+        """See `Space`."""
+        return points.new_zeros(len(points))
+
+    def project(self, points: Tensor) -> Tensor:
+        """See `Space`."""
+        return points if self.box is None else points.clamp(*self.box)
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """The principal components of public examples, with the Gaussian prior that they have there."""
+
+    shape: tuple[int, ...]
+    mean: Tensor
+    basis: Tensor
+    """[components, size]: orthogonal directions, each as long as one standard deviation."""
+    has_prior = True
+
+    @staticmethod
+    def of(public: Dataset, components: int, device: torch.device) -> Subspace:
+        """The leading components of the public examples."""
+        flat = public.inputs.flatten(1).to(device)
+        if len(flat) <= components:
+            raise DataError(f"public: {len(flat)} examples are too few for {components} principal components")
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            _, deviations, directions = torch.pca_lowrank(flat, q=min(components, flat.shape[1]), niter=4)
+        scaled = directions.T * (deviations / (len(flat) - 1) ** 0.5)[:, None]
+        return Subspace(public.shape, flat.mean(0), scaled)
+
+    def points(self, examples: Tensor) -> Tensor:
+        """See `Space`."""
+        centred = examples.flatten(2) - self.mean
+        return (centred @ (self.basis / self.basis.square().sum(1, keepdim=True).clamp(min=1e-12)).T).flatten(1)
+
+    def examples(self, points: Tensor) -> Tensor:
+        """See `Space`."""
+        coefficients = points.view(len(points), -1, len(self.basis))
+        flat = self.mean + coefficients @ self.basis
+        return flat.view(*flat.shape[:2], *self.shape)
+
+    def penalty(self, points: Tensor) -> Tensor:
+        """See `Space`."""
+        return points.square().sum(1) / 2
+
+    def project(self, points: Tensor) -> Tensor:
+        """See `Space`."""
+        return points
+
+
+SeedKind = Literal["pattern", "uniform", "normal", "zeros"]
+
+
+@dataclass(frozen=True)
+class Seed:
+    """`pattern` tiles a uniform [0, 1) patch `tiles` times a side (the paper's "patterned random" is 2); `uniform` is
+    [0, 1) and `normal` N(0, 1) in every coordinate."""
+
+    kind: SeedKind = "pattern"
+    tiles: int = 2
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(SeedKind):
+            raise PlanError(f"seed: {self.kind!r} is not one of {', '.join(get_args(SeedKind))}")
+        if self.tiles < 1:
+            raise PlanError(f"tiles: {self.tiles} is not allowed; it must be at least 1")
+
+    def draw(self, victims: Tensor, examples: int, shape: tuple[int, ...], seed: int, restart: int = 0) -> Tensor:
+        """[victims, examples, *shape]; a victim's seed depends on its number, not on who is attacked with it."""
+        lead, size = (len(victims), examples), torch.Size(shape).numel()
+        key = stream_key(seed, "attack-seed")
+        if self.kind == "zeros":
+            return torch.zeros(*lead, *shape, device=victims.device)
+        if self.kind == "normal":
+            return normals(key, victims, restart, 0, examples * size).view(*lead, *shape)
+        tiles = self.tiles if self.kind == "pattern" else 1
+        sides = min(2, len(shape))  # of an image both its height and its width are tiled, of a vector its length
+        patch = [*shape[:-sides], *(-(-side // tiles) for side in shape[-sides:])]
+        # 24 bits are what a float32 below 1 holds: with more, the largest would be rounded to 1.
+        drawn = (words(key, victims, restart, 0, examples * torch.Size(patch).numel()) >> 8).float() / 2**24
+        tiled = drawn.view(*lead, *patch).tile((tiles,) * sides)
+        for axis, side in enumerate(shape[-sides:]):
+            tiled = tiled.narrow(axis - sides, 0, side)
+        return tiled.contiguous()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from fedcdp.attacks.labels import infer_labels
 from fedcdp.attacks.objectives import predicted, total_variation
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.optimisers import LBFGS
-from fedcdp.attacks.recipe import Recipe
-from fedcdp.attacks.spaces import Pixels, Space, Subspace
+from fedcdp.attacks.recipe import Pixels, Recipe, Space, Subspace
 from fedcdp.data.dataset import Dataset
 from fedcdp.engine.cuda_graphs import Graphed, record
 from fedcdp.engine.runtime import deferred_interrupts, stop_if_asked

@@ -1,7 +1,7 @@
-"""How close reconstructions come to the truth, and what knowing nothing scores on the same victims.
+"""Scores: how close reconstructions come to the truth, and what trivial guesses score on the same victims.
 
-A `Judge` holds the true examples [victims, examples, ...]; it scores reconstructions of them, and the baselines. Only the
-coordinates that the network can see are compared.
+A `Judge` holds the true examples [victims, examples, ...]. It scores reconstructions of them, and the baselines. `psnr` and
+`ssim` measure how alike two images are. Only the inputs that the network can see (`visible_inputs`) are compared.
 
 | in a reconstruction | scored as |
 | --- | --- |
@@ -9,9 +9,7 @@ coordinates that the network can see are compared.
 | NaN | low (of an image: black) |
 | an absent slot | NaN; no success; left out of every summary |
 | the examples of a batch, in any order | matched to the truth by the Hungarian method on MSE |
-| no error at all | PSNR 138.5 dB: what a relative error of float32's resolution has, and the most there is |
-
-How alike two images are, and which of their pixels a network can see at all.
+| no error at all | PSNR 138.5 dB: that of a relative error of float32's resolution, and the maximum |
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _recipe(
     """The preset with the ingredients that were given; None where none was."""
     from fedcdp.attacks import RECIPES, Seed
     from fedcdp.attacks.labels import LabelRule
-    from fedcdp.attacks.spaces import SeedKind
+    from fedcdp.attacks.recipe import SeedKind
 
     given = {"--iterations": iterations, "--restarts": restarts, "--total-variation": total_variation,
              "--seed-image": seed_image, "--labels": labels}  # fmt: skip

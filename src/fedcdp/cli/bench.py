@@ -16,9 +16,9 @@ from fedcdp.engine.runtime import one_thread, usable_device
 from fedcdp.errors import PlanError, RunError, StoppedError
 
 if TYPE_CHECKING:
+    from fedcdp.studies.bench.measurement import Report
     from fedcdp.studies.bench.result_file import BenchResults
     from fedcdp.studies.bench.sections import Bench
-    from fedcdp.studies.bench.timing import Report
 
 
 _SECTIONS = ("steps", "engines", "sampling", "growth", "peers")

@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import takes_settings
 from fedcdp.config.experiment import Experiment, assemble
@@ -65,7 +66,7 @@ def account(
         table.add_column("method")
         table.add_column("ε", justify="right")
         for name, epsilon in classical.items():
-            table.add_row(name, f"{epsilon:.4g}")
+            table.add_row(name, format_epsilon(epsilon))
         terminal.stdout.print(table)
         terminal.stdout.print(
             "None of these is a guarantee for the mechanism; the first three hide a total δ of 1e-3 or more."
@@ -95,7 +96,7 @@ def calibrate(
         typer.echo(json.dumps(answer))
         return
     terminal.stdout.print(
-        f"--noise-multiplier {plan.noise_multiplier:.6g} (with {plan.slots} slots) gives ε = {reached:.4g} "
+        f"--noise-multiplier {plan.noise_multiplier:.6g} (with {plan.slots} slots) gives ε = {format_epsilon(reached)} "
         f"at δ = {plan.delta:g} against {adversary}, per {unit}, before it is known who takes part"
     )
 
@@ -139,17 +140,18 @@ def audit(
         }
         typer.echo(json.dumps(answer))
         return
-    seen = "" if found.epsilon_gaussian is None else f"; if the trade-off is Gaussian, {found.epsilon_gaussian:.4g}"
+    seen = (
+        "" if found.epsilon_gaussian is None else f"; if the trade-off is Gaussian, {format_epsilon(found.epsilon_gaussian)}"
+    )
     terminal.stdout.print(
         f"{plan.method}, {found.adversary}, {found.unit}, {found.exposures} exposures, {found.trials} trials a world: "
-        f"at δ = {found.delta:g} ε is at least {found.epsilon_lower:.4g} (99.9 % sure{seen})"
+        f"at δ = {found.delta:g} ε is at least {format_epsilon(found.epsilon_lower)} (99.9 % sure{seen})"
     )
     if guaranteed is not None:
-        terminal.stdout.print(f"guaranteed: at most {'∞' if guaranteed == math.inf else f'{guaranteed:.4g}'}")
+        terminal.stdout.print(f"guaranteed: at most {format_epsilon(guaranteed)}")
         if found.epsilon_lower > guaranteed:
-            raise DefectError(
-                f"the audit shows ε ≥ {found.epsilon_lower:.4g}, above the guarantee of {guaranteed:.4g}: a defect"
-            )
+            shown, promised = format_epsilon(found.epsilon_lower), format_epsilon(guaranteed)
+            raise DefectError(f"the audit shows ε ≥ {shown}, above the guarantee of {promised}: a defect")
 
 
 def _has_row(privacy: Privacy, found: Audit) -> bool:

@@ -12,13 +12,14 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from fedcdp.accounting.statement import VACUOUS
 from fedcdp.cli import terminal
 from fedcdp.config.experiment import Experiment
 from fedcdp.errors import StoppedError
 from fedcdp.report import api
 from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
-from fedcdp.report.wording import VACUOUS, epsilon
+from fedcdp.report.wording import epsilon
 from fedcdp.training.simulate import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"

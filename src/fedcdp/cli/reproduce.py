@@ -18,8 +18,7 @@ from fedcdp.errors import PlanError, RunError, StoppedError
 from fedcdp.files.disk import write_atomically
 
 if TYPE_CHECKING:
-    from fedcdp.studies.reproduce.catalogue import Cell, Table
-    from fedcdp.studies.reproduce.place import Place
+    from fedcdp.studies.reproduce.catalogue import Cell, Place, Table
     from fedcdp.studies.reproduce.runner import TableResults
 
 
@@ -63,9 +62,8 @@ def reproduce(
     Cells that are in the result file are not run again; a run that was killed goes on where it was. ε is added where
     dp-accounting is installed.
     """
+    from fedcdp.studies.reproduce.catalogue import Place, tables
     from fedcdp.studies.reproduce.catalogue import table as find
-    from fedcdp.studies.reproduce.catalogue import tables
-    from fedcdp.studies.reproduce.place import Place
     from fedcdp.studies.reproduce.runner import TableResults
 
     if table is None:

@@ -11,6 +11,7 @@ import typer
 
 from fedcdp.accounting.budget import Budget, accounting_is_installed
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import takes_settings
 from fedcdp.cli.privacy import calibrated
@@ -58,7 +59,7 @@ def train(
     elif target_epsilon is not None:
         experiment, prepared, reached = _calibrated(given, target_epsilon, data_dir, quiet)
         if not quiet:
-            terminal.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {reached:.4g}")
+            terminal.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {format_epsilon(reached)}")
     else:
         experiment = assemble(*given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)

@@ -1,11 +1,11 @@
-"""Settings by name: the paper's benchmarks (Table "Benchmark datasets and parameters").
+"""Settings by name: the paper's benchmarks, and recommended settings.
 
-A preset named after a dataset is the paper's setting; `population` is the part of it that also serves as the default for
-that dataset, so that `fedcdp train --dataset mnist` trains the paper's federation under this product's own sampling.
+A preset named after a dataset is the paper's setting (Table "Benchmark datasets and parameters"); `population` is the part
+of it that also serves as the default for that dataset, so that `fedcdp train --dataset mnist` trains the paper's federation
+under this product's own sampling.
 
-Recommended settings: the best accuracy found at an honest ε of about 1, 2 and 8, on disjoint data.
-
-ε is the server's, for one record, at δ = 1e-5, over the whole training; `docs/recommended.md` says how the settings were
+The recommended settings have the best accuracy found at an honest ε of about 1, 2 and 8, on disjoint data. ε is the
+server's, for one record, at δ = 1e-5, over the whole training; `docs/recommended.md` says how the settings were
 found, what each row of accuracy is, and what the search itself leaks. They share their mechanism:
 
 - every client takes part in every round, with one local step on all its records, in which each gradient is clipped and

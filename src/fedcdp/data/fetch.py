@@ -1,6 +1,6 @@
-"""Where a dataset's files are found: the data directory, then the cache, then the network.
+"""Where the files of a dataset are found: the data directory, then the cache, then the network.
 
-Downloading an original file: https only, mirrors in turn, accepted only with its published checksum.
+A download is https only, tries mirrors in turn, and is accepted only with its published checksum.
 """
 
 from __future__ import annotations

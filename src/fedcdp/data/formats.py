@@ -1,10 +1,9 @@
-"""Reading CIFAR-10's pickles without trusting them.
+"""The file formats of the benchmarks: CIFAR-10's pickles, read without trusting them, and MNIST's IDX.
 
 A pickle is a program. Three walls stand between one and this process: only the opcodes that build plain values may
 occur (checked before anything runs), only the names by which NumPy arrays are pickled resolve, and those resolve to
-inert stand-ins rather than to NumPy, so that no foreign state reaches native code.
-
-The IDX format of MNIST: a big-endian header, then unsigned bytes.
+inert stand-ins rather than to NumPy, so that no foreign state reaches native code. An IDX file is a big-endian header, then
+unsigned bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def read_pickle(content: bytes, source: str) -> dict[bytes, Any]:
     """
     try:
         _refuse_unusual_opcodes(content)
-        value = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        value = _WatchedUnpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # what a malformed pickle raises is not bounded by any documentation
         raise DataError(f"{source} is not a pickle of plain data: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict):
@@ -115,7 +114,7 @@ class _Array(_Inert):
                 raise pickle.UnpicklingError("an array's state is malformed")
 
 
-class _Unpickler(pickle._Unpickler):
+class _WatchedUnpickler(pickle._Unpickler):
     """The unpickler that is written in Python: what it does at each opcode can be watched.
 
     The key of an entry must be a text or bytes. That of a tuple of tuples, each the same twice, would be hashed for ever.

@@ -1,9 +1,4 @@
-"""A user's own file as a dataset.
-
-A user's own `.csv`: a header row, numeric columns, and one column of labels.
-
-A user's own `.npz`: one array of inputs, one of labels.
-"""
+"""A user's own file as a dataset: `.csv` (a header row, numeric columns, one column of labels) or `.npz` (two arrays)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Seeded cuts into training and validation records.
+"""From raw arrays to splits: seeded cuts into training and validation records, and scaling of their values.
 
 Every cut depends on the seed, the number of records and (where stratified) their labels, nothing else. The random
 order sorts raw 64-bit words of NumPy's Philox generator: unlike `Generator.permutation`, NumPy promises that these
-never change between versions, so a seed names the same split for good.
-
-From raw values to inputs: pixels to [0, 1], standardisation by training statistics alone, scaling by fixed constants.
+never change between versions, so a seed names the same split for good. Scaling maps pixels to [0, 1], or standardises by
+training statistics alone, or divides by fixed constants.
 """
 
 from __future__ import annotations

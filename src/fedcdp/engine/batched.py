@@ -1,9 +1,8 @@
-"""The fast engine: rules written out for the layers that people use, for all clients and examples at once.
+"""The fast engine: hand-written rules for common layers, for all clients and examples at once.
 
-Per-example gradients are formed directly, or not at all where only their norms and a sum are needed. A network with any
-other layer is for the reference engine (`functional`), whose numbers these are to 1e-5.
-
-A network as a chain of rules: which layers the batched engine knows, and what it leaves to the reference.
+Per-example gradients are formed directly, or not at all where a method needs only their norms and a sum. `chain_of` turns a
+network into a chain of rules. A network with any other layer is left to the reference engine (`functional`), with which
+this one agrees to 1e-5.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Group, Layout, Tree, masked
 from fedcdp.mechanism.clipping import clip_factors, norms_of_groups
 from fedcdp.models.features import FIXED
+from fedcdp.models.networks import DROPOUT
 
 _LOG = logging.getLogger("fedcdp")
 
@@ -162,8 +162,8 @@ def one_by_one(layer: nn.Module) -> bool:
 def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of nested sequences, in order."""
     if type(module) is nn.Sequential and not _hooked(module):
-        for child, layer in module._modules.items():
-            if layer is not None:
+        for child, layer in module.named_modules(remove_duplicate=False):  # `named_children` leaves a layer's second use out
+            if child and "." not in child:
                 yield from _layers(layer, f"{name}.{child}" if name else child)
     else:
         yield name, module
@@ -212,7 +212,7 @@ def _why_not(layer: nn.Module) -> str | None:
         return "which has hooks"
     if not {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}:
         return "which has tensors of the user's own"
-    if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+    if isinstance(layer, DROPOUT) and layer.training and layer.p > 0:
         return "which is switched on"
     if isinstance(layer, nn.Flatten) and layer.start_dim < 1:
         return "which may mix examples"
@@ -234,8 +234,7 @@ def _out_of_place(layer: nn.Module) -> nn.Module:
 
 
 def _hooked(module: nn.Module) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, each) for each in hooks)
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:

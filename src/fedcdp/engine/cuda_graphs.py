@@ -1,10 +1,11 @@
-"""Who starts a compiled step on the device: the host, step by step, or a CUDA graph that holds all its launches.
+"""CUDA graphs: many small kernels, recorded once and launched as one.
 
-A compiled step of few clients, or of a small network, is over before the host has launched the next one. A graph is
-recorded once and then started as a whole; the device itself counts the steps. Large steps gain nothing from it, and would
-pay for a copy of their weights. Which of the two it is, one look at the clock tells: who waits for whom?
+`Launcher` runs the compiled local steps of a chunk of clients. A step of few clients, or of a small network, is over before
+the host has launched the next one. A graph is recorded once and then launched as a whole; the device itself counts the
+steps. Large steps gain nothing from a graph and would pay for a copy of their weights. So the launcher times the first
+steps: if the host is slower than the device, it records a graph; otherwise it goes on launching step by step.
 
-CUDA graphs: an evaluation of hundreds of small kernels, recorded once and launched as one.
+`record` makes a graph of an attack's evaluation: a function of one tensor that launches hundreds of small kernels.
 """
 
 from __future__ import annotations

@@ -33,14 +33,17 @@ def split(network: nn.Module, inputs: Tensor, device: torch.device) -> tuple[nn.
         front[name] = layer
     if all(isinstance(layer, _FREE) for layer in front.values()):
         return None, network
-    first, rest = nn.Sequential(*front.values()), copy.copy(network)
+    first = nn.Sequential(*front.values())
     try:
         features = through(first, inputs[:1], device)
     except Exception:  # what the network does not take, an engine's check refuses in a sentence
         return None, network
     if features.numel() * features.element_size() * len(inputs) > _LARGEST:
         return None, network
-    rest._modules = network._modules | {name: nn.Identity() for name in front}
+    shared = (*network.children(), *network.parameters(), *network.buffers())
+    rest = copy.deepcopy(network, {id(each): each for each in shared})
+    for name in front:
+        setattr(rest, name, nn.Identity())
     return first, rest
 
 

@@ -1,11 +1,10 @@
 """The reference engine: `torch.func` over any `nn.Module`.
 
-`vmap` over clients of `vmap` over examples of `grad`. Slower than rules written for known layers, and the yardstick by
-which those are judged.
+Gradients are `vmap` over clients of `vmap` over examples of `grad`. This is slower than rules written for known layers, and
+the standard by which those rules are tested.
 
-PyTorch's binary losses on class labels.
-
-Why a network cannot be trained: a mistake that plain PyTorch reports, too, or a limit of `torch.func`.
+`on_labels` lets PyTorch's binary losses take class labels. `refusal` explains why a network cannot be trained: a mistake
+that plain PyTorch reports too, or a limit of `torch.func`.
 """
 
 from __future__ import annotations

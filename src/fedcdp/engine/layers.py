@@ -1,15 +1,13 @@
-"""How one layer works for all clients and all their examples at once: forward, and back by a rule written out.
+"""Rules: how one layer works for all clients and all their examples at once, forward and backward.
 
-Activations are [clients, examples, ...], each client has weights of its own [clients, ...]. A rule is called like
-`torch.func.vjp`: it gives the layer's outputs, and a function that takes the loss's derivative by the outputs back through
-the layer, which gives the derivative by the inputs and the gradients of the layer's tensors. Nothing is recorded by
-autograd but inside layers without tensors of their own, and no shape depends on a value, so that a compiler can take a
-whole step at once.
+Activations are [clients, examples, ...], and each client has its own weights [clients, ...]. A rule is called like
+`torch.func.vjp`. It returns the layer's outputs and a function for the way back, which takes the loss's derivative by the
+outputs and returns the derivative by the inputs and the gradients of the layer's tensors. Autograd records nothing except
+inside layers without tensors of their own. No shape depends on a value, so a compiler can take a whole step at once.
 
-Convolution for all clients and examples at once, as matrix products over the places where the kernel stands.
-
-Activations keep the shape [clients, examples, channels, height, width] and lie in memory with the channels last, as the
-products leave them: the copies in between are then of long runs.
+A convolution is a matrix product over the places where its kernel stands. Its activations keep the shape [clients,
+examples, channels, height, width] and lie in memory with the channels last, as the products leave them, so the copies in
+between are of long runs.
 """
 
 from __future__ import annotations
@@ -35,6 +33,15 @@ Pair = tuple[int, int]
 def pair_of(value: int | tuple[int, ...]) -> Pair:
     """The same number down and across, or the two that are given."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _padding(layer: nn.Conv2d) -> tuple[int, int, int, int]:
+    """Zeros to the left, right, top and bottom; of an odd number for `same`, the larger half is to the right or bottom."""
+    if layer.padding == "same":
+        height, width = ((size - 1) * far for size, far in zip(layer.kernel_size, layer.dilation, strict=True))
+        return width // 2, width - width // 2, height // 2, height - height // 2
+    height, width = (0, 0) if isinstance(layer.padding, str) else pair_of(layer.padding)
+    return width, width, height, height
 
 
 class Rule(ABC):
@@ -247,9 +254,8 @@ class Convolution(Rule):
     @staticmethod
     def of(layer: nn.Conv2d, weight: str, bias: str | None, window: tuple[Pair, Pair] | None) -> Convolution:
         """The rule of a layer whose tensors have these names."""
-        left, right, top, bottom = layer._reversed_padding_repeated_twice
         kernel, stride, dilation = (pair_of(each) for each in (layer.kernel_size, layer.stride, layer.dilation))
-        return Convolution(weight, bias, kernel, stride, dilation, (left, right, top, bottom), layer.groups, window)
+        return Convolution(weight, bias, kernel, stride, dilation, _padding(layer), layer.groups, window)
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
         """See `Rule`."""

@@ -1,10 +1,11 @@
-"""Devices: whether one can be used, how many threads it takes, and when it is done.
+"""The machine under an engine: devices and threads, precision, interrupts and memory.
 
-How exactly matrices are multiplied on a GPU.
-
-Ctrl-C at a safe place: never inside a transformed function of torch, which cannot be left in the middle.
-
-How much memory the training of one client takes: an estimate from above, to bound how many are trained at once.
+- Devices and threads: `usable_device` refuses a device that cannot be used, `one_thread` limits PyTorch to one thread, and
+  `wait` returns when a device is done.
+- Precision: `products` chooses how exactly a GPU multiplies matrices.
+- Interrupts: Ctrl-C takes effect at a safe place (`stop_if_asked`), never inside a function transformed by torch, which
+  cannot be left half-way.
+- Memory: `clients_within_budget` bounds how many clients are trained at once, by an upper estimate for one client.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 | name | for |
 | --- | --- |
 | `app` | the ready Flower app |
-| `client_app`, `server_app`, `PlanStrategy` | your own Flower app |
-| `ClientPolicy` | what a client grants |
+| `client_app`, `server_app`, `ServerSettings` | your own Flower app |
+| `PlanStrategy`, `Job` | your own server |
 | `Task` | what a server publishes |
+| `ClientPolicy`, `Facts`, `ClientLedger` | what a client grants, by what it knows and by what it has released |
 
 Nothing is imported before it is asked for: Flower is an optional part.
 """
@@ -17,20 +18,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedcdp.deploy.protocol.client import client_app
-    from fedcdp.deploy.protocol.policy import ClientPolicy
-    from fedcdp.deploy.protocol.server import server_app
-    from fedcdp.deploy.protocol.strategy import PlanStrategy
+    from fedcdp.deploy.protocol.client_ledger import ClientLedger
+    from fedcdp.deploy.protocol.policy import ClientPolicy, Facts
+    from fedcdp.deploy.protocol.server import ServerSettings, server_app
+    from fedcdp.deploy.protocol.strategy import Job, PlanStrategy
     from fedcdp.deploy.protocol.task import Task
 
 _PLACES = {
+    "ClientLedger": "client_ledger",
     "ClientPolicy": "policy",
+    "Facts": "policy",
+    "Job": "strategy",
     "PlanStrategy": "strategy",
+    "ServerSettings": "server",
     "Task": "task",
     "client_app": "client",
     "server_app": "server",
 }
 
-__all__ = ["ClientPolicy", "PlanStrategy", "Task", "client_app", "server_app"]
+__all__ = [
+    "ClientLedger",
+    "ClientPolicy",
+    "Facts",
+    "Job",
+    "PlanStrategy",
+    "ServerSettings",
+    "Task",
+    "client_app",
+    "server_app",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,10 @@
 
 Fed-CDP(decay) is the same algorithm under a plan whose clip bound decays.
 
-Per-example gradients that leave the engine with their noise on: for a client on which somebody may read along.
-
-By itself a method asks its engine for clipped gradients, or for their sum, and adds the noise afterwards. The release is the
-same, but between the two a reader on the client finds gradients that are only clipped. An adversary of type-2 (`example`)
-is such a reader. With `NoisedExamples` as its engine, a method is given no gradient without noise, and no sum of such.
+By itself the method asks its engine for clipped gradients, or for their sum, and adds the noise afterwards. The release is
+the same, but between the two a reader on the client finds gradients that are only clipped. An adversary of type-2
+(`example`) is such a reader. With `NoisedExamples` as its engine, the method is given no gradient without noise, and no sum
+of such.
 """
 
 from __future__ import annotations

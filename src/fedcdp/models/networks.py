@@ -21,8 +21,13 @@ NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)  # layers that draw random numbers in training mode, and only there
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_RANDOM = (*DROPOUT, nn.RReLU)  # layers that draw random numbers in training mode, and only there
 _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)  # layers that read a dropout rate of their own in `forward`
+_INSTANCE_NORMS = (
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+    nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
+)  # fmt: skip
 
 
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
@@ -169,8 +174,15 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
 
 
 def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers in which an example's output depends on the other examples of its batch."""
-    return [each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm)]
+    """The layers in which an example's output depends on the other examples of its batch.
+
+    A batch norm of any library has `track_running_stats`; so has torch's instance norm, which keeps examples apart.
+    """
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if hasattr(layer, "track_running_stats") and not isinstance(layer, _INSTANCE_NORMS)
+    ]
 
 
 def _no_activation(network: str, activation: str | None) -> None:

@@ -1,8 +1,7 @@
-"""Runs and attacks as they lie on a disk: run directories, what `fedcdp attack --out` wrote, folders of either.
+"""`fedcdp.report`: runs and attacks, from memory or from disk, as one HTML file.
 
-`fedcdp.report`: runs and attacks, from memory or from disk, as one HTML file.
-
-Runs and attacks as `simulate` and `attack` return them.
+On disk they are run directories, what `fedcdp attack --out` wrote, and folders of either; in memory, what `simulate` and
+`attack` return.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Line charts as inline SVG: no script, no font of their own, colours from the page's style (and so dark mode) by class.
+"""Pictures inside the page: line charts as inline SVG, and images as small PNG files.
 
-Images as small PNG files inside the page, a pixel a pixel; the page's style enlarges them.
+A chart has no script and no font of its own; its colours come from the page's style, and so dark mode, by class. An image
+has a pixel a pixel; the page's style enlarges it.
 """
 
 from __future__ import annotations

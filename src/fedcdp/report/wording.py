@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fedcdp.accounting.statement import VACUOUS, format_epsilon
 from fedcdp.report.facts import METHOD_NAMES, LeakFacts, RunFacts
-
-VACUOUS = 50.0
-"""An ε from here on guarantees nothing in practice, and the page says so."""
 
 READERS = {
     "type2": "on the client, during training",
@@ -36,12 +34,8 @@ def method_name(method: str) -> str:
 
 
 def epsilon(value: float | None) -> str:
-    """An ε for people."""
-    if value is None:
-        return "–"
-    if math.isinf(value):
-        return "∞"
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
+    """An ε on the page; a dash where there is none."""
+    return "–" if value is None else format_epsilon(value, digits=3, large="grouped")
 
 
 def strength(value: float) -> str:

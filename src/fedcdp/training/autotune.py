@@ -1,6 +1,4 @@
-"""Tuning: the trainer and the number of clients at once with which a training is fastest on this machine.
-
-Which engine, and how many clients at once: measured on this machine, for the fastest differs from device to device.
+"""Autotuning: the engine and the number of clients at once with which a training is fastest on this machine.
 
 A measurement is remembered in the user's cache, under everything that it may depend on. What cannot be read there is
 ignored, and measured again.
@@ -28,7 +26,16 @@ from fedcdp.engine.batched import BatchedEngine
 from fedcdp.files.disk import user_cache, write_atomically
 from fedcdp.files.untrusted import MOST_SETTINGS, parse_json, read_bounded
 from fedcdp.methods import METHODS
-from fedcdp.training.trainers import Compiled, Examples, Kernel, Stepwise, Trainer, most_clients, refusal, usual_chunk
+from fedcdp.training.local_engines import (
+    CompiledEngine,
+    Examples,
+    KernelEngine,
+    LocalEngine,
+    StepwiseEngine,
+    most_clients,
+    refusal,
+    usual_chunk,
+)
 
 _LOG = logging.getLogger("fedcdp")
 _LONG = 20_000  # client steps; a shorter training ends before a measurement has paid
@@ -40,11 +47,11 @@ _RULES = 2  # counted up with changes that make old measurements worthless
 _WORSE = 1.1  # a chunk that is slower than the one before it by this factor ends the search in its direction
 
 
-Seconds = Callable[[Trainer, int], float]
-"""How long a local step of one client takes with this trainer and so many clients at once."""
+Seconds = Callable[[LocalEngine, int], float]
+"""How long a local step of one client takes with this engine and so many clients at once."""
 
 
-def choose_trainer(
+def choose_engine(
     plan: Plan,
     engines: Mapping[str, Engine],
     name: EngineName,
@@ -53,11 +60,11 @@ def choose_trainer(
     chunk: int | None,
     most: int,
     seconds: Seconds,
-) -> tuple[Trainer, int]:
-    """The fastest trainer among those that `name` allows and, unless it is given, the fastest chunk of at most `most`."""
+) -> tuple[LocalEngine, int]:
+    """The fastest engine among those that `name` allows and, unless it is given, the fastest chunk of at most `most`."""
 
-    def stepwise(engine: str) -> Trainer:
-        return Stepwise(METHODS[plan.method], engines[engine], examples)
+    def stepwise(engine: str) -> LocalEngine:
+        return StepwiseEngine(METHODS[plan.method], engines[engine], examples)
 
     choice = _measured(plan, engines, examples, chunk, most, lambda engine, clients: seconds(stepwise(engine), clients))
     engine = engines[choice.engine]
@@ -65,23 +72,23 @@ def choose_trainer(
     predicted = whole if examples.inputs.is_cuda and math.isfinite(whole) else 0.0
     if isinstance(engine, BatchedEngine):
         if name == "kernel" or (name == "auto" and predicted > _WORTH_A_KERNEL):
-            trainer = _kernel(plan, engine, examples, asked=name == "kernel")
+            local_engine = _kernel(plan, engine, examples, asked=name == "kernel")
             equal = _equal_chunks(plan.per_round, chunk or most_clients(engine))
-            if trainer and (name == "kernel" or seconds(trainer, equal) <= choice.seconds * _GAIN_OF_COMPILING):
-                return trainer, equal
+            if local_engine and (name == "kernel" or seconds(local_engine, equal) <= choice.seconds * _GAIN_OF_COMPILING):
+                return local_engine, equal
         if name == "compiled" or (name == "auto" and predicted > _WORTH_COMPILING):
             equal = _equal_chunks(plan.per_round, choice.chunk)
-            return Compiled(METHODS[plan.method], plan, engine, examples, equal), equal
+            return CompiledEngine(METHODS[plan.method], plan, engine, examples, equal), equal
     return stepwise(choice.engine), choice.chunk
 
 
-def _kernel(plan: Plan, engine: Engine, examples: Examples, *, asked: bool) -> Kernel | None:
+def _kernel(plan: Plan, engine: Engine, examples: Examples, *, asked: bool) -> KernelEngine | None:
     """The kernel, if it can carry out the training; a refusal is told where the kernel was asked for."""
     reason = refusal(plan, engine, examples)
     if reason:
         _LOG.log(logging.WARNING if asked else logging.DEBUG, "the batched engine is used, not the kernel: %s", reason)
         return None
-    return Kernel(METHODS[plan.method], plan, engine, examples)
+    return KernelEngine(METHODS[plan.method], plan, engine, examples)
 
 
 def _equal_chunks(clients: int, most: int) -> int:

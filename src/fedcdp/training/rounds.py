@@ -28,8 +28,8 @@ from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
 from fedcdp.methods.quantile import clip_rule
 from fedcdp.training.evaluation import evaluate
+from fedcdp.training.local_engines import Examples, LocalEngine, StepwiseEngine, usual_chunk
 from fedcdp.training.rundir import Row, State
-from fedcdp.training.trainers import Examples, Stepwise, Trainer, usual_chunk
 
 _TIMED_STEPS = 2  # after as many to warm up
 
@@ -73,21 +73,21 @@ class ClientData:
 class Simulator:
     """Rounds of virtual clients, `chunk` of whom are trained at once."""
 
-    def __init__(self, data: ClientData, trainer: Trainer, chunk: int) -> None:
-        self.data, self.trainer, self.chunk = data, trainer, chunk
+    def __init__(self, data: ClientData, local_engine: LocalEngine, chunk: int) -> None:
+        self.data, self.local_engine, self.chunk = data, local_engine, chunk
         self.plan = data.plan
         self.noise = noise_of(self.plan, self.engine.layout)
 
     @staticmethod
     def stepwise(data: ClientData, engine: Engine, chunk: int | None = None) -> Simulator:
         """A simulator that takes one step after the other, as the methods write them: the reference, open to every tap."""
-        trainer = Stepwise(METHODS[data.plan.method], engine, data.examples)
-        return Simulator(data, trainer, chunk or usual_chunk(data.device, data.most_clients(engine.model)))
+        local_engine = StepwiseEngine(METHODS[data.plan.method], engine, data.examples)
+        return Simulator(data, local_engine, chunk or usual_chunk(data.device, data.most_clients(engine.model)))
 
     @property
     def engine(self) -> Engine:
         """What computes the gradients."""
-        return self.trainer.engine
+        return self.local_engine.gradients
 
     def round(self, state: State, chosen: Tensor) -> State:
         """One global round with the chosen clients: the state after it."""
@@ -96,7 +96,7 @@ class Simulator:
         for clients in chosen.split(self.chunk) if len(chosen) else ():
             table, sizes = self.data.records_of(clients)
             at = self.moment(state, clients.to(self.data.device), sizes)
-            sent = self.trainer(state.weights, self.data.draw(at, table, sizes), at)
+            sent = self.local_engine(state.weights, self.data.draw(at, table, sizes), at)
             received.add(method.admit(sent.update, at), clip_rule(plan).admitted(sent, at))
         nobody = torch.zeros(0, dtype=torch.int64, device=self.data.device)
         at = self.moment(state, nobody, nobody)
@@ -132,7 +132,7 @@ class Simulator:
         finite.
         """
         norms = []
-        # A trainer may hold more clients than their gradients leave room for.
+        # A local engine may hold more clients than their gradients leave room for.
         at_once = min(self.chunk, self.data.most_clients(self.engine.model))
         for clients in chosen.split(at_once) if len(chosen) else ():
             table, sizes = self.data.records_of(clients)
@@ -153,9 +153,9 @@ class Simulator:
         draw = self.data.draw(at, table, sizes)
         steps = min(_TIMED_STEPS, len(draw.positions))
         some = Draw(draw.positions[:steps], draw.present[:steps])
-        self.trainer(state.weights, some, at)
+        self.local_engine(state.weights, some, at)
         wait(self.data.device)
         started = time.perf_counter()
-        self.trainer(state.weights, some, at)
+        self.local_engine(state.weights, some, at)
         wait(self.data.device)
         return (time.perf_counter() - started) / steps / self.chunk

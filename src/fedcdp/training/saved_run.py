@@ -1,6 +1,7 @@
-"""A trained model and what is done with it: accuracy on any split and for each client, export to other formats.
+"""A run directory read back: the trained model, its accuracy and exports, and what the run has spent.
 
-Whether a ledger is that of the run directory in which it lies: a statement by another's would be false.
+`spent` states ε by the ledger alone, also on another machine than the one that trained. A statement by another run's ledger
+would be false, so `check_ledger` compares first:
 
 | in the directory | must agree with the ledger |
 | --- | --- |
@@ -10,8 +11,6 @@ Whether a ledger is that of the run directory in which it lies: a statement by a
 
 A ledger that has more rounds than the checkpoint counts too much at worst, and is accepted. A file that is missing is not
 compared: config and ledger are enough on another machine.
-
-What a run has spent, by its ledger alone: also on another machine than the one that trained.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The simulator: a whole training on one device, from a network and data to a `Run`.
 
-Four steps: prepare the network and the data, choose a trainer, open the run, and go round by round.
+Four steps: prepare the network and the data, choose an engine, open the run, and go round by round.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tensors import check_tensors, size_of
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.sampling import choose_clients
-from fedcdp.training.autotune import choose_trainer
+from fedcdp.training.autotune import choose_engine
 from fedcdp.training.evaluation import is_binary
 from fedcdp.training.prepared import Prepared, prepare_experiment
 from fedcdp.training.rounds import ClientData, Simulator
@@ -234,7 +234,7 @@ def begin(
     chunk: int | None = None,
     per_example: bool | None = None,
 ) -> tuple[Simulator, State]:
-    """The simulator with the fastest trainer that `engine` and `chunk` allow, and the state before the first round.
+    """The simulator with the fastest engine that `engine` and `chunk` allow, and the state before the first round.
 
     Refuses a network that cannot be trained, or (`per_example`, by default as the plan needs) differentiated.
     """
@@ -251,16 +251,16 @@ def begin(
     # Not a single example, which BatchNorm does not take; the first client, which is tried, need not hold every class.
     _check_outputs(first.outputs(weights, data.first_batch().inputs[0]), federation.train.classes, loss)
     state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
-    trainer, at_once = choose_trainer(
+    local_engine, at_once = choose_engine(
         plan,
         engines,
         engine,
         data.examples,
         chunk=chunk,
         most=data.most_clients(first.model),
-        seconds=lambda trainer, clients: Simulator(data, trainer, clients).seconds_a_client_step(state),
+        seconds=lambda local_engine, clients: Simulator(data, local_engine, clients).seconds_a_client_step(state),
     )
-    return Simulator(data, trainer, at_once), state
+    return Simulator(data, local_engine, at_once), state
 
 
 @contextmanager
@@ -291,7 +291,7 @@ def _opened(
             fresh = stored
         noise: NoiseKind = "secure" if plan.secure_noise else "seeded"
         ledger = Ledger.of_run(directory.ledger, plan, prepared.population, noise, fresh.round)
-        computing = (simulator.trainer.name, simulator.chunk)
+        computing = (simulator.local_engine.name, simulator.chunk)
         if directory.load_engine(simulator.data.device.type) != computing:
             directory.save_engine(simulator.data.device.type, *computing)
         yield fresh, Releases(clients, ledger)
@@ -349,7 +349,7 @@ def _rounds(
         charges=tuple(releases.charges),
         participations=releases.participations,
         directory=directory.path if directory else None,
-        engine=simulator.trainer.name,
+        engine=simulator.local_engine.name,
         chunk=simulator.chunk,
     )
 

@@ -23,8 +23,7 @@ from fedcdp.deploy.protocol import client, messages, wire
 from fedcdp.deploy.protocol.client import client_app
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.grant import Grant, Reservation
-from fedcdp.deploy.protocol.local_round import Round
-from fedcdp.deploy.protocol.own_data import _file
+from fedcdp.deploy.protocol.local_round import Round, _file
 from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.deploy.protocol.roster import Member, subscribe
 from fedcdp.deploy.protocol.server import serve

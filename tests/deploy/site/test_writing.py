@@ -22,8 +22,7 @@ from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.deploy.protocol.policy import ClientPolicy, effective_noise
 from fedcdp.deploy.protocol.strategy import Job, deployed
 from fedcdp.deploy.site.directory import Site, SiteSettings
-from fedcdp.deploy.site.site_templates import render
-from fedcdp.deploy.site.writer import experiment_for, node_script, server_scripts, write
+from fedcdp.deploy.site.writer import experiment_for, node_script, render, server_scripts, write
 from fedcdp.errors import DeploymentError, PlanError
 from fedcdp.training.prepared import build_network, deal_out, load_splits
 

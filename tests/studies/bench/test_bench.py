@@ -23,11 +23,11 @@ from fedcdp.cli.program import app, main
 from fedcdp.config.experiment import EngineName, MachineSettings
 from fedcdp.data.dataset import Splits
 from fedcdp.errors import FedcdpError, ModelError, RunError
-from fedcdp.studies.bench import peak_memory, peers, sections, timing
+from fedcdp.studies.bench import measurement, peers, sections
+from fedcdp.studies.bench.measurement import BenchData, Case, Visit, compare, ratio, spread, synthetic, visit
 from fedcdp.studies.bench.peers import Contestant, contest
 from fedcdp.studies.bench.result_file import BenchResults, read
 from fedcdp.studies.bench.tables import DATASETS, METHODS, markdown, plot_speed, printed_ms
-from fedcdp.studies.bench.timing import BenchData, Case, Visit, compare, ratio, spread, synthetic, visit
 from fedcdp.training.prepared import deal_out, network_of
 
 ON_CPU = MachineSettings(chunk=4, engine="functional")  # nothing to be tuned
@@ -63,9 +63,9 @@ def test_synthetic_inputs_are_as_many_and_of_the_shape_that_the_preset_needs(nam
 
 
 def test_files_at_hand_are_used_and_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "synthetic", lambda name: f"random {name}")
-    assert timing.subject("mnist", tmp_path) == "random mnist"
-    assert timing.subject("cancer").data == "real"
+    monkeypatch.setattr(measurement, "synthetic", lambda name: f"random {name}")
+    assert measurement.subject("mnist", tmp_path) == "random mnist"
+    assert measurement.subject("cancer").data == "real"
 
 
 def test_the_papers_table_has_a_figure_for_every_dataset_and_method() -> None:
@@ -99,7 +99,7 @@ def test_cases_take_turns_with_as_many_local_steps_as_the_dearest_affords(
         order.append((case.name, local_steps))
         return Visit(0.0, [0.1 * local_steps] * rounds, [0.05 * local_steps] * rounds, None, {})
 
-    monkeypatch.setattr("fedcdp.studies.bench.timing.visit", note)
+    monkeypatch.setattr("fedcdp.studies.bench.measurement.visit", note)
     cases = [Case(name, cancer, ON_CPU, {"per_round": 2}) for name in ("a", "b")]
     timings = compare(cases, repeat=2, seconds=0.5, report=silent)
     assert order == [("b", 1), ("b", 5), ("a", 5), ("b", 5), ("a", 5), ("b", 5)]
@@ -116,7 +116,7 @@ def test_a_figure_is_the_median_with_its_spread_and_a_ratio_is_of_neighbours() -
 
 @pytest.mark.slow
 def test_memory_at_its_peak_is_that_of_a_process_of_its_own(cancer: BenchData) -> None:
-    told = peak_memory.peak_mib(Case("memory", cancer, ON_CPU, {"per_round": 2}), local_steps=1)
+    told = measurement.peak_mib(Case("memory", cancer, ON_CPU, {"per_round": 2}), local_steps=1)
     assert 50 < told["before_mib"] <= told["peak_mib"] < 2000
 
 
@@ -129,7 +129,7 @@ def bench(cancer: BenchData, monkeypatch: pytest.MonkeyPatch) -> sections.Bench:
     small = cancer.splits.train.take(torch.arange(120))
     subject = BenchData("cancer", Splits("cancer", small, small, None, ""), "synthetic")
     monkeypatch.setattr(sections, "_loaded", lambda *_: subject)
-    monkeypatch.setattr(peak_memory, "peak_mib", lambda *_: {"peak_mib": 1.0})
+    monkeypatch.setattr(measurement, "peak_mib", lambda *_: {"peak_mib": 1.0})
     monkeypatch.setattr(sections, "CLIENTS", ((2, 2), (50, 2)))
     monkeypatch.setattr(sections, "PER_ROUND", (2, 3))
     monkeypatch.setattr(sections, "BATCH_SIZE", (1, 2))
@@ -157,7 +157,7 @@ def rows_of(name: str, bench: sections.Bench) -> list[dict[str, Any]]:
 def test_every_section_gives_rows_that_can_be_shown(
     name: str, bench: sections.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (sections, timing):
+    for module in (sections, measurement):
         monkeypatch.setattr(module, "visit", said)
     assert not [row for row in rows_of(name, bench) if "missing" in row]
 
@@ -185,7 +185,7 @@ def test_engines_are_those_that_there_are_and_one_that_cannot_run_says_why(
         return said(case, local_steps)
 
     monkeypatch.setattr(sections, "visit", fussy)
-    monkeypatch.setattr(timing, "visit", said)
+    monkeypatch.setattr(measurement, "visit", said)
     rows = [row for group in sections.engines(replace(bench, quick=True), silent) for row in group]
     assert {row["engine"] for row in rows} == set(get_args(EngineName)) - {"auto"}
     assert [row["missing"] for row in rows if row["engine"] == "batched"] == ["not this network"]

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from fedcdp.errors import PlanError
-from fedcdp.studies.reproduce.catalogue import Table, merged, read, table, tables
+from fedcdp.studies.reproduce.catalogue import Place, Table, merged, read, table, tables
 from fedcdp.studies.reproduce.cells import attack_command, command, experiment_of, rates_of
 from fedcdp.studies.reproduce.layouts import LAYOUTS, sections
 from fedcdp.studies.reproduce.markdown import page
-from fedcdp.studies.reproduce.place import Place
 from fedcdp.studies.reproduce.runner import cost
 
 NAMES = [each.name for each in tables()]

@@ -13,9 +13,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedcdp.cli.program import app
-from fedcdp.studies.reproduce.catalogue import table
+from fedcdp.studies.reproduce.catalogue import Place, table
 from fedcdp.studies.reproduce.figures import Images, draw
-from fedcdp.studies.reproduce.place import Place
 
 RESULTS = Path(__file__).parents[3] / "results" / "reproduction"
 

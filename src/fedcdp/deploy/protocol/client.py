@@ -23,8 +23,15 @@ from flwr.clientapp import ClientApp
 from fedcdp.data.dataset import Dataset
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
-from fedcdp.deploy.protocol.local_round import LocalTraining, NetworkFunction, Round, network_for
-from fedcdp.deploy.protocol.own_data import DataFunction, imported, records_of
+from fedcdp.deploy.protocol.local_round import (
+    DataFunction,
+    LocalTraining,
+    NetworkFunction,
+    Round,
+    imported,
+    network_for,
+    records_of,
+)
 from fedcdp.deploy.protocol.policy import Answer, ClientPolicy, Facts
 from fedcdp.deploy.protocol.task import Task, constants_of, tensors_of
 from fedcdp.engine import Loss

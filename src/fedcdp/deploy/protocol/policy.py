@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedcdp.accounting.adversaries import Adversary
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.config.plan import MethodName, Plan
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
 from fedcdp.deploy.protocol.grant import (
@@ -215,7 +216,8 @@ class ClientPolicy:
         return (replace(new, participations=found), None) if found else (None, self._no_more())
 
     def _no_more(self) -> str:
-        return f"the budget of ε = {self.epsilon:g} against {self.adversary} ({self.unit}) allows no further participation"
+        granted = format_epsilon(self.epsilon, digits=6)
+        return f"the budget of ε = {granted} against {self.adversary} ({self.unit}) allows no further participation"
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

@@ -1,6 +1,6 @@
 """A whole deployment on this machine: the server, its nodes and the job, started from the scripts and ended together.
 
-What a run directory tells while a server writes to it: rounds as they are done, and ε so far.
+`Follower` tells from the run directory, while the server writes to it, which rounds are done, and ε so far.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from typing import Any
 
 from fedcdp.config.presets import BENCHMARKS
 from fedcdp.errors import DefectError, RunError
+from fedcdp.studies.bench.measurement import Report, ratio, shape_of, spread
 from fedcdp.studies.bench.result_file import Rows, load_average
 from fedcdp.studies.bench.sections import Bench
-from fedcdp.studies.bench.timing import Report, ratio, shape_of, spread
 
 DRIVERS = Path(__file__).resolve().parents[4] / "benchmarks" / "peers"
 _MICRO = 1e6

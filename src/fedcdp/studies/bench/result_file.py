@@ -1,7 +1,4 @@
-"""The result file: what was measured on which machine, whole after every group of measurements.
-
-The machine that was measured, in words.
-"""
+"""The result file of a bench: what was measured on which machine, whole after every group of measurements."""
 
 from __future__ import annotations
 

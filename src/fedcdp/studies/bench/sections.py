@@ -14,10 +14,10 @@ import torch
 from fedcdp.config.experiment import EngineName, MachineSettings
 from fedcdp.errors import FedcdpError
 from fedcdp.mechanism.sampling import choose_clients
-from fedcdp.studies.bench import peak_memory
+from fedcdp.studies.bench import measurement
+from fedcdp.studies.bench.measurement import BenchData, Case, Report, Timing, compare, ratio, subject, visit
 from fedcdp.studies.bench.result_file import Rows, load_average
 from fedcdp.studies.bench.tables import DATASETS, METHODS, printed_ms
-from fedcdp.studies.bench.timing import BenchData, Case, Report, Timing, compare, ratio, subject, visit
 from fedcdp.training.prepared import deal_out
 
 PER_ROUND = (100, 200, 500, 1000, 2000, 5000)
@@ -130,7 +130,7 @@ def _grown(bench: Bench, along: str, cases: Sequence[Case], report: Report) -> R
     for case, timing in zip(cases, bench.compare(cases, report, fewest_steps=1), strict=True):
         report(f"{case.name}: memory")
         peak = (
-            peak_memory.peak_mib(case, timing.local_steps)
+            measurement.peak_mib(case, timing.local_steps)
             if timing.peak_bytes is None
             else {"peak_mib": round(timing.peak_bytes / _MIB, 1)}
         )

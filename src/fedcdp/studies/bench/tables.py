@@ -1,10 +1,7 @@
-"""Result files as tables: the same for a terminal and for a page.
+"""Result files as tables, the same for a terminal and for a page, and as a picture; with what the paper printed.
 
-What the paper printed: milliseconds per local iteration of one client.
-
-Wei et al., ICDCS 2021, Table "Time cost per local iteration per client (ms)", on a 4-core i5 with a GeForce 2080 Ti.
-
-A picture of a result file: speed against the clients in a round, and bars against the peers.
+The paper's milliseconds per local iteration of one client: Wei et al., ICDCS 2021, Table "Time cost per local iteration per
+client (ms)", on a 4-core i5 with a GeForce 2080 Ti.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""Cells that train: accuracy after the last round, at a learning rate that was chosen without the validation split.
+"""How cells are measured: those that train, that attack, that are timed, and that are nothing but their ε.
 
-Where a cell has several `rates`, each is tried on a fifth of the *training* split, held out for that alone, for
-`tuning_share` of the rounds; the best (the first of equals) then trains on the whole training split. A rate is a number, a
-schedule as the plan writes it, or a rule about the rate found for the dataset and the noise: `found`, `found * 4 / C` or
-`found * 6 / sigma`, so that a cell far from the paper's C = 4 or σ = 6 is not judged at a step that fits those. What is
-found is in `presets.learning_rate`, or in the cell's own `found`, by noise convention. `rates` may also be a table of such
-lists by dataset.
+**Training**: accuracy after the last round, at a learning rate that was chosen without the validation split. Where a cell
+has several `rates`, each is tried on a fifth of the *training* split, held out for that alone, for `tuning_share` of the
+rounds; the best (the first of equals) then trains on the whole training split. A rate is a number, a schedule as the plan
+writes it, or a rule about the rate found for the dataset and the noise: `found`, `found * 4 / C` or `found * 6 / sigma`,
+so that a cell far from the paper's C = 4 or σ = 6 is not judged at a step that fits those. What is found is in
+`presets.learning_rate`, or in the cell's own `found`, by noise convention. `rates` may also be a table of such lists by
+dataset.
 
-ε of a cell: as the paper computes it, and as it is. Computed from the plan alone, where dp-accounting is installed.
+**Attacks**: what a reader reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims. Settings,
+in the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the one that is trained), `recipe`
+(iterations, total_variation) and `look` (steps, releases).
 
-Cells that attack: what a reader reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims.
-
-Settings, in the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the one that is trained),
-`recipe` (iterations, total_variation) and `look` (steps, releases).
-
-Cells that are timed, and cells that are nothing but their ε.
+**ε**: as the paper computes it, and as it is. Computed from the plan alone, where dp-accounting is installed.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ from fedcdp.engine.runtime import products
 from fedcdp.errors import PlanError
 from fedcdp.files.disk import write_atomically
 from fedcdp.mechanism.randomness import numpy_generator
-from fedcdp.studies.reproduce.catalogue import Cell
-from fedcdp.studies.reproduce.place import Place
+from fedcdp.studies.reproduce.catalogue import Cell, Place
 from fedcdp.training.prepared import deal_out, network_of
 from fedcdp.training.simulate import Run, train_experiment
 

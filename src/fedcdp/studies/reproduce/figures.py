@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fedcdp.files.disk import write_atomically
-from fedcdp.studies.reproduce.catalogue import Table
+from fedcdp.studies.reproduce.catalogue import Place, Table
 from fedcdp.studies.reproduce.layouts import Cells
-from fedcdp.studies.reproduce.place import Place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

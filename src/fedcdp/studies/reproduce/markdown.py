@@ -1,15 +1,18 @@
-"""A result file as Markdown: its sections written out, where each cell came from, and what has not been run.
+"""Result files as Markdown: one page for each table, and one overview of them all.
 
-All tables on one page: how much of each was run, and how far what was measured lies from what is printed.
+A page has the table's sections, where each cell came from, and what has not been run. The overview says how much of each
+table was run, and how far what was measured lies from what is printed.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fedcdp.accounting.statement import format_epsilon
 from fedcdp.studies.reproduce.catalogue import Table
 from fedcdp.studies.reproduce.layouts import Cells, Section
 
@@ -67,7 +70,7 @@ def shown(value: Any, form: str) -> str:
     if value is None:
         return _NOTHING
     if value == "inf":
-        return "∞"
+        return format_epsilon(math.inf)
     if isinstance(value, str) or form == "text":
         return str(value)
     if form == "yes":

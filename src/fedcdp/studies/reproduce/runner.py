@@ -1,10 +1,7 @@
-"""The result file of a table: cells as they were measured, whole on disk after every one of them.
+"""Running cells: several at a time in processes of their own, each on disk as soon as it is done.
 
-Trainings that several tables have in common: what one of them has measured, the others need not run again.
-
-Running cells: several at a time in processes of their own, each kept as soon as it is done.
-
-A stop (Ctrl-C, SIGTERM, the time limit) loses nothing that is finished; after kill -9 the workers end by themselves.
+A stop (Ctrl-C, SIGTERM, the time limit) loses nothing that is finished; after kill -9 the workers end by themselves. The
+result file of a table is whole after every cell. Trainings that several tables have in common are run once (`shared`).
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from fedcdp.errors import FedcdpError, PlanError, RunError, StoppedError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.untrusted import MOST_JSON, parse_json, read_bounded
 from fedcdp.studies.reproduce import tradeoff
-from fedcdp.studies.reproduce.catalogue import Cell, Table
+from fedcdp.studies.reproduce.catalogue import Cell, Place, Table
 from fedcdp.studies.reproduce.cells import (
     Rate,
     cost_of_attack,
@@ -44,7 +41,6 @@ from fedcdp.studies.reproduce.cells import (
     rates_of,
     tuning_share,
 )
-from fedcdp.studies.reproduce.place import Place
 
 FORMAT = "fedcdp-reproduction-1"
 

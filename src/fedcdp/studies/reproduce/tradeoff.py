@@ -31,15 +31,14 @@ from fedcdp.files.tree import Tree, combine
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS
 from fedcdp.methods.aggregation import Aggregate, server_update
-from fedcdp.studies.reproduce.catalogue import Cell
+from fedcdp.studies.reproduce.catalogue import Cell, Place
 from fedcdp.studies.reproduce.cells import command, rates_of
-from fedcdp.studies.reproduce.place import Place
 from fedcdp.training.evaluation import evaluate
+from fedcdp.training.local_engines import StepwiseEngine
 from fedcdp.training.prepared import prepare_experiment
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import begin
-from fedcdp.training.trainers import Stepwise
 
 _AT_ONCE = 50  # examples whose Jacobians [classes, weights] are held at a time
 _WAY = (0.0, 0.5, 1.0)
@@ -76,12 +75,12 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noqa: AR
 def injected(simulator: Simulator, state: State, chosen: Tensor) -> Tree:
     """ξ: how a round would move the global model if every gradient were zero; the draws are those of the round itself."""
     method, data = METHODS[simulator.plan.method], simulator.data
-    silent = Simulator(data, Stepwise(method, _Flat(simulator.engine), data.examples), simulator.chunk)
+    silent = Simulator(data, StepwiseEngine(method, _Flat(simulator.engine), data.examples), simulator.chunk)
     received = Aggregate(state.weights, simulator.plan)
     for clients in chosen.split(simulator.chunk):
         table, sizes = data.records_of(clients)
         at = silent.moment(state, clients.to(data.device), sizes)
-        received.add(silent.trainer(state.weights, data.draw(at, table, sizes), at).update)
+        received.add(silent.local_engine(state.weights, data.draw(at, table, sizes), at).update)
     nobody = torch.zeros(0, dtype=torch.int64, device=simulator.data.device)
     after = server_update(method, state.weights, received, simulator.moment(state, nobody, nobody))
     return combine(after, state.weights, -1.0)

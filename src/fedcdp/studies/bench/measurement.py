@@ -1,19 +1,26 @@
-"""What is trained on: a benchmark where its files are at hand, else random inputs of its size and shape.
-
-Speed does not depend on the values, so that either will do; every result says which it was.
-
-How a client step is timed: whole rounds of the simulator itself, cases taking turns.
+"""How a client step is measured: the time of whole rounds of the simulator itself, and the memory at its peak.
 
 A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns,
 so that whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the
-most.
+most. The inputs are a benchmark where its files are at hand, else random values of its size and shape: speed does not
+depend on the values, and every result says which it was.
+
+Memory is that of a process of its own, since a process cannot forget its peak:
+
+    python -m fedcdp.studies.bench.measurement < case.json
 """
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +33,7 @@ from fedcdp.config.presets import BENCHMARKS, preset
 from fedcdp.data import load
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.engine.runtime import wait
-from fedcdp.errors import DataError
+from fedcdp.errors import DataError, DefectError
 from fedcdp.training.rundir import Row
 from fedcdp.training.simulate import train_experiment
 
@@ -233,3 +240,51 @@ def spread(samples: Sequence[float]) -> dict[str, Any]:
 def ratio(samples: Sequence[float], of: Sequence[float]) -> dict[str, Any]:
     """How many times as long: of the pairs that were measured one after the other."""
     return spread([a / b for a, b in zip(samples, of, strict=True)])
+
+
+_MIB = 2**20
+_UNIT = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss
+
+
+def peak_mib(case: Case, local_steps: int) -> dict[str, float]:
+    """MiB of a process at its peak, and before training: with the libraries and the (synthetic) data alone."""
+    asked = {
+        "dataset": case.subject.name,
+        "machine": vars(case.machine),
+        "plan": case.plan,
+        "clients": case.clients,
+        "local_steps": local_steps,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "fedcdp.studies.bench.measurement"],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if done.returncode:
+        raise DefectError(f"the memory of {case.name} could not be measured: {done.stderr.strip().rpartition(chr(10))[2]}")
+    answer: dict[str, float] = json.loads(done.stdout)
+    return answer
+
+
+def _own_peak() -> float:
+    # Linux counts the parent's memory in a child's ru_maxrss, but not in this.
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) / 2**10, 1)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT / _MIB, 1)
+
+
+def _answer(asked: dict[str, Any]) -> dict[str, float]:
+    torch.set_num_threads(1)
+    subject, machine = synthetic(asked["dataset"]), MachineSettings(**asked["machine"])
+    before = _own_peak()
+    visit(Case("memory", subject, machine, asked["plan"], asked["clients"]), asked["local_steps"])
+    return {"before_mib": before, "peak_mib": _own_peak()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(json.load(sys.stdin))))

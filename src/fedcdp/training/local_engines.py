@@ -1,8 +1,8 @@
-"""Local training one step after the other, and what every trainer promises.
+"""Local engines: how all local steps of some clients are carried out, with the method's own code on top of an engine.
 
-Local training by a kernel of our own, which keeps a client on one multiprocessor for all its steps.
-
-Local training by a program that is compiled from the method's own code, once for all steps of all rounds.
+All give what the methods' own code gives, but for rounding. `StepwiseEngine` takes one step after the other, serves every
+tap, and is the reference. `CompiledEngine` runs a program that is compiled from the method's own code, once for all steps of
+all rounds. `KernelEngine` keeps a client on one multiprocessor for all its steps.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class Examples:
         return Batch(self.inputs[records], self.targets[records], present)
 
 
-class Trainer(Protocol):
+class LocalEngine(Protocol):
     """Trains clients locally from the global weights."""
 
-    engine: Engine
+    gradients: Engine
+    """What computes the gradients."""
 
     @property
     def name(self) -> str:
@@ -58,20 +59,20 @@ class Trainer(Protocol):
 
 
 @dataclass
-class Stepwise:
+class StepwiseEngine:
     """Local training one step after the other, each as the method writes it. It serves every tap, and is the reference."""
 
     method: Method
-    engine: Engine
+    gradients: Engine
     examples: Examples
 
     @property
     def name(self) -> str:
-        """See `Trainer`."""
-        return "batched" if isinstance(self.engine, BatchedEngine) else "functional"
+        """See `LocalEngine`."""
+        return "batched" if isinstance(self.gradients, BatchedEngine) else "functional"
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
-        """See `Trainer`."""
+        """See `LocalEngine`."""
         return take_part(self.method, weights, self.batches(draw), at)
 
     def batches(self, draw: Draw) -> Iterator[Batch]:
@@ -88,7 +89,7 @@ _COPIES = 6  # of a client's weights: before, inside, after, and while an update
 _WORD = 4
 
 
-class Kernel:
+class KernelEngine:
     """All local steps of a chunk of clients in one launch, where `refusal` has nothing against it.
 
     What somebody reads is trained by the reference, step by step; so is everything from then on that a device's compiler
@@ -98,14 +99,14 @@ class Kernel:
     name = "kernel"
 
     def __init__(self, method: Method, plan: Plan, engine: Engine, examples: Examples) -> None:
-        self.engine = engine
-        self._stepwise = Stepwise(method, engine, examples)
+        self.gradients = engine
+        self._stepwise = StepwiseEngine(method, engine, examples)
         self._plan = plan
         self._network = kernel.cnn_of(engine.model)
         self._works = True
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
-        """See `Trainer`."""
+        """See `LocalEngine`."""
         if at.tap is not None or not self._works:
             return self._stepwise(weights, draw, at)
         stop_if_asked()
@@ -187,7 +188,7 @@ class _Traced(Moment):
         return self.rate
 
 
-class Compiled:
+class CompiledEngine:
     """Local training by one compiled program a step, for always the same number of clients.
 
     Nothing in it waits for an answer from the device. What the method asks of values (is a sum of gradients finite?) is
@@ -200,8 +201,8 @@ class Compiled:
     def __init__(
         self, method: Method, plan: Plan, engine: Engine, examples: Examples, chunk: int, backend: str = "inductor"
     ) -> None:
-        self.engine = engine
-        self._stepwise = Stepwise(method, engine, examples)
+        self.gradients = engine
+        self._stepwise = StepwiseEngine(method, engine, examples)
         self._chunk, self._plan, self._backend = chunk, plan, backend
         self._width = (plan.batch_size + 1) // 2
         self._rows = 0
@@ -209,7 +210,7 @@ class Compiled:
         self._launchers: dict[int, Launcher] = {}
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
-        """See `Trainer`."""
+        """See `LocalEngine`."""
         read = at.tap is not None or self._plan.quantile is not None
         if read or at.noise.sources(at.round, 0) is None or not self._works:
             return self._stepwise(weights, draw, at)
@@ -251,7 +252,7 @@ class Compiled:
         else:
             rows = self._rows = math.ceil(needed / clients * self._chunk * _ROOM)
         if rows not in self._launchers:
-            engine = PackedEngine(self.engine, rows, self._width) if rows else self.engine
+            engine = PackedEngine(self.gradients, rows, self._width) if rows else self.gradients
             self._launchers[rows] = Launcher(self._compiled(engine))
         return self._launchers[rows]
 

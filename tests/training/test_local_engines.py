@@ -5,7 +5,9 @@ The programs here are traced as for a GPU, and then run without being translated
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,17 +23,17 @@ from fedcdp.engine import BatchedEngine
 from fedcdp.methods import METHODS
 from fedcdp.models.networks import build, prepare
 from fedcdp.training import autotune
+from fedcdp.training.local_engines import CompiledEngine
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
-from fedcdp.training.trainers import Compiled
 
 CHUNK = 4
 
 
 @pytest.fixture(autouse=True)
 def _fresh_programs() -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
 
 
@@ -47,13 +49,13 @@ def plan(**changes: Any) -> Plan:
     return Plan(**usual | {"clip": "linear(0.6, 0.3)"} | changes)
 
 
-def simulator(federation: Federation, plan: Plan, model: nn.Module | None = None) -> tuple[Simulator, State, Compiled]:
+def simulator(federation: Federation, plan: Plan, model: nn.Module | None = None) -> tuple[Simulator, State, CompiledEngine]:
     network = prepare(model or build("cnn", (1, 10, 10), 3), plan, "cpu")
     engine = BatchedEngine(network, F.cross_entropy)
     made = Simulator.stepwise(ClientData(federation, plan, torch.device("cpu")), engine, CHUNK)
     weights = {name: p.detach() for name, p in network.named_parameters()}
     clip = plan.quantile.start if plan.quantile else None
-    compiled = Compiled(METHODS[plan.method], plan, engine, made.data.examples, CHUNK, backend="aot_eager")
+    compiled = CompiledEngine(METHODS[plan.method], plan, engine, made.data.examples, CHUNK, backend="aot_eager")
     return made, State(0, weights, None, clip), compiled
 
 
@@ -67,21 +69,26 @@ def programs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"record_sampling": "partition"},
-        {"record_sampling": "poisson"},
-        {"record_sampling": "poisson", "slots": 3, "momentum": 0.5},
-        {"record_sampling": "fixed", "clip_mode": "flat", "noise": "cohort"},
-    ],
-    ids=["partition", "poisson", "momentum", "flat"],
-)
-def test_one_program_trains_all_chunks_of_all_rounds_as_the_reference_does(federation, method, changes):
+CHANGES: dict[str, dict[str, Any]] = {
+    "partition": {"record_sampling": "partition"},
+    "poisson": {"record_sampling": "poisson"},
+    "momentum": {"record_sampling": "poisson", "slots": 3, "momentum": 0.5},
+    "flat": {"record_sampling": "fixed", "clip_mode": "flat", "noise": "cohort"},
+}
+
+
+def every_method_under_all_changes() -> Iterator[Any]:
+    """Each method under one of the changes, each change under some method; the other pairs are slow."""
+    for (at, method), (place, change) in itertools.product(enumerate(METHODS), enumerate(CHANGES)):
+        quick = at % len(CHANGES) == place
+        yield pytest.param(method, CHANGES[change], id=f"{method}-{change}", marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("method", "changes"), list(every_method_under_all_changes()))
+def test_one_program_trains_all_chunks_as_the_reference_does(federation, method, changes):
     made, state, compiled = simulator(federation, plan(method=method, **changes))
     expected = after(made, state)
-    made.trainer = compiled
+    made.local_engine = compiled
     torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
     # Packed Poisson batches may outgrow the room of the first program.
     assert 1 <= programs() <= (1 if changes["record_sampling"] != "poisson" else 3)
@@ -92,7 +99,7 @@ def test_a_sum_that_is_not_finite_is_done_again_without_the_example(federation):
     made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.inf
     expected = after(made, state)
     assert torch.isfinite(expected).all()
-    made.trainer = compiled
+    made.local_engine = compiled
     torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
     assert programs() == 1
 
@@ -101,7 +108,7 @@ def test_an_example_that_is_not_finite_is_left_out_within_the_program(federation
     made, state, compiled = simulator(federation, plan(method="fed-cdp", record_sampling="partition"))
     made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.nan
     expected = after(made, state)
-    made.trainer = compiled
+    made.local_engine = compiled
     torch.testing.assert_close(after(made, state), expected, rtol=0, atol=1e-5)
     assert torch.isfinite(expected).all()
 
@@ -109,15 +116,16 @@ def test_an_example_that_is_not_finite_is_left_out_within_the_program(federation
 def test_a_quantile_clip_is_left_to_the_reference(federation):
     made, state, compiled = simulator(federation, plan(method="fed-cdp", clip="quantile(0.5, 1)"))
     expected = after(made, state)
-    made.trainer = compiled
+    made.local_engine = compiled
     assert torch.equal(after(made, state), expected)
     assert programs() == 0
 
 
-def test_secure_noise_within_a_program_is_fresh_and_of_the_right_size(federation):
+def test_secure_noise_in_a_program_is_fresh_and_of_the_right_size(federation):
     large = {"noise_multiplier": 50.0, "clip": 0.4, "learning_rate": 1.0, "noise": "batch", "local_steps": 1, "rounds": 1}
-    made, state, compiled = simulator(federation, plan(method="fed-cdp", secure_noise=True, **large))
-    made.trainer = compiled
+    dense = nn.Sequential(nn.Flatten(), nn.Linear(100, 40), nn.Tanh(), nn.Linear(40, 3))
+    made, state, compiled = simulator(federation, plan(method="fed-cdp", secure_noise=True, **large), dense)
+    made.local_engine = compiled
     one, two = after(made, state, rounds=1), after(made, state, rounds=1)
     start = made.engine.layout.flatten(state.weights, lead=0)
     assert not torch.equal(one, two)
@@ -128,14 +136,14 @@ def test_secure_noise_within_a_program_is_fresh_and_of_the_right_size(federation
     assert 1 <= programs() <= 3  # what is drawn in secret may outgrow the room of the first program
 
 
-def test_what_cannot_be_compiled_is_trained_by_the_batched_engine_and_a_line_says_so(federation, caplog):
+def test_what_cannot_be_compiled_is_left_to_the_batched_engine(federation, caplog):
     def refuses(*_: object) -> None:
         raise ValueError("not this one")
 
     made, state, compiled = simulator(federation, plan(method="fed-cdp"))
     expected = after(made, state)
     compiled._backend = refuses  # type: ignore[assignment]
-    made.trainer = compiled
+    made.local_engine = compiled
     with caplog.at_level(logging.WARNING, logger="fedcdp"):
         assert torch.equal(after(made, state), expected)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -145,14 +153,14 @@ def test_what_cannot_be_compiled_is_trained_by_the_batched_engine_and_a_line_say
 def test_an_engine_that_is_asked_for_is_used(federation, monkeypatch):
     asked: list[int] = []
 
-    class Watched(Compiled):
+    class Watched(CompiledEngine):
         def __init__(self, *given: Any) -> None:
             asked.append(given[-1])
             super().__init__(*given, backend="aot_eager")
 
-    monkeypatch.setattr(autotune, "Compiled", Watched)
+    monkeypatch.setattr(autotune, "CompiledEngine", Watched)
     model = fedcdp.models.networks.build("cnn", (1, 10, 10), 3)
-    what = plan(method="fed-cdp", rounds=1)
+    what = plan(method="fed-cdp", rounds=1, record_sampling="partition")
     one = simulate(model, federation, what, engine="compiled", chunk=4)
     other = simulate(model, federation, what, engine="functional")
     for name, value in one.model.state_dict().items():
