@@ -75,10 +75,14 @@ def test_the_schedules_are_values_that_a_plan_takes() -> None:
 
 def test_the_core_is_imported_without_the_command_line_or_any_extra() -> None:
     code = (
-        "import sys, fedcdp, fedcdp.training.simulate\n"
-        "unwanted = ['typer', 'rich', 'click', 'flwr', 'dp_accounting', 'onnx', 'tensorboard', 'sklearn']\n"
-        "print([name for name in unwanted if name in sys.modules])\n"
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import fedcdp, fedcdp.data, fedcdp.training.simulate\n"
+        "print(*sorted(set(sys.modules) - before))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(fedcdp.__file__).parents[1])}
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
+    loaded = set(shown.stdout.split())
+    assert {"fedcdp.data", "fedcdp.training.simulate"} <= loaded
+    assert not loaded & {"typer", "rich", "click", "flwr", "dp_accounting", "onnx", "tensorboard", "sklearn", "PIL"}
+    assert "urllib.request" not in loaded

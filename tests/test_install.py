@@ -133,9 +133,15 @@ def _without_extras() -> list[str]:
     return sorted(module for module, by in owners.items() if not {canonicalize_name(each) for each in by} & needed)
 
 
+def test_the_extras_are_told_from_what_the_package_needs() -> None:
+    absent = set(_without_extras())
+    assert {"pytest", "flwr", "mkdocs", "cryptography", "matplotlib", "onnx", "tensorboard"} <= absent
+    assert not {"torch", "numpy", "sklearn", "PIL", "typer"} & absent
+
+
+@pytest.mark.slow
 def test_the_demo_needs_no_extra(tmp_path: Path) -> None:
     absent = _without_extras()
-    assert {"pytest", "flwr", "mkdocs", "cryptography", "matplotlib", "onnx", "tensorboard"} <= set(absent)
     program = f"""
 import sys
 sys.modules.update(dict.fromkeys({absent!r}))  # an import of these fails

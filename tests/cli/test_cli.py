@@ -96,7 +96,14 @@ def test_quiet_is_silent(cli: Cli) -> None:
     assert (outcome.stdout, outcome.stderr) == ("", "")
 
 
-def test_the_module_runs_as_a_program(start: Callable[..., Any]) -> None:
+def test_the_module_is_a_program(start: Callable[..., Any]) -> None:
+    process = start("-m", "fedcdp", "--version")
+    assert process.communicate(timeout=60) == (f"fedcdp {fedcdp.__version__}\n", "")
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_module_trains_as_a_program(start: Callable[..., Any]) -> None:
     process = start("-m", "fedcdp", *CANCER, "--json", "--quiet", "--out", "run")
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (0, "")
@@ -328,6 +335,7 @@ def test_exported_torchscript_answers_alike_for_any_batch(
         torch.testing.assert_close(module(inputs[:3]), answers[:3])
 
 
+@pytest.mark.slow
 def test_exported_onnx_answers_alike_for_any_batch(cli: Cli, run: Path, inputs: torch.Tensor, answers: torch.Tensor) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

@@ -77,6 +77,7 @@ def test_calibration_gives_the_noise_for_a_target(cli: Cli) -> None:
     assert found["epsilon"] <= 4
 
 
+@pytest.mark.slow
 def test_calibration_may_choose_the_slots(cli: Cli) -> None:
     options = [*SMALL, "--rounds", 1, "--local-steps", 1, "--partition", "iid", "--records", 20]
     found = answer(cli("calibrate", *options, "--target-epsilon", 3, "--slots", "auto", "--json"))
@@ -106,8 +107,10 @@ def test_what_cannot_be_accounted_is_refused_in_one_line(cli: Cli, command: list
 # training within a budget --------------------------------------------------------------------------------------------
 
 
-def test_training_to_a_target_ends_within_it(cli: Cli) -> None:
-    found = answer(cli("train", *SMALL, "--rounds", 3, "--target-epsilon", 2, "--json", "--quiet", "--out", "run"))
+@pytest.mark.parametrize("sampling", ["partition", pytest.param("poisson", marks=pytest.mark.slow)])
+def test_training_to_a_target_ends_within_it(cli: Cli, sampling: str) -> None:
+    options = [*SMALL, "--rounds", 3, "--record-sampling", sampling, "--target-epsilon", 2, "--json", "--quiet"]
+    found = answer(cli("train", *options, "--out", "run"))
     assert 1.9 < epsilon(found["epsilon"], "server") <= 2
 
 
@@ -136,7 +139,7 @@ def test_progress_shows_epsilon_and_the_seed_is_warned_about(cli: Cli) -> None:
 
 def test_what_is_drawn_does_not_come_from_the_seed_under_secure_noise(cli: Cli) -> None:
     for run in ("one", "other"):
-        cli("train", *SMALL, "--rounds", 8, "--secure-noise", "--quiet", "--out", run)
+        cli("train", *SMALL, "--rounds", 3, "--record-sampling", "partition", "--secure-noise", "--quiet", "--out", run)
     chosen = [[charge.clients.tolist() for charge in Ledger.open(f"{run}/ledger.jsonl").charges] for run in ("one", "other")]
     assert chosen[0] != chosen[1]
     assert "seed" not in Ledger.open("one/ledger.jsonl").plan
@@ -194,23 +197,54 @@ def test_a_run_in_memory_knows_what_it_has_spent() -> None:
 
 # without dp-accounting -----------------------------------------------------------------------------------------------
 
-ABSENT = "import sys; sys.modules['dp_accounting'] = None; from fedcdp.cli import main; main()"
+WHERE_ABSENT = "import sys; sys.modules['dp_accounting'] = None; from fedcdp.cli import main; main()"
+NEED_IT = ("pld", "rdp", "paper", "statement", "calibrate")  # the modules that cannot be imported without it
+REFUSED = [["account"], ["train", "--max-epsilon", "1", "--dataset", "cancer", "--out", "new"]]
 
 
-def without_accounting(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", ABSENT, *map(str, arguments)], capture_output=True, text=True, check=False)
+def without_accounting(monkeypatch: pytest.MonkeyPatch, cli: Cli, *arguments: object) -> Any:
+    """Run a command in this process as where dp-accounting is not installed."""
+    with monkeypatch.context() as hidden:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "dp_accounting"]:
+            hidden.delitem(sys.modules, name)
+        hidden.setitem(sys.modules, "dp_accounting", None)
+        for name in NEED_IT:
+            hidden.delitem(sys.modules, f"fedcdp.accounting.{name}", raising=False)
+            hidden.delattr(fedcdp.accounting, name, raising=False)
+        return cli(*arguments)
 
 
-def test_training_does_without_dp_accounting_and_its_ledger_is_accounted_elsewhere(cli: Cli) -> None:
-    trained = without_accounting("train", *SMALL, "--rounds", 2, "--json", "--quiet", "--out", "run")
+def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WHERE_ABSENT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_ledger_without_accounting_is_accounted_elsewhere(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [*SMALL, "--rounds", 2, "--record-sampling", "partition", "--json", "--quiet"]
+    assert answer(without_accounting(monkeypatch, cli, "train", *options, "--out", "run"))["epsilon"] is None
+    assert epsilon(answer(cli("account", "--run", "run", "--json"))["rows"], "server") > 0
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_needs_dp_accounting_says_so_in_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    refused = without_accounting(monkeypatch, cli, *command)
+    assert refused.status == 2
+    assert "dp-accounting" in refused.stderr
+    assert refused.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.slow
+def test_a_process_trains_without_dp_accounting(cli: Cli) -> None:
+    trained = in_a_process("train", *SMALL, "--rounds", 2, "--json", "--quiet", "--out", "run")
     assert trained.returncode == 0, trained.stderr
     assert json.loads(trained.stdout)["epsilon"] is None
     assert epsilon(answer(cli("account", "--run", "run", "--json"))["rows"], "server") > 0
 
 
-@pytest.mark.parametrize("command", [["account"], ["train", "--max-epsilon", "1", "--dataset", "cancer", "--out", "new"]])
-def test_what_needs_dp_accounting_says_so_in_one_line(command: list[str]) -> None:
-    refused = without_accounting(*command)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_process_that_needs_dp_accounting_says_so(command: list[str]) -> None:
+    refused = in_a_process(*command)
     assert refused.returncode == 2
     assert "dp-accounting" in refused.stderr
     assert refused.stderr.strip().count("\n") == 0
@@ -229,20 +263,8 @@ def test_an_audit_stays_below_what_is_guaranteed_and_says_both(cli: Cli) -> None
 
 
 def test_an_audit_of_what_is_raw_finds_much_and_is_promised_nothing(cli: Cli) -> None:
-    found = answer(
-        cli(
-            "audit",
-            "--method",
-            "nonprivate",
-            "--record-sampling",
-            "partition",
-            "--local-steps",
-            1,
-            "--trials",
-            5000,
-            "--json",
-        )
-    )
+    options = ["--method", "nonprivate", "--record-sampling", "partition", "--local-steps", 1, "--trials", 5000]
+    found = answer(cli("audit", *options, "--json"))
     assert found["epsilon_lower"] > 5
     assert found["epsilon_guaranteed"] == "inf"
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedcdp.studies import demo
+
 Cli = Callable[..., Any]
 
 
@@ -100,12 +102,10 @@ def test_a_demo_does_not_take_a_directory_that_is_not_its_own(cli: Cli, run: Pat
 
 
 def test_a_demo_that_is_stopped_says_how_to_go_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedcdp.config.experiment import Experiment
-
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Experiment, "train", stopped)
+    monkeypatch.setattr(demo, "train_experiment", stopped)
     outcome = cli("demo", "--out", "demo", "--quiet")
     assert outcome.status == 1
     assert "fedcdp demo --out demo goes on where it was" in said(outcome)

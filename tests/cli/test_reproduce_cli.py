@@ -283,6 +283,7 @@ def _begun(start: Any, tiny: Path, workers: int) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_same_command_goes_on_and_no_worker_is_left(
     cli, start, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +306,7 @@ def test_after_kill_9_the_same_command_goes_on_and_no_worker_is_left(
     assert metrics.read_text().splitlines()[:3] == before
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_with_what_is_done(start, tiny: Path) -> None:
     process = _begun(start, tiny, workers=1)
     process.send_signal(signal.SIGTERM)

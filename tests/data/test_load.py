@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,11 +40,3 @@ def test_offline_without_files_the_error_is_one_line_with_names_and_places(
     assert message.startswith(f"{name} needs {file} in one of {tmp_path / name}, {tmp_path}, {cache / name}: not found")
     assert ("the network is down" if download else "downloading is switched off") in message
     assert "\n" not in message
-
-
-def test_importing_the_package_loads_no_optional_library() -> None:
-    optional = ["sklearn", "PIL", "rich", "urllib.request"]
-    program = "import torch, sys; before = set(sys.modules); import fedcdp.data; print(*(set(sys.modules) - before))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "fedcdp.data" in loaded
-    assert not set(optional) & set(loaded)

@@ -16,7 +16,7 @@ from fedcdp.training.rundir import RunDirectory
 from tests.cli.conftest import Start
 from tests.support.flower_site import CANCER, HAS_FLOWER, MNIST5K, REPRODUCIBLE, largest_difference, left_of, simulated
 
-pytestmark = pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 
 
 def test_two_nodes_and_three_rounds_give_the_simulators_model(tmp_path: Path, start: Start) -> None:

@@ -171,6 +171,7 @@ def test_without_gradients_every_coordinate_of_every_trainable_tensor_moves_by_t
     is_noise_of(1.5, trained(FunctionalEngine(network, without_gradient), network, shape, update), network)
 
 
+@pytest.mark.slow
 @settings(slow, max_examples=1)
 @given(networks().filter(lambda drawn: len(engines_of(drawn[0])) == 2))
 def test_a_compiled_program_noises_every_tensor_too(drawn: Drawn) -> None:

@@ -183,13 +183,13 @@ def leaks(run_twice: RunTwice) -> set[str]:
 
 
 def test_a_metric_of_raw_gradients_is_found(run_twice: RunTwice, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Simulator._measure
+    real = Simulator.measure
 
     def measure(self: Simulator, before: Any, state: Any, chosen: Tensor, every: int) -> dict[str, Any]:
         everybody = torch.arange(CLIENTS)
         return real(self, before, state, chosen, every) | {"gradient_norm": self.gradient_norm(before, everybody)}
 
-    monkeypatch.setattr(Simulator, "_measure", measure)
+    monkeypatch.setattr(Simulator, "measure", measure)
     assert "file run/metrics.jsonl" in leaks(run_twice)
 
 

@@ -30,6 +30,7 @@ SMALL = {"data": {"dataset": "cancer", "clients": 8}, "plan": {"per_round": 4, "
 STATE = State(1, {"weight": torch.zeros(2)}, None)
 
 
+@pytest.mark.slow
 def test_trainings_killed_or_out_of_space_lose_nothing(tmp_path: Path) -> None:
     """In a process of its own, since it forks; its status says that every check held."""
     paths = [str(Path(fedcdp.__file__).parents[1]), str(Path(__file__).parents[2])]

@@ -42,7 +42,7 @@ def test_no_hand_written_sequence_gets_more_than_was_granted(name: str, tmp_path
     assert bool(one.witness.seen) == (name != "tasks that were never accepted")
 
 
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", [0, 1, *(pytest.param(share, marks=pytest.mark.slow) for share in range(2, SHARES))])
 def test_no_generated_sequence_gets_more_than_was_granted(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client._LOG, "disabled", True)
     found = trial(range(SHARE * share, SHARE * (share + 1)))

@@ -18,6 +18,7 @@ from fedcdp.files.tree import Tree
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.simulate import train_experiment
 from tests.support.local_grid import CLIENTS, Killed, LocalGrid, experiment, make_nodes, settings
+from tests.support.pairs import pairs_first
 
 MESSAGES = CLIENTS + 3 * 3  # to subscribe, and three rounds of three clients
 
@@ -41,9 +42,10 @@ def simulated() -> Tree:
     return train_experiment(experiment(), None, quiet=True).model.state_dict()
 
 
-@pytest.mark.parametrize("reproducible", [True, False])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("place", range(MESSAGES))
+@pytest.mark.parametrize(
+    ("place", "when", "reproducible"),
+    pairs_first(place=range(MESSAGES), when=["before", "after"], reproducible=[True, False]),
+)
 def test_killed_at_any_message(place: int, when: str, reproducible: bool, tmp_path: Path, simulated: Tree) -> None:
     wanted, how = experiment(), settings(reproducible=reproducible)
     killed = LocalGrid(make_nodes(tmp_path), fail_at=(place, when))
