@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -374,8 +374,13 @@ def test_a_damaged_beginning_of_a_ledger_is_refused_or_tells_nothing_that_was_no
 )
 @settings(deadline=None)
 def test_whatever_a_file_holds_it_opens_or_is_refused_in_a_sentence(found: bytes) -> None:
-    with suppress(RunError):
-        Ledger(Path("ledger"), found)
+    try:
+        opened = Ledger(Path("ledger"), found)
+    except RunError as refused:
+        assert str(refused).startswith("ledger")
+        assert "\n" not in str(refused)
+    else:
+        assert of(opened) == of(Ledger(Path("ledger"), content()))  # a torn last line is forgotten
 
 
 # Crashes -----------------------------------------------------------------------------------------------------------------

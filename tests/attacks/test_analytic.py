@@ -215,8 +215,8 @@ def test_noise_is_recognised_at_once(cancer: Dataset, count: int) -> None:
     assert time.process_time() - start < 0.5
     assert not recovered.found
     assert recovered.inputs.isfinite().all()
-    assert recovered.residual > 0.3 or count >= 30  # 30 features and the bias hide no noise from 31 examples
-    assert count == 1 or not recovered.inputs.any()
+    assert (recovered.residual > 0.3) == (count < 30)  # 30 features and the bias hide no noise from 31 examples
+    assert recovered.inputs.any() == (count == 1)
 
 
 def test_a_batch_too_large_is_given_up_at_once(cancer: Dataset) -> None:

@@ -94,25 +94,42 @@ SOUND: dict[str, tuple[Plan, type[Method], str]] = {
 }
 
 
-@pytest.mark.parametrize("release", SOUND)
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if "√" not in fault])  # which takes less noise to show
-def test_200000_trials_prove_more_than_the_stated_epsilon_of_a_broken_mechanism(fault: str, release: str) -> None:
+TRIALS = {  # that show a fault; the one with √3 takes less noise to show
+    "noise halved": 200_000,
+    "noise shared by two layers": 200_000,
+    "noise forgotten on a layer": 10_000,
+    "noise forgotten on a bias": 10_000,
+    "clipping skipped": 10_000,
+}
+
+
+def truth_of(release: str) -> float:
     stated, method, adversary = SOUND[release]
-    unit = "client" if method is FedSDP else "record"
-    truth = exact_epsilon(unamplified_shift(stated, adversary, unit, 2, 1))
-    found = audit(stated, adversary, trials=200_000, method=sabotaged(method(), FAULTS[fault]))
-    assert found.epsilon_lower > truth
-    if "forgotten" in fault:
-        assert found.epsilon_lower > 9.5  # the two worlds are told apart without an error
-    sound = audit(stated, adversary, trials=20_000, method=sabotaged(method(), lambda at: at))
-    assert sound.epsilon_lower <= truth
+    return exact_epsilon(unamplified_shift(stated, adversary, "client" if method is FedSDP else "record", 2, 1))
+
+
+@pytest.mark.parametrize("release", SOUND)
+@pytest.mark.parametrize("fault", TRIALS)
+def test_an_attack_proves_more_than_a_broken_mechanism_states(fault: str, release: str) -> None:
+    stated, method, adversary = SOUND[release]
+    found = audit(stated, adversary, trials=TRIALS[fault], method=sabotaged(method(), FAULTS[fault]))
+    assert found.epsilon_lower > truth_of(release)
+    if "forgotten" in fault:  # the two worlds are told apart without an error
+        assert found.epsilon_lower == pytest.approx(epsilon_of_errors(0, 0, int(0.8 * TRIALS[fault]), DELTA))
+
+
+@pytest.mark.parametrize("release", SOUND)
+def test_the_same_attack_proves_no_more_than_a_sound_one_states(release: str) -> None:
+    stated, method, adversary = SOUND[release]
+    found = audit(stated, adversary, trials=20_000, method=sabotaged(method(), lambda at: at))
+    assert found.epsilon_lower <= truth_of(release)
 
 
 @pytest.mark.parametrize("fault", ["noise forgotten on a bias", "clipping skipped"])
-def test_broken_noise_or_clipping_at_the_server_is_caught_with_1000_trials(fault: str) -> None:
+def test_a_fault_at_the_server_is_caught_with_500_trials(fault: str) -> None:
     stated = plan(method="fed-sdp", noise_at="server")
-    found = audit(stated, "model", trials=1_000, method=sabotaged(FedSDP(), FAULTS[fault]))
-    assert found.epsilon_lower > 4 > exact_epsilon(unamplified_shift(stated, "model", "client", 1, 1))
+    found = audit(stated, "model", trials=500, method=sabotaged(FedSDP(), FAULTS[fault]))
+    assert found.epsilon_lower > 3.5 > exact_epsilon(unamplified_shift(stated, "model", "client", 1, 1))
 
 
 def test_noise_that_all_examples_of_a_step_share_is_subtracted() -> None:
@@ -124,18 +141,23 @@ def test_noise_that_all_examples_of_a_step_share_is_subtracted() -> None:
 # Sound mechanisms -----------------------------------------------------------------------------------------------------
 
 
-def test_one_noised_example_is_bounded_from_both_sides_by_default() -> None:
-    found = audit(plan())
+@pytest.mark.parametrize(
+    ("more", "lowest", "lowest_gaussian"),
+    [({"trials": 100_000}, 0.5, 1.02), pytest.param({}, 0.75, 1.05, marks=pytest.mark.slow)],
+    ids=["100,000 trials", "as many as by default"],
+)
+def test_one_noised_example_is_bounded_from_both_sides(more: dict[str, int], lowest: float, lowest_gaussian: float) -> None:
+    found = audit(plan(), **more)
     truth = exact_epsilon(math.sqrt(LAYERS) / 6)
     assert truth == pytest.approx(1.085, abs=5e-4)
-    assert 0.75 <= found.epsilon_lower <= truth
+    assert lowest <= found.epsilon_lower <= truth
     assert found.epsilon_gaussian is not None
-    assert 1.05 <= found.epsilon_gaussian <= truth
+    assert lowest_gaussian <= found.epsilon_gaussian <= truth
     assert (found.adversary, found.unit, found.relation, found.exposures) == ("example", "record", "zero-out", 1)
 
 
-@pytest.mark.parametrize(("adversary", "printed"), [("server", 1.59), ("example", 3.94)])
-def test_ten_participations_in_the_authors_order_cost_most_of_what_is_printed(adversary: str, printed: float) -> None:
+@pytest.mark.parametrize(("adversary", "printed"), [("server", 1.59), pytest.param("example", 3.94, marks=pytest.mark.slow)])
+def test_ten_participations_in_order_cost_most_of_what_is_printed(adversary: str, printed: float) -> None:
     found = audit(plan(batch_size=5), adversary, participations=10, trials=50_000)
     truth = exact_epsilon(unamplified_shift(plan(batch_size=5), adversary, "record", 5, 10))
     assert truth == pytest.approx(printed, rel=0.01)
@@ -145,7 +167,7 @@ def test_ten_participations_in_the_authors_order_cost_most_of_what_is_printed(ad
     assert found.exposures == 10
 
 
-@pytest.mark.parametrize("adversary", ["model", "server"])
+@pytest.mark.parametrize("adversary", [pytest.param("model", marks=pytest.mark.slow), "server"])
 def test_fed_sdp_costs_a_client_most_of_what_its_noise_allows(adversary: str) -> None:
     placed = plan(method="fed-sdp", noise_at="server" if adversary == "model" else "client", noise_multiplier=2)
     found = audit(placed, adversary, trials=2_000 if adversary == "model" else 100_000)
@@ -190,10 +212,20 @@ def audits(draw: st.DrawFn) -> tuple[Plan, str, str, int, int]:
     return chosen, adversary, unit, draw(st.integers(1, 12)), draw(st.integers(1, 3))
 
 
-@settings(max_examples=35, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(audits())
 def test_no_bound_exceeds_the_truth(drawn: tuple[Plan, str, str, int, int]) -> None:
-    chosen, adversary, unit, records, participations = drawn
+    assert_within_the_truth(*drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=35, deadline=None, derandomize=True)
+@given(audits())
+def test_no_bound_of_many_plans_exceeds_the_truth(drawn: tuple[Plan, str, str, int, int]) -> None:
+    assert_within_the_truth(*drawn)
+
+
+def assert_within_the_truth(chosen: Plan, adversary: str, unit: str, records: int, participations: int) -> None:
     trials = 200 if adversary == "model" else 3_000
     found = audit(chosen, adversary, unit=unit, records=records, participations=participations, trials=trials, layers=LAYERS)
     truth = exact_epsilon(unamplified_shift(chosen, adversary, unit, records, participations))
@@ -203,7 +235,7 @@ def test_no_bound_exceeds_the_truth(drawn: tuple[Plan, str, str, int, int]) -> N
         assert found.epsilon_gaussian <= truth
 
 
-def test_secret_inclusion_lowers_the_bound_below_the_amplified_epsilon_that_known_inclusion_exceeds() -> None:
+def test_secret_inclusion_lowers_the_bound_and_known_does_not() -> None:
     sampled = plan(record_sampling="poisson", slots=10, noise="batch", noise_multiplier=0.5, clip_mode="flat")
     amplified, delta = poisson_epsilon(rate=0.1, mu=2.0, delta=0.01), 0.01
     secret = audit(sampled, "server", records=10, trials=50_000, delta=delta)
@@ -288,6 +320,7 @@ def test_fewer_than_one_bound_in_a_hundred_exceeds_the_truth() -> None:
     assert np.mean(np.array(shifts) > 1.0) < 0.01
 
 
+@pytest.mark.slow
 def test_fewer_than_one_audit_in_a_hundred_exceeds_the_truth() -> None:
     truth = exact_epsilon(1.0, 0.1)
     checked = plan(noise_multiplier=1.0, clip_mode="flat")

@@ -230,9 +230,27 @@ def test_a_network_that_cannot_be_differentiated_example_by_example_is_refused_i
 
 
 @pytest.mark.parametrize("per_example", [True, False])
-def test_a_network_that_can_be_trained_passes_the_check(problem, per_example):
+def test_a_check_tries_the_gradients_that_are_needed(problem, per_example, monkeypatch):
+    """First those of zeros, whose error may be told in full; then those of the records."""
     weights = {name: p.detach() for name, p in problem.model.named_parameters() if p.requires_grad}
-    FunctionalEngine(problem.model, F.cross_entropy).check(weights, one_client(problem), per_example)
+    engine, records = FunctionalEngine(problem.model, F.cross_entropy), one_client(problem)
+    tried: list[Tensor] = []
+    needed = "per_example_gradients" if per_example else "summed_gradients"
+    real = getattr(engine, needed)
+
+    def watched(given: Tree, batch: Batch) -> Tree:
+        tried.append(batch.inputs)
+        return real(given, batch)
+
+    def not_needed(*_: object) -> Tree:
+        raise AssertionError
+
+    monkeypatch.setattr(engine, needed, watched)
+    monkeypatch.setattr(engine, "summed_gradients" if per_example else "per_example_gradients", not_needed)
+    engine.check(weights, records, per_example)
+    assert len(tried) == 2
+    assert not tried[0].any()
+    assert torch.equal(tried[1], records.inputs)
 
 
 def one_client(problem):
