@@ -60,10 +60,10 @@ class WithoutWeights(Rule):
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:  # noqa: ARG002
         """See `Rule`."""
-        return _by_autograd(self.layer, inputs, inputs_matter)
+        return _alike_for_all(self.layer, inputs, inputs_matter)
 
 
-def _by_autograd(layer: Callable[[Tensor], Tensor], inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
+def _alike_for_all(layer: Callable[[Tensor], Tensor], inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
     """The same layer for every example of every client; the way back is autograd's."""
     lead, examples = inputs.shape[:2], inputs.flatten(0, 1)
     if not inputs_matter:
@@ -189,7 +189,7 @@ class Scaled(Rule):
 
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
         """See `Rule`."""
-        normal, pull = _by_autograd(self.normalise, inputs, inputs_matter)
+        normal, pull = _alike_for_all(self.normalise, inputs, inputs_matter)
         scale = self._spread(weights[self.weight], normal)
         outputs = normal * scale
         if self.bias is not None:
