@@ -250,7 +250,7 @@ def test_a_federation_tells_its_distinct_sizes() -> None:
     federation = fedcdp.partition(data, scheme="custom", indices=[list(each) for each in lists])
     plan = Plan(per_round=2)
     found = Population.of(
-        federation, fedcdp.files.tensors.Layout.of(fedcdp.models.networks.build("linear", data.shape, 2)), plan
+        federation, fedcdp.files.tree.Layout.of(fedcdp.models.networks.build("linear", data.shape, 2)), plan
     )
     assert (found.records, found.sizes) == (3, (3, 7))
 

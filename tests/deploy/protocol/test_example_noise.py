@@ -193,7 +193,7 @@ def test_raw_gradients_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(engine), "per_example_gradients", noted)
     kept = NoisedExamples(engine)
     weights = {name: p.detach()[None] for name, p in NETWORK.named_parameters()}
-    released = kept.released(weights, _batch(5), _moment(kept, noise_of(plan, LAYOUT), plan, current_clip=1.0), True)
+    released = kept.released(weights, _batch(5), _moment(kept, noise_of(plan, LAYOUT), plan, current_clip=1.0))
     gc.collect()
     assert released
     assert raw
@@ -221,7 +221,7 @@ def test_noise_is_on_the_slots_that_are_empty() -> None:
     engine = NoisedExamples(next(iter(engines_for(NETWORK, torch.nn.functional.cross_entropy).values())))
     weights = {name: p.detach()[None] for name, p in NETWORK.named_parameters()}
     empty = Batch(torch.zeros(1, 1, 30), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bool))
-    released, _ = engine.released(weights, empty, _moment(engine, noise_of(plan, LAYOUT), plan), False)
+    released, _ = engine.released(weights, empty, _moment(engine, noise_of(plan, LAYOUT), plan))
     flat = LAYOUT.flatten(released, 2)[0]
     assert flat.shape[0] == plan.slots
     assert float(flat.std(1).min()) > 0.9 * plan.noise_scale_at(0)
