@@ -227,6 +227,7 @@ def test_a_larger_client_may_be_the_worst_off() -> None:
     assert both == more == pytest.approx(10.0, abs=0.01)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(6, 30), st.integers(1, 200), st.sampled_from([0.4, 1.0, 3.0]))
 def test_one_bound_covers_every_client_above_the_slots(slots: int, more: int, z: float) -> None:

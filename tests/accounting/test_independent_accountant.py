@@ -32,6 +32,7 @@ from tests.support.independent.losses import (
 )
 from tests.support.independent.recipes import Recipes
 from tests.support.independent.rows import Federation, Ledger
+from tests.support.pairs import sample_first
 
 EXACT = 1e-3
 
@@ -79,6 +80,7 @@ def test_sampling_without_replacement_has_the_curve_of_the_specification(rate: f
     assert probabilities.sum() == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_release_that_hits_more_often_than_delta_is_never_overlooked() -> None:
     """z = .002 in one of 10⁹ tries, 20,000 tries: 2 δ. Only what such a release costs once is an honest ε."""
     rare = Times(Chance(((1e-9, Shift(500.0)), (0.1, Sampled(0.01, 0.2)))), 20_000)
@@ -158,7 +160,7 @@ def full_step(
 
 
 @pytest.mark.parametrize(("records", "rate", "slots", "mu"), [(6, 0.5, 2, 1.0), (11, 5 / 11, 6, 0.7), (20, 0.25, 5, 2.0)])
-@pytest.mark.parametrize("eps", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("eps", sample_first([1.0, 0.1, 3.0]))
 def test_slots_cover_a_zeroed_record_with_or_without_its_slot(
     records: int, rate: float, slots: int, mu: float, eps: float
 ) -> None:
@@ -238,6 +240,7 @@ def test_full_participation_under_secure_aggregation_has_the_noise_of_everybody(
 # Once, other numerics ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_numerics_agree_with_dp_accounting() -> None:
     from dp_accounting.pld import privacy_loss_distribution as pld
 

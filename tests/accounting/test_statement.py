@@ -83,6 +83,7 @@ def test_fewer_clients_a_round_never_cost_more(plan: Plan, fewer: int) -> None:
     assert no_larger(epsilons(plan.but(per_round=fewer)), epsilons(plan))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 4), st.floats(1.0, 6.0), st.integers(1, 10))
 def test_a_smaller_rate_at_the_same_slots_never_costs_more(batch: int, sigma: float, steps: int) -> None:

@@ -335,7 +335,9 @@ def adult() -> Dataset:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("count", "trials"), [(1, 100), (3, 100), (8, 20)])
+@pytest.mark.parametrize(
+    ("count", "trials"), [(1, 100), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(3, 100), (8, 20)])]
+)
 def test_records_of_adult_are_exact_in_batches_too(adult: Dataset, count: int, trials: int) -> None:
     hits = 0
     for seed in range(trials):

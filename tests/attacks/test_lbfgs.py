@@ -236,6 +236,7 @@ def test_the_papers_attack_takes_the_steps_that_torch_takes_in_float32(cpl: nn.M
         assert_same(state.point, expected[step], digits)
 
 
+@pytest.mark.slow
 def test_the_papers_attack_is_as_near_to_its_exact_steps_in_float32_as_torch_is(cpl: nn.Module, few_digits: Dataset) -> None:
     """After three attack iterations of twenty moves, in which the triangular systems hold sixty pairs."""
     together, alone, start = paper_objective(cpl, few_digits, torch.float32)

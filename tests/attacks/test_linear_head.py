@@ -23,6 +23,7 @@ from fedcdp.models.networks import build
 from fedcdp.training.prepared import load_splits, network_of
 from fedcdp.training.saved_run import Trained
 from fedcdp.training.simulate import train_experiment
+from tests.support.pairs import sample_first
 
 CLASSES, SIZE = 5, 12
 DEFENCES: dict[str, dict[str, Any]] = {
@@ -96,7 +97,7 @@ def truth(found: Leaks, model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("defence", DEFENCES)
 @pytest.mark.parametrize("zero", [True, False], ids=["zero head", "any head"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("at_round", [0, 1, None])
+@pytest.mark.parametrize("at_round", sample_first([None, 0, 1]))
 def test_features_of_single_examples_come_out_to_rounding(
     federation: Federation, bias: bool, zero: bool, defence: str, at_round: int | None
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_batch_of_different_labels_is_solved_from_one_update_at_a_zero_head(bl
 # Under noise ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_identification_and_labels_rise_with_the_rounds(blobs: Dataset) -> None:
     many = fedcdp.partition(blobs.take(torch.arange(60)), clients=60, scheme="iid",
                             validation=blobs.take(torch.arange(200, 1200)))  # fmt: skip

@@ -149,6 +149,7 @@ def test_the_interval_of_a_perfect_attack_still_allows_for_what_is_too_rare_to_b
     assert found.low == pytest.approx(0.005 ** (1 / 40))  # P(40 independent pairs in order) = AUC^40
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SCORES, st.lists(st.integers(-40, 40).map(float), min_size=100, max_size=250))
 def test_true_positives_are_those_of_the_roc_curve(inside: list[float], outside: list[float]) -> None:

@@ -66,6 +66,7 @@ def test_the_papers_attack_sees_digits_in_unprotected_gradients_within_ten_itera
     assert float(mse(found, captured).max()) < 10**-1.5
 
 
+@pytest.mark.slow
 def test_the_papers_attack_gets_nothing_out_of_fed_cdp(cpl: nn.Module, few: Dataset) -> None:
     """σ = 6, C = 4: below 15 dB, and farther off than a picture of the mean of all digits."""
     captured = paper(cpl, few, method="fed-cdp", clip=4.0, noise_multiplier=6.0).look("type2", 4)
@@ -75,6 +76,7 @@ def test_the_papers_attack_gets_nothing_out_of_fed_cdp(cpl: nn.Module, few: Data
         assert bool((mse(found, captured) > (few.inputs.mean(0) - captured.inputs[:, 0]).square().flatten(1).mean(1)).all())
 
 
+@pytest.mark.slow
 def test_clipping_without_noise_stops_only_a_reader_who_does_not_know_of_it(cpl: nn.Module, few: Dataset) -> None:
     captured = paper(cpl, few, method="fed-cdp", clip=0.5, noise_multiplier=0.0).look("type2", 3)
     blind = reconstruct(captured, RECIPES["cpl"].but(iterations=5), 10)
@@ -328,6 +330,7 @@ def test_inverting_gradients_comes_closer_in_direction_from_iteration_to_iterati
     assert torch.equal(longer.labels, captured.targets)
 
 
+@pytest.mark.slow
 def test_principal_components_find_the_likely_image_under_noise_that_stops_pixels(
     cpl: nn.Module, few: Dataset, digits: Dataset
 ) -> None:
@@ -403,6 +406,7 @@ def test_every_recipe_runs_on_every_leak_of_every_kind_of_method(small: Any, nam
             assert bool(torch.isfinite(found.examples).all())
 
 
+@pytest.mark.slow
 def test_a_batch_of_digits_is_attacked_with_as_many_dummies(cpl: nn.Module, digits: Dataset) -> None:
     there = scene(cpl, partition(digits, 100, "iid"), batch_size=2)
     captured = there.look("type1", 2)

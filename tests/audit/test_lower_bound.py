@@ -212,6 +212,7 @@ def audits(draw: st.DrawFn) -> tuple[Plan, str, str, int, int]:
     return chosen, adversary, unit, draw(st.integers(1, 12)), draw(st.integers(1, 3))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(audits())
 def test_no_bound_exceeds_the_truth(drawn: tuple[Plan, str, str, int, int]) -> None:

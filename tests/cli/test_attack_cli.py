@@ -206,6 +206,7 @@ HEAD = ["--dataset", "cancer", "--clients", 6, "--model", "linear", "--rounds", 
         "--batch-size", 30, "--record-sampling", "partition", "--clip", "0.25", "--noise-multiplier", "0.3"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_linear_head_is_read_in_all_its_rounds(cli: Cli) -> None:
     for leak, examples in (("type2", 5), ("type0", 60)):
         row = summary(cli("attack", *HEAD, "--victims", 5 if leak == "type2" else 2, "--leak", leak, "--json"))
@@ -441,6 +442,7 @@ def test_a_run_that_diverged_is_refused(cli: Cli, refused: Callable[..., str], m
         assert "model: its answers are not finite" in refused("attack", "--run", "run", "--victims", 4, "--attack", name)
 
 
+@pytest.mark.slow
 def test_ctrl_c_gives_one_line(start: Callable[..., Any]) -> None:
     process = start(
         "-c",

@@ -96,6 +96,7 @@ def test_quiet_is_silent(cli: Cli) -> None:
     assert (outcome.stdout, outcome.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_the_module_is_a_program(start: Callable[..., Any]) -> None:
     process = start("-m", "fedcdp", "--version")
     assert process.communicate(timeout=60) == (f"fedcdp {fedcdp.__version__}\n", "")

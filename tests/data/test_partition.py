@@ -367,6 +367,7 @@ def test_ten_thousand_clients_are_dealt_in_seconds_and_read_again_at_once(mnist)
     assert time.perf_counter() - start < 0.1
 
 
+@pytest.mark.slow
 def test_a_million_clients_cost_no_more_than_those_asked_for(mnist):
     tracemalloc.start()
     federation = partition(mnist, 1_000_000, records=500)

@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
 
-@pytest.mark.parametrize("page", [*TUTORIALS, ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.stem == "own-loop" else [])
+        for page in [*TUTORIALS, ROOT / "README.md"]
+    ],
+    ids=lambda page: page.stem,
+)
 def test_a_page_does_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "cache"))

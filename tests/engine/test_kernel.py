@@ -30,6 +30,7 @@ from fedcdp.training.local_engines import Examples, KernelEngine, StepwiseEngine
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
+from tests.support.pairs import sample_first
 
 ROUND = 7
 CLASSES = 3
@@ -113,7 +114,7 @@ POISSON = [[4, 0], [0, 1], [0, 0]]
 
 
 @needs_triton
-@pytest.mark.parametrize("engine", [BatchedEngine, FunctionalEngine])
+@pytest.mark.parametrize("engine", sample_first([BatchedEngine, FunctionalEngine]))
 def test_fed_cdp_with_its_noise(device: torch.device, engine: type) -> None:
     case, plan = case_of(device, FULL), plan_of()
     assert_same(by_kernel(case, plan), by_engine(case, plan, engine(case.model, F.cross_entropy)))
@@ -158,6 +159,7 @@ def test_a_step_without_examples_is_noise_alone(device: torch.device) -> None:
     assert all(torch.equal(silent[name][2], value) for name, value in case.weights.items())
 
 
+@pytest.mark.slow
 @needs_triton
 def test_more_examples_than_the_dense_layer_takes_at_once(device: torch.device) -> None:
     case, plan = case_of(device, [[18]]), plan_of()
@@ -252,7 +254,7 @@ def trained(federation: Federation, plan: Plan, device: torch.device, by_kernel:
 
 
 @needs_triton
-@pytest.mark.parametrize("method", ["nonprivate", "fed-sdp", "fed-cdp"])
+@pytest.mark.parametrize("method", sample_first(["fed-cdp", "fed-sdp", "nonprivate"]))
 def test_a_round_of_the_simulator_ends_in_the_same_model(federation, device, method) -> None:
     plan = plan_of(method=method, record_sampling="poisson", batch_size=2, rounds=1, per_round=4)
     torch.testing.assert_close(

@@ -48,6 +48,7 @@ def test_a_finished_demo_is_shown_again_and_not_computed_again(demo_directory: P
     assert (out / "demo.json").read_text() == (demo_directory / "demo.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_demo_that_was_killed_anywhere_goes_on_to_the_same_end(demo_directory: Path, tmp_path: Path) -> None:
     """One run half trained, another's attack torn, a third not begun."""
     out = Path(shutil.copytree(demo_directory, tmp_path / "demo"))

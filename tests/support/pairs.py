@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
@@ -29,6 +30,11 @@ def pairs_first(**choices: Any) -> list[Any]:
     quick = pairwise(**choices)
     every = product(*choices.values())
     return [pytest.param(*each, marks=[] if each in quick else pytest.mark.slow) for each in every]
+
+
+def sample_first(values: Iterable[Any], quick: int = 1) -> list[Any]:
+    """The values for `pytest.mark.parametrize`; all but the first `quick` ones are marked slow."""
+    return [pytest.param(value, marks=[] if at < quick else pytest.mark.slow) for at, value in enumerate(values)]
 
 
 def _pairs(place: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:

@@ -121,6 +121,7 @@ def test_a_quantile_clip_is_left_to_the_reference(federation):
     assert programs() == 0
 
 
+@pytest.mark.slow
 def test_secure_noise_in_a_program_is_fresh_and_of_the_right_size(federation):
     large = {"noise_multiplier": 50.0, "clip": 0.4, "learning_rate": 1.0, "noise": "batch", "local_steps": 1, "rounds": 1}
     dense = nn.Sequential(nn.Flatten(), nn.Linear(100, 40), nn.Tanh(), nn.Linear(40, 3))

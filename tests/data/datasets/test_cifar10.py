@@ -148,6 +148,7 @@ def test_a_truncated_archive_is_refused_and_nothing_left(small: Path, tmp_path: 
     assert list((tmp_path / "folder").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_full_cifar10_has_5000_training_and_1000_test_images_of_each_class(full_data: Path, tmp_path: Path) -> None:
     data_dir = full_data

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.local_grid import LocalGrid, Twist, experiment, make_nodes, settings
+from tests.support.pairs import sample_first
 
 pytest.importorskip("flwr")
 
@@ -100,7 +101,7 @@ def with_three(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tree
     return model
 
 
-@pytest.mark.parametrize("method", ["fed-cdp", "nonprivate"])
+@pytest.mark.parametrize("method", sample_first(["fed-cdp", "nonprivate"]))
 @pytest.mark.parametrize(("fault", "line"), FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_leaves_one_client_out_with_a_line_in_the_log(
     fault: Callable[[], Twist],

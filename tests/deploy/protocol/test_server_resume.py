@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,11 @@ def simulated() -> Tree:
 
 @pytest.mark.parametrize(
     ("place", "when", "reproducible"),
-    pairs_first(place=range(MESSAGES), when=["before", "after"], reproducible=[True, False]),
+    pairs_first(place=range(0, MESSAGES, 3), when=["before", "after"], reproducible=[True, False])
+    + [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in product((place for place in range(MESSAGES) if place % 3), ["before", "after"], [True, False])
+    ],
 )
 def test_killed_at_any_message(place: int, when: str, reproducible: bool, tmp_path: Path, simulated: Tree) -> None:
     wanted, how = experiment(), settings(reproducible=reproducible)

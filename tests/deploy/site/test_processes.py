@@ -70,6 +70,7 @@ def test_what_this_process_started_elsewhere_is_left_alone(tmp_path: Path) -> No
         mine.wait()
 
 
+@pytest.mark.slow
 def test_all_end_when_their_starter_is_killed_also_those_that_do_not_want_to(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     starter = (

@@ -1,0 +1,137 @@
+"""Render the pages that quote figures: each template under docs/templates becomes the page at the same path.
+
+    python -m tools.pages                      # render every page
+    python -m tools.pages --run flower         # run the blocks of one tutorial first, and write what they print into it
+
+A template is Markdown with jinja2 calls. Every call names the source of its figure:
+
+| call | renders |
+| --- | --- |
+| `figure(SOURCE, digits)` | the value, rounded, with a comma between thousands: 1,800 or 0.08 |
+| `share(SOURCE, digits=3)` | the same without the zero before the point: .956 |
+| `percent(SOURCE, digits=0)` | a hundred times the value |
+| `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
+
+A SOURCE is `FILE.json / step / step …`, a value in `results/FILE.json`, or `account OPTIONS / adversary / unit`, the ε
+that `fedcdp account OPTIONS` prints (for `zero-out`, unless a relation follows). A step is a key, `[key=value; key=value]`
+for the one row of a list that has these values, or `mean KEY` or `deviation KEY` over the rows of a list (without KEY:
+over a list of numbers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from typer.testing import CliRunner
+
+from fedcdp.cli.program import app
+
+ROOT = Path(__file__).parents[1]
+TEMPLATES = ROOT / "docs" / "templates"
+CALL = re.compile(r"\{\{ (?P<call>figure|share|percent|quoted)\((?P<arguments>.*?)\) \}\}")
+_ROW = re.compile(r"\[(.*)\]")
+
+
+def templates() -> list[Path]:
+    """Every template."""
+    return sorted(TEMPLATES.rglob("*.md"))
+
+
+def page_of(template: Path) -> Path:
+    """The page that a template is rendered to."""
+    return ROOT / template.relative_to(TEMPLATES)
+
+
+def source_of(page: Path) -> Path:
+    """What a page is written in: its template, or the page itself if it has none."""
+    template = TEMPLATES / page.relative_to(ROOT)
+    return template if template.exists() else page
+
+
+def render(text: str) -> str:
+    """The page that a template's text stands for."""
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(figure=figure, share=share, percent=percent, quoted=quoted)
+    return environment.from_string(text).render()
+
+
+def figure(source: str, digits: int = 0) -> str:
+    """A value, rounded to so many digits."""
+    return f"{value_of(source):,.{digits}f}"
+
+
+def share(source: str, digits: int = 3) -> str:
+    """A value below 1, written without its leading zero."""
+    return re.sub(r"^(-?)0\.", r"\1.", figure(source, digits))
+
+
+def percent(source: str, digits: int = 0) -> str:
+    """A value in per cent, without the sign."""
+    return f"{100 * value_of(source):.{digits}f}"
+
+
+def quoted(file: str, text: str) -> str:
+    """A text that is written in a result file."""
+    if re.search(rf"(?<![\d.,]){re.escape(text)}(?![\d]|[.,]\d)", (ROOT / "results" / file).read_text()) is None:
+        raise ValueError(f"{text} is not written in results/{file}")
+    return text
+
+
+@cache
+def value_of(source: str) -> float:
+    """The value that a source names."""
+    first, *steps = source.split(" / ")
+    if first.startswith("account "):
+        wanted = dict(zip(("adversary", "unit", "relation"), [*steps, "zero-out"][:3], strict=True))
+        rows = _accounted(first.removeprefix("account "))
+        return next(float(row["epsilon"]) for row in rows if wanted.items() <= row.items())
+    found: Any = _read(first)
+    for step in steps:
+        found = _step(found, step)
+    return float(found)
+
+
+def _step(found: Any, step: str) -> Any:
+    if wanted := _ROW.fullmatch(step):
+        pairs = [pair.split("=", 1) for pair in wanted[1].split("; ")]
+        [row] = [row for row in found if all(str(row.get(key)) == value for key, value in pairs)]
+        return row
+    name, _, key = step.partition(" ")
+    if isinstance(found, list) and name in ("mean", "deviation"):
+        return {"mean": statistics.mean, "deviation": statistics.stdev}[name]([row[key] if key else row for row in found])
+    return found[step]
+
+
+@cache
+def _read(file: str) -> Any:
+    return json.loads((ROOT / "results" / file).read_text())
+
+
+@cache
+def _accounted(options: str) -> Any:
+    done = CliRunner().invoke(app, ["account", *shlex.split(options), "--json"], catch_exceptions=False)
+    return json.loads(done.stdout)["rows"]
+
+
+def main() -> None:
+    """Render every page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", metavar="NAME", help="a tutorial whose blocks are run first")
+    if name := parser.parse_args().run:
+        from tests.support.doc_pages import rewrite
+
+        rewrite(source_of(ROOT / "docs" / "tutorials" / f"{name}.md"))
+    for template in templates():
+        page_of(template).write_text(render(template.read_text()))
+
+
+if __name__ == "__main__":
+    main()
