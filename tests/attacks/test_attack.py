@@ -351,6 +351,7 @@ def test_a_reader_of_selective_updates_has_the_shared_part_and_no_more(
     torch.testing.assert_close(read("type2", **fields), everything, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_pruned_still_gives_images_away_to_a_reader_who_knows(images: Federation, cpl: nn.Module) -> None:
     how = RECIPES["clip-aware"].but(iterations=10)
     plan = one_step(method="dssgd", share_fraction=0.3)

@@ -139,6 +139,7 @@ def losses(found: Reconstruction, captured: Captured) -> Tensor:
     return Objective().between(shown, captured.seen)
 
 
+@pytest.mark.slow
 def test_an_example_of_a_poisson_batch_is_found_whatever_the_batch_was_expected_to_be(small: Any) -> None:
     captured = vectors(small, 6, record_sampling="poisson", batch_size=2, seed=5).look("type1", 3)
     alone = captured.present.sum(1) == 1

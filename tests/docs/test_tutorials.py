@@ -10,13 +10,14 @@ import pytest
 from tests.support import doc_pages
 
 ROOT = Path(__file__).parents[2]
+QUICK = ("README", "privacy-table")  # the other pages train for seconds
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.slow if page.stem == "own-loop" else [])
+        pytest.param(page, marks=[] if page.stem in QUICK else pytest.mark.slow)
         for page in [*TUTORIALS, ROOT / "README.md"]
     ],
     ids=lambda page: page.stem,

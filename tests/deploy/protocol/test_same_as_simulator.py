@@ -52,7 +52,20 @@ def grid(tmp_path: Path) -> LocalGrid:
     return LocalGrid(make_nodes(tmp_path))
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+QUICK = {
+    "nonprivate",
+    "fed-cdp",
+    "fed-cdp, Poisson clients",
+    "fed-cdp, quantile",
+    "fed-sdp at the server",
+    "fed-sdp at the client",
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, plan in PLANS.items()],
+)
 def test_three_rounds_end_in_the_simulators_model(plan: dict[str, Any], grid: LocalGrid, tmp_path: Path) -> None:
     wanted = experiment(**plan)
     run = train_experiment(wanted, tmp_path / "simulated", quiet=True)
