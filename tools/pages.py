@@ -11,6 +11,7 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `share(SOURCE, digits=3)` | the same without the zero before the point: .956 |
 | `percent(SOURCE, digits=0)` | a hundred times the value |
 | `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
+| `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
 
 A SOURCE is `FILE.json / step / step …`, a value in `results/FILE.json`, or `account OPTIONS / adversary / unit`, the ε
 that `fedcdp account OPTIONS` prints (for `zero-out`, unless a relation follows). A step is a key, `[key=value; key=value]`
@@ -33,6 +34,8 @@ from jinja2 import Environment, StrictUndefined
 from typer.testing import CliRunner
 
 from fedcdp.cli.program import app
+from fedcdp.studies.bench.result_file import read as bench_results
+from fedcdp.studies.bench.tables import markdown
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / "docs" / "templates"
@@ -42,24 +45,24 @@ _ROW = re.compile(r"\[(.*)\]")
 
 def templates() -> list[Path]:
     """Every template."""
-    return sorted(TEMPLATES.rglob("*.md"))
+    return sorted(TEMPLATES.rglob("*.jinja"))
 
 
 def page_of(template: Path) -> Path:
     """The page that a template is rendered to."""
-    return ROOT / template.relative_to(TEMPLATES)
+    return (ROOT / template.relative_to(TEMPLATES)).with_suffix("")
 
 
 def source_of(page: Path) -> Path:
     """What a page is written in: its template, or the page itself if it has none."""
-    template = TEMPLATES / page.relative_to(ROOT)
+    template = TEMPLATES / f"{page.relative_to(ROOT)}.jinja"
     return template if template.exists() else page
 
 
 def render(text: str) -> str:
     """The page that a template's text stands for."""
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals.update(figure=figure, share=share, percent=percent, quoted=quoted)
+    environment.globals.update(figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table)
     return environment.from_string(text).render()
 
 
@@ -83,6 +86,12 @@ def quoted(file: str, text: str) -> str:
     if re.search(rf"(?<![\d.,]){re.escape(text)}(?![\d]|[.,]\d)", (ROOT / "results" / file).read_text()) is None:
         raise ValueError(f"{text} is not written in results/{file}")
     return text
+
+
+def bench_table(file: str, section: str) -> str:
+    """The table of one section of a result file of `fedcdp bench`, with the machine that it was measured on."""
+    content = bench_results(ROOT / "results" / file)
+    return markdown(content | {"sections": {section: content["sections"][section]}}).strip()
 
 
 @cache

@@ -13,11 +13,11 @@ from fedcdp.studies.reproduce.catalogue import Table, table, tables
 from fedcdp.studies.reproduce.layouts import Section, sections
 from fedcdp.studies.reproduce.markdown import overview, page
 from fedcdp.studies.reproduce.runner import TableResults
-from tests.support.doc_figures import MARKED, ROOT
+from tools.pages import CALL, ROOT, source_of
 
 REPRODUCTION = ROOT / "results" / "reproduction"
 README, GUARANTEES, REPRODUCING = ROOT / "README.md", ROOT / "docs" / "guarantees.md", ROOT / "docs" / "reproduction.md"
-ATTACKED = re.compile(r"reproduction/attacks\.json / cells / (.+) / (success_rate|victims)")
+ATTACKED = re.compile(r'"reproduction/attacks\.json / cells / (.+) / (success_rate|victims)"')
 
 
 def cells_of(name: str) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def cells_of(name: str) -> dict[str, Any]:
 
 
 def text_of(path: Path) -> str:
-    """A page without its comments, each run of blanks a single one."""
-    return " ".join(re.sub(r"<!--.*?-->", "", path.read_text()).split())
+    """A page, each run of blanks a single one."""
+    return " ".join(path.read_text().split())
 
 
 def made_of(each: Table) -> tuple[dict[str, Any], list[Section]]:
@@ -58,39 +58,33 @@ def stated_victims(page: str) -> list[tuple[str, int]]:
 
     The number stands in the same cell of the page's table, or else once in the text for all.
     """
-    everywhere = {_shown(each) for line in page.splitlines() if "|" not in line for each in _quoted(line, "victims")}
+    cells = cells_of("attacks")
+    everywhere = {
+        cells[name]["victims"] for line in page.splitlines() if "|" not in line for name in _quoted(line, "victims")
+    }
     [usual] = everywhere
     found = []
     for part in (part for line in page.splitlines() if "|" in line for part in line.split("|")):
         for each in re.split(r", or ", part):
-            own = {_shown(figure) for figure in _quoted(each, "victims")} or {usual}
-            found += [(_cell(figure), *own) for figure in _quoted(each, "success_rate")]
+            own = {cells[name]["victims"] for name in _quoted(each, "victims")} or {usual}
+            found += [(name, *own) for name in _quoted(each, "success_rate")]
     return found
 
 
-def _quoted(text: str, what: str) -> list[re.Match[str]]:
-    found = [each for each in MARKED.finditer(text) if ATTACKED.fullmatch(each["source"])]
-    return [each for each in found if each["source"].endswith(what)]
-
-
-def _cell(figure: re.Match[str]) -> str:
-    matched = ATTACKED.fullmatch(figure["source"])
-    assert matched
-    return matched[1]
-
-
-def _shown(figure: re.Match[str]) -> int:
-    return int(figure["shown"])
+def _quoted(text: str, what: str) -> list[str]:
+    """The cells whose victims or success a text quotes."""
+    found = [ATTACKED.match(each["arguments"]) for each in CALL.finditer(text)]
+    return [each[1] for each in found if each and each[2] == what]
 
 
 def test_the_readme_says_how_many_clients_were_attacked() -> None:
-    stated, cells = stated_victims(README.read_text()), cells_of("attacks")
+    stated, cells = stated_victims(source_of(README).read_text()), cells_of("attacks")
     assert len(stated) == 9
     assert stated == [(name, cells[name]["victims"]) for name, _ in stated]
 
 
 def test_a_readme_that_says_a_hundred_where_twenty_were_attacked_is_noticed() -> None:
-    wrong = re.sub(r" of 20<!--.*?--> clients", "", README.read_text())
+    wrong = re.sub(r" of \{\{ figure\(\"[^)]*smooth[^)]*\"\) \}\} clients", "", source_of(README).read_text())
     assert ("mnist/type01-smooth/non-private", 100) in stated_victims(wrong)
 
 

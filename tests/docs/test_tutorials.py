@@ -8,19 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.support import doc_pages
+from tools.pages import ROOT, source_of
 
-ROOT = Path(__file__).parents[2]
 QUICK = ("README", "privacy-table")  # the other pages train for seconds
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TUTORIALS = [source_of(page) for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+
+
+def _name(page: Path) -> str:
+    return page.name.partition(".")[0]
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[] if page.stem in QUICK else pytest.mark.slow)
-        for page in [*TUTORIALS, ROOT / "README.md"]
+        pytest.param(page, marks=[] if _name(page) in QUICK else pytest.mark.slow)
+        for page in [*TUTORIALS, source_of(ROOT / "README.md")]
     ],
-    ids=lambda page: page.stem,
+    ids=_name,
 )
 def test_a_page_does_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -36,7 +40,7 @@ def test_a_page_does_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pyte
 def test_the_tutorial_of_flower_runs_with_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "cache"))
-    [page] = [page for page in TUTORIALS if page.stem == "flower"]
+    [page] = [page for page in TUTORIALS if _name(page) == "flower"]
     for block, printed in doc_pages.run(page, tmp_path, integration=True):
         assert block.printed is None or doc_pages.same(block.printed, printed), (
             f"{page.name}, line {block.line} prints\n{printed}"

@@ -1,17 +1,17 @@
 """Run a page: its `python` and `sh` blocks in order, as a reader would paste them, and compare what they print.
 
-    python -m tests.support.doc_pages docs/tutorials/*.md     # run the pages, and write what was printed into them
+`python -m tools.pages --run NAME` runs a tutorial and writes what its blocks print into it.
 
-Python blocks share one namespace, and all blocks of a page one folder, which is new and empty. A `text` block right after a
-block is what that printed; `...` in it stands for anything, where a figure differs from machine to machine. A comment before
-a block says what is special:
+Python blocks share one namespace, and all blocks of a page share one new, empty folder. A `text` block right after a block is
+what that block printed; `...` in it stands for anything, where a figure differs from machine to machine. A template comment
+before a block says what is special:
 
 | comment | the block |
 | --- | --- |
-| `<!-- file: NAME -->` | is written to a file instead of run |
-| `<!-- needs: MODULE -->` | is left out where that cannot be imported |
-| `<!-- integration: WHY -->` | runs in the integration tests only |
-| `<!-- not run: WHY -->` | is for people only |
+| `{# file: NAME #}` | is written to a file instead of run |
+| `{# needs: MODULE #}` | is left out where that cannot be imported |
+| `{# integration: WHY #}` | runs in the integration tests only |
+| `{# not run: WHY #}` | is for people only |
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import fedcdp.accounting.calibrate
 import fedcdp.cli  # noqa: F401
 
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<mark>file|needs|integration|not run): (?P<what>.*?) -->\n)?"
+    r"^(?:\{# (?P<mark>file|needs|integration|not run): (?P<what>.*?) #\}\n)?"
     r"^```(?P<language>python|sh)\n(?P<code>.*?)^```\n"
     r"(?:\n*^```text\n(?P<printed>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
@@ -149,8 +149,3 @@ def rewrite(page: Path) -> None:
             start, end = block.span
             text = text[:start] + "".join(f"{line.rstrip()}\n" for line in printed.splitlines()) + text[end:]
     page.write_text(text)
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        rewrite(Path(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -397,24 +396,3 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert started.returncode == 1
     assert f"what was measured so far is in {path}" in told
     assert read(path)["sections"] == {}
-
-
-def test_a_pages_tables_are_made_from_the_files_that_it_names(tmp_path: Path) -> None:
-    benchmarks = Path(__file__).parents[3] / "benchmarks"
-    spec = importlib.util.spec_from_file_location("speed", benchmarks / "speed.py")
-    assert spec is not None
-    assert spec.loader is not None
-    speed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(speed)
-    row = {"task": "t", "who": "fedcdp", "us_per_client_step": spread([5.0]), "times_fedcdp": spread([1.0])}
-    results = BenchResults(MACHINE, tmp_path / "peers.json")
-    results.begin("peers")
-    results.add("peers", [row])
-    page = "before\n<!-- figures: {} peers -->\nold\n<!-- end of figures -->\nafter\n"
-    made = speed.refreshed(page.format("peers.json"), tmp_path)
-    assert "| fedcdp | 5 | 5…5 | 1 |" in made
-    assert "old" not in made
-    assert made.startswith("before\n")
-    assert made.endswith("<!-- end of figures -->\nafter\n")
-    assert speed.refreshed(made, tmp_path) == made
-    assert "old" in speed.refreshed(page.format("missing.json"), tmp_path)
