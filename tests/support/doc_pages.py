@@ -2,7 +2,7 @@
 
 `python -m tools.pages --run NAME` runs a tutorial and writes what its blocks print into it.
 
-Python blocks share one namespace, and all blocks of a page share one new, empty folder. A `text` block right after a block is
+Python blocks share one namespace, and all blocks of a page share one new folder. A `text` block right after a block is
 what that block printed; `...` in it stands for anything, where a figure differs from machine to machine. A template comment
 before a block says what is special:
 
