@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -113,11 +114,18 @@ class Privacy:
 
     HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "it rests on")
 
+    def assumptions(self) -> list[str]:
+        """The assumptions of all rows, each once; the table refers to them by number."""
+        return list(dict.fromkeys(row.assumption for row in self.rows))
+
     def __str__(self) -> str:
-        lines = [self.HEADINGS, *self.cells()]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.HEADINGS) - 1)]
-        table = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
-        return "\n".join([f"ε at δ = {self.delta:g} ({self.mode})", *table, *(f"note: {note}" for note in self.notes)])
+        numbers = {assumption: str(number) for number, assumption in enumerate(self.assumptions(), start=1)}
+        lines = [(*self.HEADINGS[:-1], "see"), *((*cells, numbers[assumption]) for *cells, assumption in self.cells())]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        below = [f"{number}. {assumption}" for assumption, number in numbers.items()]
+        below += [f"note: {note}" for note in self.notes]
+        return "\n".join([f"ε at δ = {self.delta:g} ({self.mode})", *table, *(textwrap.fill(line, 100) for line in below)])
 
     __repr__ = __str__
 

@@ -205,7 +205,7 @@ def privacy_table(privacy: Privacy, to_stdout: bool = False) -> None:
     for heading in privacy.HEADINGS[:-1]:
         shown.add_column(heading, justify="right" if heading.startswith("ε") else "left")
     shown.add_column("see", justify="center")
-    assumptions = list(dict.fromkeys(row.assumption for row in privacy.rows))
+    assumptions = privacy.assumptions()
     for row, cells in zip(privacy.rows, privacy.cells(), strict=True):
         shown.add_row(*cells[:-1], str(1 + assumptions.index(row.assumption)))
     target = stdout if to_stdout else console
