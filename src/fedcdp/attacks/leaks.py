@@ -24,7 +24,7 @@ _SHOWN_VICTIMS = 8
 _SHOWN_ITERATIONS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200, 300)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Leaks:
     """What an attack got. Scores are of what fitted best by the reader's own measure; it never sees the truth."""
 
@@ -60,6 +60,20 @@ class Leaks:
             return None
         right = rearrange(self.found.labels, self.scores.order) == self._true_labels()
         return float(right[self.scores.present].double().mean())
+
+    def __str__(self) -> str:
+        told = self.summary()
+        head = f"{told['leak']}, attack {told['attack']}, {told['victims']} victims of {told['method']}"
+        if self.scores is None:
+            return f"{head}: the true examples are not known"
+        shares = {"reconstructed exactly": told["success_rate"], "recognisable": told["recognisable_rate"]}
+        shares |= {
+            f"identified among {told['candidates']:,}": told["identified_rate"],
+            "labels right": told["label_accuracy"],
+        }
+        return f"{head}: " + ", ".join(f"{100 * share:.3g} % {what}" for what, share in shares.items() if share is not None)
+
+    __repr__ = __str__
 
     def summary(self) -> dict[str, Any]:
         """All figures; the distance is the MSE of the clamped example over what the network can see of it."""
