@@ -116,7 +116,8 @@ def test_type_2_is_not_said_to_read_more_than_it_did() -> None:
         for dataset in ("mnist", "lfw")
     }  # fmt: skip
     assert set(shares["mnist"]) == {100}
-    assert f"{min(shares['lfw'])} to {max(shares['lfw'])} % of the LFW faces come out exactly" in text_of(REPRODUCING)
+    faces = f"{min(shares['lfw'])} to {max(shares['lfw'])} % of the LFW faces"
+    assert f"{faces} are reconstructed exactly" in text_of(REPRODUCING)
 
 
 # Accuracy ------------------------------------------------------------------------------------------------------------
