@@ -51,7 +51,7 @@ def epsilon_of_errors(false_alarms: Any, misses: Any, trials: int, delta: float)
 def gaussian_epsilon(shift: float, delta: float) -> float:
     """ε of a Gaussian release whose mean moves by `shift` standard deviations (Balle and Wang, 2018).
 
-    This is not the accountant's function: an audit shares no code with what it audits.
+    This is not the accountant's function, because an audit must not depend on what it audits.
     """
     from scipy.special import log_ndtr, ndtr
 

@@ -133,7 +133,7 @@ class Plan:
         self._set("slots", self._default_slots() if self.slots is None else self.slots)
         self._check_values()
 
-    # What the methods read -------------------------------------------------------------------------------------------
+    # Values that the methods use -------------------------------------------------------------------------------------
 
     @property
     def private(self) -> bool:
@@ -142,26 +142,27 @@ class Plan:
 
     @property
     def per_example(self) -> bool:
-        """Whether the method clips and noises every example's gradient, rather than a client's update."""
+        """Whether the method clips and noises every example's gradient rather than a client's update."""
         return self.method in ("fed-cdp", "fed-cdp-decay")
 
     @property
     def hides_cohort(self) -> bool:
-        """Whether an ε rests on nobody knowing how many took part in a round: Poisson clients, noise at the server."""
+        """Whether an ε assumes that nobody knows how many clients took part in a round (Poisson clients, noise at the
+        server)."""
         return self.method == "fed-sdp" and self.noise_at == "server" and self.client_sampling == "poisson"
 
     @property
     def noise_on_sum(self) -> float:
-        """The noise on the sum of a Fed-CDP step, in units of one draw, by the plan's convention."""
+        """The noise on the sum of a Fed-CDP step, in units of one draw, under the plan's convention."""
         return {"example": math.sqrt(self.slots), "batch": 1.0, "cohort": 1 / self.per_round}[self.noise]
 
     @property
     def quantile(self) -> Quantile | None:
-        """What the clip bound follows; None where it is scheduled, or where nothing is clipped."""
+        """The quantile that the clip bound follows; None if the bound is scheduled or nothing is clipped."""
         return self.clip if self.private and isinstance(self.clip, Quantile) else None
 
     def clip_at(self, round_: int, current: float | None = None) -> float:
-        """The clip bound C of a round. One that follows a quantile is `current`, to which the rounds before moved it."""
+        """The clip bound C of a round. For a bound that follows a quantile, pass its value in this round as `current`."""
         if isinstance(self.clip, Schedule):
             return self.clip.value(round_, self.rounds, leader=self.learning_rate)
         if current is not None:
@@ -171,7 +172,7 @@ class Plan:
         raise PlanError(f"clip: the bound of {self.clip} in round {round_ + 1} is known only after the rounds before it")
 
     def noise_scale_at(self, round_: int, current: float | None = None) -> float:
-        """σC, the standard deviation of one noise draw in a round; of a bound that follows a quantile, `current`."""
+        """σC, the standard deviation of one noise draw in a round; `current` as in `clip_at`."""
         return self.noise_multiplier * self.clip_at(round_ if self.noise_follows_clip else 0, current)
 
     def learning_rate_at(self, round_: int) -> float:
@@ -179,7 +180,7 @@ class Plan:
         return self.learning_rate.value(round_, self.rounds)
 
     def but(self, **changes: Any) -> Plan:
-        """The same plan with some fields changed; what was derived from a changed field is derived anew."""
+        """The same plan with some fields changed; defaults derived from a changed field are derived again."""
         for name in changes.keys() - {each.name for each in fields(self)}:
             raise PlanError(f"{name}: a plan has no field of this name")
         if self.slots == self._default_slots():
@@ -191,15 +192,15 @@ class Plan:
         return replace(self, **changes)
 
     def written(self) -> dict[str, str | int | float | bool]:
-        """The plan as plain values, for a configuration file; `Plan(**written)` gives it back."""
+        """The plan as plain values, for a configuration file; `Plan(**written)` restores it."""
         return {name: str(value) if isinstance(value, Schedule | Quantile) else value for name, value in vars(self).items()}
 
     def digest(self) -> str:
-        """A short name of the plan that differs for different plans."""
+        """A short identifier that differs for different plans."""
         return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()[:16]
 
     def check_clients(self, clients: int) -> None:
-        """Refuse a plan that a federation of this many clients cannot carry out."""
+        """Refuse the plan if a federation of this many clients cannot carry it out."""
         if self.per_round > clients:
             raise PlanError(
                 f"per_round: {self.per_round} clients a round cannot be chosen from {clients}; it must be at most {clients}"

@@ -82,7 +82,7 @@ class Quantile:
             raise PlanError(f"{self}: {_number(self.start)} is not a bound from 1e-30 to 1e30")
 
     def moved(self, bound: float, within: float, rate: float) -> float:
-        """The bound of the next round: C · exp(−rate · (within − target)), from a millionth to a million times `start`."""
+        """The bound of the next round: C · exp(−rate · (within − target)), between 1e-6 and 1e6 times `start`."""
         exponent = min(max(-rate * (within - self.target), -100.0), 100.0)
         return min(max(bound * math.exp(exponent), self.start * 1e-6), self.start * 1e6)
 

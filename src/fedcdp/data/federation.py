@@ -133,22 +133,22 @@ class Federation:
 
     @property
     def clients(self) -> int:
-        """How many clients there are, K in the paper."""
+        """The number of clients, K in the paper."""
         return self.holdings.clients
 
     @property
     def copies(self) -> int:
-        """The largest number of clients that may hold one same record; 1 means that holdings are disjoint."""
+        """The largest number of clients that may hold the same record; 1 means that holdings are disjoint."""
         return self.holdings.copies
 
     @property
     def largest(self) -> int:
-        """The number of records of the client that holds the most."""
+        """The number of records of the largest client."""
         return self.holdings.largest
 
     @property
     def smallest(self) -> int:
-        """The number of records of the client that holds the fewest."""
+        """The number of records of the smallest client."""
         return self.holdings.smallest
 
     def sizes(self, clients: npt.ArrayLike) -> Indices:
@@ -156,20 +156,20 @@ class Federation:
         return self.holdings.sizes(self._existing(clients))
 
     def indices(self, client: int) -> Indices:
-        """The record numbers of one client, in its fixed order: shuffled, so that its classes are mixed throughout."""
+        """The record numbers of one client, in its fixed order, which is shuffled to mix its classes."""
         table, sizes = self.table([client])
         return table[0, : sizes[0]]
 
     def table(self, clients: npt.ArrayLike) -> tuple[Indices, Indices]:
-        """The record numbers of k clients [k, largest], and how many of each row count [k].
+        """The record numbers of k clients [k, largest], and the number of valid entries in each row [k].
 
-        A row goes in the client's fixed order, then repeats the client's own first record as padding.
+        A row lists the records in the client's fixed order, then repeats the client's own first record as padding.
         """
         existing = self._existing(clients)
         return self.holdings.table(existing), self.holdings.sizes(existing)
 
     def describe(self) -> str:
-        """The federation in a sentence."""
+        """The federation in one sentence."""
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
         spread = "" if self.smallest == self.largest else f"{self.smallest} to "
         records = "1 record" if self.largest == 1 else f"{spread}{self.largest} records"

@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files: bounded size, bounded nesting, and no control characters in what is printed.
+"""Safe reading of untrusted files: bounded size, bounded nesting, and no control characters in printed text.
 
 | file | limit |
 | --- | --- |

@@ -166,9 +166,9 @@ class SecureNoise(Noise):
 
 @dataclass(frozen=True)
 class StepNoise(Noise):
-    """The noise of one local step, drawn from `origins` [terms, 4] (`Noise.sources` as a tensor), so that a program compiled
-    once can draw with any key.
+    """The noise of one local step, drawn from `origins` [terms, 4] (`Noise.sources` as a tensor).
 
+    Because the origins are a tensor, a program compiled once can draw with any key.
     With one source the draws equal those of `SeededNoise`; with several they are of the kind that `SecureNoise` draws.
     """
 

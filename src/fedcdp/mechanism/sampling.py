@@ -44,7 +44,7 @@ def choose_records(plan: Plan, clients: Tensor, sizes: Tensor, round_: int, step
     | sampling | a step uses | slots |
     | --- | --- | --- |
     | `poisson` | each record with probability q = min(1, B/N_i); beyond S, dropped at random | S, some empty |
-    | `fixed` | B records without replacement, afresh every step | B |
+    | `fixed` | B records without replacement, drawn again every step | B |
     | `partition` | the next B in the client's fixed order, restarted every round, wrapping around at the end | B |
 
     A client with fewer than B records uses each of them once a step and leaves the other slots empty.

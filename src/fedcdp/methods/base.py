@@ -85,7 +85,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Sent:
-    """What leaves clients in a round [clients, ...]."""
+    """What clients send in a round [clients, ...]."""
 
     update: Tree
     count: Tensor | None = None
