@@ -205,10 +205,10 @@ def test_the_papers_cnn_fits(shape: tuple[int, ...]) -> None:
         (_cnn(layer0=nn.Conv2d(1, 32, 3)), "bias"),
         (_cnn(layer0=nn.Conv2d(1, 32, 3, padding=1, bias=False)), "3×3"),
         (_cnn(layer0=nn.Conv2d(1, 30, 3, bias=False)), "30 channels"),
-        (_cnn(layer1=nn.Tanh()), "same"),
+        (_cnn(layer1=nn.Tanh()), "both ReLU"),
         (_cnn(layer2=nn.MaxPool2d(2, ceil_mode=True)), "2×2"),
         (_cnn(layer7=nn.Linear(64, CLASSES, bias=False).requires_grad_(False)), "frozen"),
-        (build("cnn", (1, 46, 46), CLASSES), "too many"),
+        (build("cnn", (1, 46, 46), CLASSES), "too large"),
     ],
     ids=["mlp", "bias", "padding", "channels", "activations", "pooling", "frozen", "large"],
 )

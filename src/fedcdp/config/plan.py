@@ -1,7 +1,7 @@
 """The plan: one frozen object that says how a federation is trained, and the only source of truth for it.
 
-The clip bound that clips, the one that scales the noise and the one that is accounted are read from here and nowhere
-else. A plan checks itself when it is made and says in a sentence what is wrong.
+Clipping, noise and accounting all read the clip bound from here and nowhere else. A plan checks itself when it is
+created; an invalid one raises an error that says in one sentence what is wrong.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Aggregation = Literal["fedsgd", "fedaveraging"]
 NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
-_MOST = 10_000_000  # rounds, steps, clients, records: beyond any training, and within what a machine can count
+_MOST = 10_000_000  # rounds, steps, clients, records: more than any training needs, and small enough to count exactly
 _MOST_STEPS = 1_000_000_000
 _PAPER_DECAY = "linear(6, 2)"
-# Norms and noise are float32. Squares of what is much smaller than the least bound vanish (a norm would come out too short),
-# those of what is much larger than the largest are infinite, and noise beyond the multipliers is rounded away or overflows.
+# Norms and noise are float32. Squares of values far below the smallest bound underflow, which makes the norm too short;
+# squares of values far above the largest bound overflow. Noise beyond these multipliers is rounded away or overflows.
 _BOUNDS = (1e-10, 1e10)
 _MULTIPLIERS = (1e-6, 1e6)
 _RATES = (1e-30, 1e30)
-_LEAST_DELTA = 1e-300  # below, not even its logarithm is exact
-_SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant pays for that
+_LEAST_DELTA = 1e-300  # below this, not even its logarithm is exact
+_SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant charges for that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Plan:
     privacy: ClassVar[Callable[..., Any]]
     """`plan.privacy(federation)`: the privacy statement; the package attaches `accounting.budget.privacy_of_plan` here."""
 
-    if TYPE_CHECKING:  # what may be given; the fields above say what a plan then holds
+    if TYPE_CHECKING:  # the accepted argument types; the fields above have the types that a plan then holds
 
         def __init__(
             self,
@@ -133,7 +133,7 @@ class Plan:
         self._set("slots", self._default_slots() if self.slots is None else self.slots)
         self._check_values()
 
-    # What the methods read -------------------------------------------------------------------------------------------
+    # Values that the methods use -------------------------------------------------------------------------------------
 
     @property
     def private(self) -> bool:
@@ -142,36 +142,37 @@ class Plan:
 
     @property
     def per_example(self) -> bool:
-        """Whether the method clips and noises every example's gradient, rather than a client's update."""
+        """Whether the method clips and noises every example's gradient rather than a client's update."""
         return self.method in ("fed-cdp", "fed-cdp-decay")
 
     @property
     def hides_cohort(self) -> bool:
-        """Whether an ε rests on nobody knowing how many took part in a round: Poisson clients, noise at the server."""
+        """Whether an ε assumes that nobody knows how many clients took part in a round (Poisson clients, noise at the
+        server)."""
         return self.method == "fed-sdp" and self.noise_at == "server" and self.client_sampling == "poisson"
 
     @property
     def noise_on_sum(self) -> float:
-        """The noise on the sum of a Fed-CDP step, in units of one draw, by the plan's convention."""
+        """The noise on the sum of a Fed-CDP step, in units of one draw, under the plan's convention."""
         return {"example": math.sqrt(self.slots), "batch": 1.0, "cohort": 1 / self.per_round}[self.noise]
 
     @property
     def quantile(self) -> Quantile | None:
-        """What the clip bound follows; None where it is scheduled, or where nothing is clipped."""
+        """The quantile that the clip bound follows; None if the bound is scheduled or nothing is clipped."""
         return self.clip if self.private and isinstance(self.clip, Quantile) else None
 
     def clip_at(self, round_: int, current: float | None = None) -> float:
-        """The clip bound C of a round. One that follows a quantile is `current`, to which the rounds before moved it."""
+        """The clip bound C of a round. For a bound that follows a quantile, pass its value in this round as `current`."""
         if isinstance(self.clip, Schedule):
             return self.clip.value(round_, self.rounds, leader=self.learning_rate)
         if current is not None:
             return current
         if round_ == 0:
             return self.clip.start
-        raise PlanError(f"clip: {self.clip} in round {round_ + 1} is not known before the rounds until then are done")
+        raise PlanError(f"clip: the bound of {self.clip} in round {round_ + 1} is known only after the rounds before it")
 
     def noise_scale_at(self, round_: int, current: float | None = None) -> float:
-        """σC, the standard deviation of one noise draw in a round; of a bound that follows a quantile, `current`."""
+        """σC, the standard deviation of one noise draw in a round; `current` as in `clip_at`."""
         return self.noise_multiplier * self.clip_at(round_ if self.noise_follows_clip else 0, current)
 
     def learning_rate_at(self, round_: int) -> float:
@@ -179,9 +180,9 @@ class Plan:
         return self.learning_rate.value(round_, self.rounds)
 
     def but(self, **changes: Any) -> Plan:
-        """The same plan with some fields changed; what was derived from a changed field is derived anew."""
+        """The same plan with some fields changed; defaults derived from a changed field are derived again."""
         for name in changes.keys() - {each.name for each in fields(self)}:
-            raise PlanError(f"{name}: a plan has no such field")
+            raise PlanError(f"{name}: a plan has no field of this name")
         if self.slots == self._default_slots():
             changes.setdefault("slots", None)
         if "clip" not in changes and changes.get("method", self.method) != self.method:
@@ -191,18 +192,18 @@ class Plan:
         return replace(self, **changes)
 
     def written(self) -> dict[str, str | int | float | bool]:
-        """The plan as plain values, for a configuration file; `Plan(**written)` gives it back."""
+        """The plan as plain values, for a configuration file; `Plan(**written)` restores it."""
         return {name: str(value) if isinstance(value, Schedule | Quantile) else value for name, value in vars(self).items()}
 
     def digest(self) -> str:
-        """A short name of the plan that differs for different plans."""
+        """A short identifier that differs for different plans."""
         return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()[:16]
 
     def check_clients(self, clients: int) -> None:
-        """Refuse a plan that a federation of this many clients cannot carry out."""
+        """Refuse the plan if a federation of this many clients cannot carry it out."""
         if self.per_round > clients:
             raise PlanError(
-                f"per_round: {self.per_round} clients a round cannot be chosen out of {clients}; at most {clients}"
+                f"per_round: {self.per_round} clients a round cannot be chosen from {clients}; it must be at most {clients}"
             )
 
     # Checks ----------------------------------------------------------------------------------------------------------
@@ -218,7 +219,9 @@ class Plan:
             self._require(name, getattr(self, name) >= 1, "at least 1")
             self._require(name, getattr(self, name) <= _MOST, f"at most {_MOST:,}")
         if self.rounds * self.local_steps > _MOST_STEPS:
-            raise PlanError(f"rounds: {self.rounds} of {self.local_steps} local steps are more than {_MOST_STEPS:,} steps")
+            raise PlanError(
+                f"rounds: {self.rounds} rounds of {self.local_steps} local steps exceed {_MOST_STEPS:,} steps in all"
+            )
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
         least, most = _RATES
         self._require("server_learning_rate", least <= self.server_learning_rate <= most, f"from {least:g} to {most:g}")
@@ -233,27 +236,27 @@ class Plan:
             fixed = f"the batch size, {self.batch_size}, under {self.record_sampling} record sampling"
             self._require("slots", self.slots == self.batch_size, fixed)
         if self.learning_rate.kind == "proportional":
-            raise PlanError("learning_rate: only a clip bound can be proportional, to the learning rate")
+            raise PlanError("learning_rate: only a clip bound can be proportional (to the learning rate)")
         for name in ("quantile_noise", "quantile_rate"):
             self._require(name, getattr(self, name) > 0, "positive")
         if self.noise_generator != "philox" and not self.secure_noise:
-            raise PlanError(f"noise_generator: {self.noise_generator} is for secure noise; set secure_noise, too")
+            raise PlanError(f"noise_generator: {self.noise_generator} applies to secure noise only; also set secure_noise")
         if isinstance(self.clip, Quantile) and not self.noise_follows_clip:
-            raise PlanError(f"noise_follows_clip: the noise must follow a bound that follows a quantile, {self.clip}")
+            raise PlanError(f"noise_follows_clip: false is not allowed with {self.clip}; noise must follow a quantile bound")
         if self.private:
             self._check_scales()
         if self.method == "fed-cdp-decay" and not self._decays():
             raise PlanError(f"clip: fed-cdp-decay needs a bound that decays, such as linear(6, 2), not {self.clip}")
 
     def _check_scales(self) -> None:
-        """Refuse bounds and noise that the arithmetic cannot carry."""
+        """Refuse bounds and noise that float32 arithmetic cannot represent."""
         if isinstance(self.clip, Quantile):
             least, most = self.clip.start * 1e-6, self.clip.start * 1e6
         else:
             last = self.clip.value(self.rounds - 1, self.rounds, leader=self.learning_rate)
             least, most = sorted((self.clip.start, last))
         if least < _BOUNDS[0] * (1 - 1e-9) or most > _BOUNDS[1] * (1 + 1e-9):
-            within = " with all that it may move to" if isinstance(self.clip, Quantile) else ""
+            within = ", wherever it may move" if isinstance(self.clip, Quantile) else ""
             raise PlanError(f"clip: {self.clip} is not allowed; it must be from {_BOUNDS[0]:g} to {_BOUNDS[1]:g}{within}")
         weakest, strongest = _MULTIPLIERS
         for name in ("noise_multiplier", "quantile_noise"):
