@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[Fed
         lambda s: s.refused({name: value for name, value in s.named.items() if name != "2.bias"}),
         ModelError, "gradients: they do not match this network: 2.bias is missing",
     ),
-    "a foreign name": (lambda s: s.refused(s.named | {"3.bias": s.x}), ModelError, "3.bias is not one of its trained parameters"),
+    "a foreign name": (lambda s: s.refused(s.named | {"3.bias": s.x}), ModelError, "3.bias is not one of its trained"),
     "another shape": (
         lambda s: s.refused(s.named | {"0.bias": torch.zeros(21)}),
         ModelError, "gradients: 0.bias has shape [21], but the network's parameter has [20]",
