@@ -120,7 +120,7 @@ def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Fact
     """The factors, of the numerical rank but at most `examples`; and the share of the gradient beyond rank `examples`."""
     alive, one = gradient.any(dim=1, keepdim=True), gradient.new_ones(())
     norms = gradient.norm(dim=0).where(gradient.any(dim=0), one)
-    # Rounding is relative to an entry, so it is uniform once columns, then rows have norm 1. Other noise is added before.
+    # Rounding is relative to an entry: it is uniform once columns, then rows have norm 1. Other noise is uniform unscaled.
     for columns, rows in ((norms, (gradient / norms).norm(dim=1, keepdim=True).where(alive, one)), (one, one)):
         left, values, right = torch.linalg.svd(gradient / columns / rows, full_matrices=False)
         residual = float(values[examples:].norm() / values.norm())

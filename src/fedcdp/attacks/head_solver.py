@@ -160,7 +160,7 @@ def _misfits_along(sighting: Sighting, direction: Tensor, lengths: Tensor, label
     error[..., label] -= 1
     norms = (error.norm(dim=2) * lengths.abs()[:, None]).clamp(min=_TINY)
     scaled = error * (sighting.bound / norms).clamp(max=1.0)[..., None] * (lengths[:, None, None] * sighting.shares[:, :1])
-    # Complete the square: |G|² − 2⟨G, g⟩ + |g|², where G is the observation's component along the direction.
+    # This is all of |G|² − 2⟨G, g⟩ + |g|², where G is the observation's component along the direction.
     misfits: Tensor = (seen - scaled).square().sum((1, 2))
     return misfits
 

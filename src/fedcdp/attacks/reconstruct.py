@@ -44,7 +44,7 @@ class Reconstruction:
     loss: Tensor
     """[victims]: the objective at `examples`."""
     iterations: Tensor
-    """[victims]: number of iterations taken in all."""
+    """[victims]: total number of iterations taken."""
     outcome: Tensor
     """[victims]: 0 out of iterations, 1 nothing left to gain, 2 diverged."""
     evaluations: int = field(default=0, repr=False)

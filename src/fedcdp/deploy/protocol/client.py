@@ -5,7 +5,7 @@ app = client_app(data=my_records, policy=ClientPolicy(epsilon=2.0, methods=("fed
 ```
 
 Its node configuration: `state-dir` (where its ledger is kept; required), `policy` (a TOML file), `device`, and the location
-of its data (`own_data`). A client does not trust its server: its own policy and ledger decide what it releases, and how
+of its data (`local_round`). A client does not trust its server: its own policy and ledger decide what it releases, and how
 often. Everything it sends back has passed through the method.
 """
 

@@ -165,4 +165,4 @@ def _contiguous(value: torch.Tensor) -> NDArray[np.float32]:
 
 def _shortly(names: list[str]) -> str:
     shown = ", ".join(printable(name[:40]) for name in names[:4])
-    return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "none"
+    return f"{shown}, … ({len(names)} in total)" if len(names) > 4 else shown or "none"
