@@ -294,7 +294,7 @@ def test_a_device_that_refuses_the_kernel_trains_by_the_batched_engine_and_a_lin
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"momentum": 0.5}, "momentum"), ({"secure_noise": True}, "seeded"), ({"clip": "quantile(0.5, 1)"}, "norms")],
+    [({"momentum": 0.5}, "momentum"), ({"secure_noise": True}, "secure noise"), ({"clip": "quantile(0.5, 1)"}, "quantile")],
 )
 def test_plans_that_the_kernel_refuses(changes: dict[str, object], reason: str) -> None:
     class Elsewhere:

@@ -173,7 +173,7 @@ def plot_speed(content: dict[str, Any], target: Path) -> None:
     try:
         from matplotlib.figure import Figure  # not pyplot, which looks for a display
     except ImportError:
-        raise RunError("--plot: it needs matplotlib; install it with pip install 'fedcdp[report]'") from None
+        raise RunError("--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'") from None
 
     sections = content["sections"]
     growth = [row for row in sections.get("growth", []) if row["along"] == "per_round"]
