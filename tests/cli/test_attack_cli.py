@@ -336,7 +336,7 @@ REFUSED: list[tuple[list[object], str]] = [
     (["--attack", "analytic", "--iterations", 5], "--iterations: for --attack cpl, "),
     (["--attack", "matched-filter", "--seed-image", "zeros"], "--seed-image: for --attack cpl, "),
     (["--iterations", 5, "--restarts", 2], "--iterations, --restarts: for --attack cpl, "),
-    (["--attack", "membership"], "attack: membership is inferred from a trained model; give a run"),
+    (["--attack", "membership"], "attack: membership needs a trained model; give a run"),
     (["--round", -1], "at_round: -1"),
     (["--round", 3], "at_round: 3 is not allowed; the plan has rounds 0 to 2"),
     (["--step", -1], "step: -1"),
@@ -439,7 +439,7 @@ def test_a_run_that_diverged_is_refused(cli: Cli, refused: Callable[..., str], m
     options = ["--dataset", "cancer", "--clients", 8, "--per-round", 4, "--local-steps", 2, "--rounds", 2, "--quiet"]
     assert cli("train", *options, "--method", method, "--lr", "1e30", "--server-lr", rate, "--out", "run").status == 0
     for name in ("analytic", "matched-filter"):
-        assert "model: its answers are not finite" in refused("attack", "--run", "run", "--victims", 4, "--attack", name)
+        assert "model: its outputs are not finite" in refused("attack", "--run", "run", "--victims", 4, "--attack", name)
 
 
 @pytest.mark.slow

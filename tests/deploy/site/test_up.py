@@ -130,7 +130,7 @@ def test_a_port_in_use_is_refused(site: Site) -> None:
 
 
 def test_a_deployment_is_up_once(site: Site) -> None:
-    with Deployment(site.path)._locked(), pytest.raises(DeploymentError, match="up already"):
+    with Deployment(site.path)._locked(), pytest.raises(DeploymentError, match="already running"):
         _up(site)
 
 
