@@ -1,4 +1,4 @@
-"""The same plan across real processes and machines, on Flower (`pip install fedcdp[flower]`).
+"""The same plan across real processes and machines, on Flower (the extra `flower`).
 
 | name | for |
 | --- | --- |
