@@ -9,7 +9,7 @@ import typer.main
 from fedcdp.cli.program import app
 
 # Settings that every command with a plan takes: written once.
-_SHARED = ("Where settings come from", "Plan", "Data", "Network", "Machine")
+_SHARED = ("Settings", "Data and network", "Plan", "Privacy", "Machine")
 _SETTINGS = "train"  # a command that takes all of them
 
 

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """The context settings of the program; commands inherit them."""
 
-_NAMES = 28  # columns for an option's name; a longer name has its help on the next line
+_NAMES = 24  # columns for an option's name; a longer name has its help on the next line
 _INDENT = "  "
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -23,7 +23,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def add_to(app: typer.Typer, *examples: str) -> Callable[[Function], Function]:
     """Register a function as a command of an app, with the examples that its help ends with."""
-    return app.command(cls=PlainCommand, epilog="\n".join(examples))
+    return app.command(cls=PlainCommand, epilog=epilog(*examples))
+
+
+def epilog(*examples: str) -> str:
+    """Examples as the epilog of a command."""
+    return "\n".join(examples)
 
 
 def names_of(parameter: Any) -> str:

@@ -17,16 +17,15 @@ def install_command(extra: str) -> str:
     | an installed wheel (pip adds only what is missing) | `pip install 'fedcdp[report]'` |
     """
     checkout = Path(__file__).resolve().parents[3]
-    if not _is_checkout(checkout):
-        project = "fedcdp"
-    else:
-        project = "." if Path.cwd() == checkout else str(checkout)
-    return "pip install " + shlex.quote(f"{project}[{extra}]")
+    project, here = checkout / "pyproject.toml", Path("pyproject.toml")
+    if not _is_ours(project):
+        return f"pip install 'fedcdp[{extra}]'"
+    place = "." if here.exists() and here.samefile(project) else checkout
+    return "pip install " + shlex.quote(f"{place}[{extra}]")
 
 
-def _is_checkout(directory: Path) -> bool:
+def _is_ours(project: Path) -> bool:
     try:
-        project = tomllib.loads((directory / "pyproject.toml").read_text())
+        return bool(tomllib.loads(project.read_text()).get("project", {}).get("name") == "fedcdp")
     except (OSError, ValueError):
         return False
-    return bool(project.get("project", {}).get("name") == "fedcdp")
