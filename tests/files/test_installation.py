@@ -30,7 +30,9 @@ def test_elsewhere_it_names_the_path_of_the_checkout(installed: Path, monkeypatc
 
 
 @pytest.mark.parametrize("project", [None, '[project]\nname = "other"\n', "[project", "name = 3\n"])
-def test_a_wheel_gets_only_the_missing_packages(installed: Path, monkeypatch: pytest.MonkeyPatch, project: str | None) -> None:
+def test_a_wheel_gets_only_the_missing_packages(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, project: str | None
+) -> None:
     if project is not None:
         (installed / "pyproject.toml").write_text(project)
     monkeypatch.chdir(installed)

@@ -107,7 +107,10 @@ def attack(
     iterations: Annotated[
         int | None,
         typer.Option(
-            "--iterations", help="Maximum number of iterations, each of up to 20 evaluations.", rich_help_panel=_HOW
+            "--iterations",
+            help="Maximum number of iterations, each of up to 20 evaluations.",
+            rich_help_panel=_HOW,
+            hidden=True,
         ),
     ] = None,
     restarts: Annotated[
@@ -156,9 +159,7 @@ def attack(
     ] = 1000,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Output directory for figures, arrays and pictures. Default: none; with --run, RUN/attacks."
-        ),
+        typer.Option("--out", help="Output directory for figures, arrays and pictures. Default: with --run, RUN/attacks."),
     ] = None,
     data_dir: Annotated[
         Path | None,

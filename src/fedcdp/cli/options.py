@@ -81,7 +81,7 @@ def _sources() -> list[inspect.Parameter]:
             "preset",
             str,
             "--preset",
-            help="A setting of the paper (mnist, cifar10, lfw, adult, cancer), a recommended one with its ε (mnist-eps1, "
+            help="Settings of the paper (mnist, cifar10, lfw, adult, cancer), recommended ones by ε (mnist-eps1, "
             "mnist-eps2, mnist-eps8 and so on), or demo. Options override it.",
             **sources,
         ),
@@ -100,7 +100,7 @@ def _from_setting(section: str, setting: Field[Any], common: set[str]) -> inspec
     flag = flag_of(setting.name)
     if setting.name in _FROM_DATASET:
         help_ += " Default: the dataset's."
-    elif setting.default not in (None, False):
+    elif setting.default is not None and setting.default is not False:
         help_ += f" Default: {str(setting.default).lower()}."
     choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else None
     if kind is bool:

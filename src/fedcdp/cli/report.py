@@ -42,9 +42,9 @@ def demo(
         terminal.console.print(f"{out} holds a finished demo, which is shown again. To run a new one, choose another --out.")
     elif not quiet:
         terminal.console.print(
-            "10 clients with 4,000 real digits train a model by four methods. Then three adversaries attack each method. One "
-            "sees the gradient of every example (type-2), one sees a client's update before it is sent (type-1), and one "
-            "is the server (type-0)."
+            "10 clients with 4,000 real digits train a model by four methods. Then three adversaries attack each method. "
+            "One sees the gradient of every example (type-2), one sees a client's update before it is sent (type-1), and "
+            "one is the server (type-0)."
         )
 
     def training(experiment: Experiment, done: int) -> AbstractContextManager[Progress | None]:

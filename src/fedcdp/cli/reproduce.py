@@ -39,7 +39,11 @@ def reproduce(
     ),
     workers: Annotated[
         int,
-        typer.Option("--workers", help="Cells to run at a time, each in a process. Default: number of cores, at most 8."),
+        typer.Option(
+            "--workers",
+            help="Cells to run at a time, each in a process. Default: number of cores, at most 8.",
+            show_default=False,
+        ),
     ] = 0,
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no further cell after this time.")

@@ -5,12 +5,14 @@ It is plain text that fits 80 columns. Option names are never cut: a long one ge
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.models import ArgumentInfo
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """The context settings of the program; commands inherit them."""
@@ -43,7 +45,7 @@ def help_of(parameter: Any) -> str:
     """An option's help, with its default, whether it is required, and its environment variable."""
     words = [parameter.help or ""]
     default = parameter.default
-    if parameter.show_default and default not in (None, False, "") and not callable(default):
+    if parameter.show_default and default is not None and default is not False and default != "" and not callable(default):
         words.append(f"Default: {default}.")
     if parameter.required and parameter.param_type_name == "option":
         words.append("Required.")
@@ -56,6 +58,7 @@ class _Plain:
     """What commands and groups share. An option declared with `hidden=True` is shown by --help-all only."""
 
     params: list[Any]
+    callback: Callable[..., Any] | None
     help: str | None
     epilog: str | None
     format_usage: Callable[..., None]
@@ -64,8 +67,11 @@ class _Plain:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.advanced = {each.name for each in self.params if each.hidden}
+        helps = _argument_helps(self.callback)
         for each in self.params:
             each.hidden = False  # the shell still completes it
+            if each.param_type_name == "argument":
+                each.help = each.help or helps.get(each.name)
         self.params.append(
             TyperOption(
                 param_decls=["--help-all"],
@@ -115,6 +121,17 @@ class PlainCommand(_Plain, TyperCommand):
 
 class PlainGroup(_Plain, TyperGroup):
     """A group of commands with the help of this module."""
+
+
+def _argument_helps(function: Callable[..., Any] | None) -> dict[str, str | None]:
+    """The help of each argument, as it was declared: some versions of typer and click lose it together."""
+    declared = {} if function is None else inspect.signature(function, eval_str=True).parameters
+    return {
+        name: each.help
+        for name, parameter in declared.items()
+        for each in getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(each, ArgumentInfo)
+    }
 
 
 def _table(rows: list[tuple[str, str]], width: int) -> str:

@@ -33,7 +33,7 @@ class DataSettings(_Checked):
     """`[data]`: which examples, and how they are dealt out to clients."""
 
     dataset: str | None = option(None, "mnist, cifar10, lfw, adult, cancer, or mnist5k (included; default).")
-    file: str | None = option(None, "Your own FILE.npz (arrays x, y) or FILE.csv (label in `label` or the last column).")
+    file: str | None = option(None, "Your own FILE.npz (x, y) or FILE.csv (label in `label` or the last column).")
     partition: str = option("iid", "How records are split: shards, iid, dirichlet, full.")
     clients: int = option(100, "Number of clients, K.")
     records: int | None = option(None, "Records per client, N_i. Default: the dataset's, or a disjoint split.")

@@ -380,7 +380,7 @@ def test_an_interrupt_keeps_what_was_measured(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert "what was measured so far is in" in " ".join(capsys.readouterr().err.split())
+    assert "the measurements so far are in" in " ".join(capsys.readouterr().err.split())
     assert read(path)["sections"] == {"steps": [{"value": 1}]}
 
 
@@ -395,5 +395,5 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     started.send_signal(signal.SIGINT)
     _, told = started.communicate(timeout=60)
     assert started.returncode == 1
-    assert f"what was measured so far is in {path}" in told
+    assert f"the measurements so far are in {path}" in told
     assert read(path)["sections"] == {}
