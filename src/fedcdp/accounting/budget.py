@@ -116,7 +116,7 @@ class Budget:
         self._most_rounds: int | None = None
         if not accounting_is_installed():
             if experiment.run.max_epsilon is not None:
-                raise PlanError("max_epsilon: dp-accounting is needed; install it with pip install dp-accounting")
+                raise PlanError("max_epsilon: needs dp-accounting; install it with pip install 'dp-accounting>=0.6,<0.7'")
             return
         from fedcdp.accounting.calibrate import Target, rounds_within
 

@@ -222,6 +222,11 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
         )
     if any(VACUOUS <= row.epsilon < math.inf for row in rows):
         notes.append(f"an ε above {VACUOUS:g} is no protection at all")
+    if any(row.epsilon_used is not None and row.epsilon_used > 1.001 * row.epsilon for row in rows):
+        notes.append(
+            "ε used can be larger than ε: ε holds over the random selection of clients, and ε used is what the client that "
+            "was selected most often has spent, with repeated rounds counted again"
+        )
     if plan.private and plan.compression:
         notes.append("pruning comes after the noise and costs nothing; with it, other clients' noise is not credited")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""The commands `demo` and `report`: the whole story at once, and the page about any runs."""
+"""The commands `demo` and `report`: a whole study in one command, and a page about any runs."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ _TITLE = "What leaks, what stops it, what it costs"
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where it goes; an unfinished demo there is gone on with.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Output directory. An unfinished demo there is resumed.")] = Path(
         "runs/demo"
     ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")] = False,
 ) -> None:
-    """The whole story in about two minutes: four methods trained on real digits, each attacked, ε, and a page to look at."""
+    """Train, attack and account four methods, in about two minutes.
+
+    Four methods are trained on real digits. Each is attacked, and its ε is computed. The result is an HTML page.
+    """
     from fedcdp.studies.demo import Demo, Show
 
     story = Demo(out)
     if story.finished and not quiet:
-        terminal.console.print(f"{out} holds a finished demo: showing it again. Another --out runs it anew.")
+        terminal.console.print(f"{out} holds a finished demo, which is shown again. To run a new one, choose another --out.")
     elif not quiet:
         terminal.console.print(
-            "4,000 real digits at 10 clients, trained together by four methods. Then three readers attack each: one who "
-            "sees every example's gradient (type-2), one who sees a client's update before it leaves (type-1), and the "
-            "server (type-0)."
+            "10 clients with 4,000 real digits train a model by four methods. Then three adversaries attack each method. "
+            "One sees the gradient of every example (type-2), one sees a client's update before it is sent (type-1), and "
+            "one is the server (type-0)."
         )
 
     def training(experiment: Experiment, done: int) -> AbstractContextManager[Progress | None]:
-        silent = quiet or not terminal.console.is_terminal  # without a terminal, a line a method rather than a round
+        silent = quiet or not terminal.console.is_terminal  # without a terminal: a line per method rather than per round
         if silent and not quiet:
             terminal.console.print(f"{experiment.plan.method}: training, then the attacks")
         return terminal.training_progress(experiment.plan, silent, done)
@@ -54,25 +57,31 @@ def demo(
         subjects = story.run(Show(training, lambda name: terminal.steps(f"attack: {name}", quiet)))
         page = api.write(*api.gather([out]), out / "report.html", f"{_TITLE}: 4,000 digits, four methods")
     except KeyboardInterrupt:
-        raise StoppedError(f"stopped; fedcdp demo --out {out} goes on where it was") from None
+        raise StoppedError(f"stopped; fedcdp demo --out {out} resumes it") from None
     if not quiet:
         _show_table(subjects)
-        terminal.stdout.print(f"Look at it: {page}", soft_wrap=True)
+        terminal.stdout.print(f"Report: {page}", soft_wrap=True)
 
 
 def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...", help="Run directories, what attack --out wrote, or folders of them.", show_default=False
+            metavar="RUN...",
+            help="Run directories, output directories of attack --out, or folders of them.",
+            show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="The file. Default: report.html in the run directory; of several, here.")
+        Path | None,
+        typer.Option("--out", help="File to write. Default: report.html in the run directory; for several runs, here."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no table.")] = False,
 ) -> None:
-    """One HTML page about one or several runs and the attacks on them: what leaks, what stops it, what it costs."""
+    """Write an HTML page about runs and the attacks on them.
+
+    It shows what leaks, what stops it, and what it costs.
+    """
     told, leaks = api.gather(runs)
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     page = api.write(told, leaks, target)
@@ -80,17 +89,15 @@ def report(
         _show_table(subjects_of(told, leaks))
     for run in told:
         if not run.finished:
-            terminal.note(
-                f"{run.name} is not finished: it is shown as far as it got, {run.rounds} of {run.plan.rounds} rounds"
-            )
+            terminal.note(f"{run.name} is not finished: the page shows {run.rounds} of {run.plan.rounds} rounds")
     if api.private_records(told, leaks):
-        terminal.note("the page contains private records: training examples and what was reconstructed of them; "
-                    "keep it where the data are kept")  # fmt: skip
+        terminal.note("the page contains private records: training examples and their reconstructions; "
+                      "store it with the data")  # fmt: skip
     typer.echo(page)
 
 
 def _show_table(subjects: list[Subject]) -> None:
-    """One line a subject: accuracy, what each reader got, and ε for a record; below, why an ε is infinite."""
+    """One row per subject: accuracy, the examples that each adversary reconstructed, and ε; below, why an ε is infinite."""
     shown = Table(title=_TITLE, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("method", no_wrap=True)
     shown.add_column("accuracy", justify="right", no_wrap=True)
@@ -109,8 +116,8 @@ def _show_table(subjects: list[Subject]) -> None:
         shown.add_row(*cells, f"\nε {epsilon(subject.model_epsilon)}")
     terminal.stdout.print(shown)
     terminal.stdout.print(
-        "Leaks? How many of the attacked examples each reader (type-2, type-1, type-0) got back recognisably; ε is for a "
-        "record. An attack that fails is no proof."
+        "Each cell: how many of the attacked examples the adversary (type-2, type-1, type-0) reconstructed recognisably, "
+        "and ε for a record. A failed attack is no proof."
     )
     for subject in subjects:
         told = [f"{cell.leak.replace('type', 'type-')} {', '.join(cell.verdict.tried)}" for cell in subject.cells
@@ -118,13 +125,13 @@ def _show_table(subjects: list[Subject]) -> None:
         if told:
             terminal.stdout.print(f"Tried on {escape(subject.name)}: {escape('; '.join(told))}.")
     for reason, names in _reasons(subjects).items():
-        terminal.stdout.print(f"∞ for {', '.join(names)}: {reason}.")
+        terminal.stdout.print(f"ε = ∞ for {', '.join(names)}: {reason}.")
     if any(VACUOUS <= value < math.inf for subject in subjects for value in _epsilons(subject)):
-        terminal.stdout.print(f"An ε above {VACUOUS:g} guarantees nothing, though an attack may fail.")
+        terminal.stdout.print(f"An ε above {VACUOUS:g} guarantees nothing in practice, even if the attacks fail.")
 
 
 def _reasons(subjects: list[Subject]) -> dict[str, list[str]]:
-    """Why an ε is infinite, and of whom."""
+    """Why an ε is infinite, and for which subjects."""
     reasons: dict[str, list[str]] = {}
     for subject in subjects:
         for adversary in (*ADVERSARY_OF.values(), "model"):

@@ -32,16 +32,16 @@ class _Checked:
 class DataSettings(_Checked):
     """`[data]`: the examples, and how they are distributed to clients."""
 
-    dataset: str | None = option(None, "A benchmark: mnist, cifar10, lfw, adult, cancer, or mnist5k (embedded).")
-    file: str | None = option(None, "Your own examples: FILE.npz (x, y) or FILE.csv (last column, or `label`).")
-    partition: str = option("iid", "How records are dealt out: shards, iid, dirichlet, full.")
-    clients: int = option(100, "Clients in all, K.")
-    records: int | None = option(None, "Records at a client, N_i. Default: the data, dealt out disjointly.")
-    classes_per_client: int = option(2, "Classes at a client, for shards.")
-    alpha: float = option(0.5, "Concentration, for dirichlet.")
+    dataset: str | None = option(None, "mnist, cifar10, lfw, adult, cancer, or mnist5k (included; default).")
+    file: str | None = option(None, "Your own FILE.npz (x, y) or FILE.csv (label in `label` or the last column).")
+    partition: str = option("iid", "How records are split: shards, iid, dirichlet, full.")
+    clients: int = option(100, "Number of clients, K.")
+    records: int | None = option(None, "Records per client, N_i. Default: the dataset's, or a disjoint split.")
+    classes_per_client: int = option(2, "Classes per client, for shards.")
+    alpha: float = option(0.5, "Concentration parameter, for dirichlet.")
     split_seed: int = option(0, "Fixes which examples are held out for validation.")
     scaling: Scaling = option(
-        "training", "Adult and cancer: scaled by training statistics (which no ε covers), or by public constants."
+        "training", "Adult and cancer: scale by training statistics (which no ε covers) or by public constants."
     )
     validation_fraction: float = option(0.2, "Share of your own examples held out for validation.")
     standardise: bool = option(False, "Standardise your own examples by training statistics (which no ε covers).")
@@ -61,17 +61,19 @@ class ModelSettings(_Checked):
 class MachineSettings(_Checked):
     """`[run]`: the device, and how many clients are trained at once. Does not change results beyond rounding."""
 
-    device: str = option("cpu", "cpu, cuda, cuda:1, …")
+    device: str = option("cpu", "cpu, cuda, or one of several GPUs, such as cuda:1.")
     engine: EngineName = option(
         "auto",
-        "How gradients are computed: kernel, compiled (GPU), batched, functional (any network); auto: the fastest.",
+        "How gradients are computed: kernel, compiled (GPU), batched, functional (any network), or auto (the fastest).",
     )
-    chunk: int | None = option(None, "Clients trained at once. Default: what is fastest within a bounded memory.")
-    tf32: bool = option(False, "Let a GPU round the factors of products to 10 bits: faster. Norms and noise stay exact.")
+    chunk: int | None = option(None, "Clients trained at once. Default: the fastest number within a memory limit.")
+    tf32: bool = option(
+        False, "Let a GPU round the factors of products to 10 bits, which is faster. Norms and noise stay exact."
+    )
     evaluate_every: int = option(1, "Rounds between evaluations on the validation split.")
-    max_epsilon: float | None = option(None, "End training before the release that would exceed this ε.")
-    adversary: str = option("server", "Whose ε that is, and the progress shows: server, update, example or model.")
-    unit: str = option("record", "Of which unit: record, client or unique.")
+    max_epsilon: float | None = option(None, "Stop training before the release that would exceed this ε.")
+    adversary: str = option("server", "Adversary that ε is for: server, update, example or model.")
+    unit: str = option("record", "Unit that ε protects: record, client or unique.")
 
 
 @dataclass(frozen=True, kw_only=True)

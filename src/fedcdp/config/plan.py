@@ -44,48 +44,56 @@ class Plan:
     """How a federation is trained. The fields are also the command line's plan options and the keys of `[plan]`."""
 
     method: MethodName = option("fed-cdp", "Training method.")
-    rounds: int = option(100, "Global rounds, T.")
-    per_round: int = option(100, "Clients in a round, K_t (with Poisson sampling: expected).")
-    local_steps: int = option(100, "Local iterations of a client in a round, L.")
-    batch_size: int = option(5, "Examples in a local batch, B (with Poisson sampling: expected).")
+    rounds: int = option(100, "Number of rounds, T.")
+    per_round: int = option(100, "Clients per round, K_t (Poisson: expected).")
+    local_steps: int = option(100, "Local steps of a client per round, L.")
+    batch_size: int = option(5, "Examples per step, B (Poisson: expected).")
     clip: Schedule | Quantile = option(
         None,
         "Clip bound C: a number, linear(6, 2), exponential(6, 2), cosine(6, 2), proportional(4) to the learning rate, or "
         "quantile(0.5, 4), which starts at 4 and follows the median norm privately. "
         "Default: 4; fed-cdp-decay: linear(6, 2).",
     )
-    clip_mode: ClipMode = option("layer", "Clip each layer at C (the paper), or the whole gradient at once.")
+    clip_mode: ClipMode = option("layer", "Clip each layer to C (as in the paper), or the whole gradient at once (flat).")
     noise_multiplier: float = option(6.0, "Noise multiplier σ.")
     noise: NoiseConvention = option(
         "example",
-        "Fed-CDP: what the noise N(0, (σC)²) is added to: every example (the paper's algorithm), the batch's sum, "
-        "or cohort: the batch's sum, 1/K_t of it.",
+        "Fed-CDP: where the noise N(0, (σC)²) is added: to the gradient of every example (the paper's algorithm), to the "
+        "sum of the batch, or, with cohort, to the sum of the batch scaled by 1/K_t.",
     )
     noise_at: NoisePlacement = option("server", "Fed-SDP: who adds the noise.")
-    noise_follows_clip: bool = option(True, "Noise shrinks with a decaying clip bound; otherwise it stays at σ·C_0.")
-    quantile_noise: float = option(5.0, "Quantile clip: standard deviation σ_b of the noise on one yes or no.")
-    quantile_rate: float = option(0.2, "Quantile clip: how fast the bound follows.")
-    client_sampling: ClientSampling = option("fixed", "How clients are chosen: exactly K_t, or each independently.")
+    noise_follows_clip: bool = option(True, "Scale the noise with a decaying clip bound; otherwise it stays at σ·C_0.")
+    quantile_noise: float = option(5.0, "Quantile clip: standard deviation σ_b of the noise on one yes-or-no answer.")
+    quantile_rate: float = option(0.2, "Quantile clip: how fast the bound follows the quantile.")
+    client_sampling: ClientSampling = option(
+        "fixed", "How clients are selected: exactly K_t (fixed), or each independently (poisson)."
+    )
     record_sampling: RecordSampling = option(
-        "poisson", "How a step's records are chosen: each independently, exactly B at random, or in a fixed order."
+        "poisson",
+        "How the records of a step are selected: each independently (poisson), exactly B at random (fixed), or in a fixed "
+        "order (partition).",
     )
     slots: int = option(None, "Noise slots of a Poisson step, S. Default: 3 B.")
     learning_rate: Schedule = option(0.05, "Local learning rate η: a number or a schedule.")
-    server_learning_rate: float = option(1.0, "Server learning rate s: W + s·mean(ΔW).")
-    momentum: float = option(0.0, "Momentum of the local steps, within a round.")
+    server_learning_rate: float = option(1.0, "Server learning rate s, in W + s·mean(ΔW).")
+    momentum: float = option(0.0, "Momentum of the local steps within a round.")
     ema: float = option(0.0, "Moving average of the global model: share kept each round (0: off).")
     aggregation: Aggregation = option("fedsgd", "Clients send updates (fedsgd) or whole models (fedaveraging).")
-    compression: float = option(0.0, "Share of an update's smallest entries that is pruned before it is sent.")
-    share_fraction: float = option(0.1, "DSSGD: share of an update's largest entries that is sent.")
-    secure_aggregation: bool = option(False, "Assume that the server sees only the sum of the updates (for `model`).")
+    compression: float = option(0.0, "Share of an update's entries, the smallest, that is pruned before sending.")
+    share_fraction: float = option(0.1, "DSSGD: share of an update's entries, the largest, that is sent.")
+    secure_aggregation: bool = option(
+        False, "Assume that the server sees only the sum of the updates (for the adversary `model`)."
+    )
     delta: float = option(1e-5, "δ of the privacy guarantee.")
-    secure_noise: bool = option(False, "Draw noise from the operating system; nothing stored can give it back.")
+    secure_noise: bool = option(False, "Draw noise from the operating system. Nothing stored can reproduce it.")
     noise_generator: NoiseGenerator = option(
         "philox",
-        "With secure noise: Philox with a fresh key from the operating system for every draw, the faster on a GPU, or the "
-        "cipher ChaCha20, the stronger, and the faster on a CPU.",
+        "With secure noise: philox, which takes a fresh key from the operating system for every draw and is faster on a "
+        "GPU, or the cipher chacha20, which is stronger, and faster on a CPU.",
     )
-    seed: int = option(0, "Fixes all randomness of a simulation; with secure noise, only partition and first weights.")
+    seed: int = option(
+        0, "Fixes all randomness of a simulation. With secure noise: only the partition and the initial weights."
+    )
 
     privacy: ClassVar[Callable[..., Any]]
     """`plan.privacy(federation)`: the privacy statement; the package attaches `accounting.budget.privacy_of_plan` here."""

@@ -1,4 +1,4 @@
-"""Run the same plan across real processes and machines, on Flower (`pip install fedcdp[flower]`).
+"""Run the same plan across real processes and machines, on Flower (the extra `flower`).
 
 | name | for |
 | --- | --- |

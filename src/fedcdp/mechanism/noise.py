@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedcdp.config.plan import NoiseGenerator, Plan
 from fedcdp.errors import PlanError
+from fedcdp.files.installation import install_command
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.mechanism.randomness import box_muller, gaussians, normals, philox, stream_key
 
@@ -205,7 +206,8 @@ def _chacha20_words(rows: int, blocks: int, device: torch.device) -> Sequence[Te
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError:
-        raise PlanError("noise_generator: chacha20 needs the package cryptography; install it or use philox") from None
+        wanted = f"install it with {install_command('secure')}, or use philox"
+        raise PlanError(f"noise_generator: chacha20 needs the package cryptography; {wanted}") from None
     cipher = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None)  # a single-use key needs no nonce
     keystream = cipher.encryptor().update(bytes(16 * rows * blocks))
     words = torch.from_numpy(np.frombuffer(keystream, dtype="<u4").astype(np.int64)).to(device)

@@ -36,6 +36,7 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.files.disk import write_atomically
+from fedcdp.files.installation import install_command
 from fedcdp.files.tensors import check_tensors, load_tensors, read_about, save_tensors, size_of
 from fedcdp.files.tree import Layout
 from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, parse_json, parse_toml, read_bounded
@@ -142,7 +143,7 @@ class Trained:
                 raise RunError(f"{to} cannot be written: there is no directory {to.parent}")
             getattr(self, f"_export_{form}")(to)
         except ImportError as error:
-            raise RunError(f"format: {form} needs {error.name}; install it with pip install 'fedcdp[report]'") from error
+            raise RunError(f"format: {form} needs {error.name}; install it with {install_command('report')}") from error
         except OSError as error:
             raise RunError(f"{to} cannot be written: {error.strerror}") from error
         return to

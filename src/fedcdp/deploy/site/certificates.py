@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedcdp.errors import DeploymentError
+from fedcdp.files.installation import install_command
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -36,7 +37,9 @@ def require_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ModuleNotFoundError:
-        raise DeploymentError('certificates and keys need cryptography; pip install "fedcdp[flower]"') from None
+        raise DeploymentError(
+            f"certificates and keys need cryptography; install it with {install_command('flower')}"
+        ) from None
 
 
 class Authority:

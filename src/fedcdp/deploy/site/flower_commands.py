@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedcdp.deploy.site.directory import CONNECTION, Site
 from fedcdp.errors import DeploymentError
+from fedcdp.files.installation import install_command
 
 _STARTED = re.compile(r"Successfully started run (\d+)")
 _COMMAND_SECONDS = 120.0  # limit for one `flwr` command, on a busy machine
@@ -24,7 +25,7 @@ _OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 def require_flower() -> None:
     """Raise an error with the install command if Flower is missing."""
     if importlib.util.find_spec("flwr") is None or shutil.which("flower-superlink", path=_path()) is None:
-        raise DeploymentError('deploying needs Flower; pip install "fedcdp[flower]"')
+        raise DeploymentError(f"deploying needs Flower; install it with {install_command('flower')}")
 
 
 def environment(nodes: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedcdp.errors import RunError
 from fedcdp.files.disk import atomic_write
+from fedcdp.files.installation import install_command
 from fedcdp.studies.bench.result_file import Rows
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def plot_speed(content: dict[str, Any], target: Path) -> None:
     try:
         from matplotlib.figure import Figure  # not pyplot, which looks for a display
     except ImportError:
-        raise RunError("--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'") from None
+        raise RunError(f"--plot: this needs matplotlib; install it with {install_command('report')}") from None
 
     sections = content["sections"]
     growth = [row for row in sections.get("growth", []) if row["along"] == "per_round"]
