@@ -197,11 +197,16 @@ def attack(
         splits = load_splits(experiment, data_dir, quiet)
         extra = {"model": network_of(experiment, splits), "federation": deal_out(experiment, splits), "at_round": at_round}
         target = experiment.plan
-    with terminal.steps("attack", quiet) as progress:
+
+    def announce() -> None:
+        if run is None:
+            terminal.notes(remarks(experiment, given))
+            if not as_json:
+                terminal.setting(describe_setting(experiment))
+
+    with terminal.steps("attack", quiet, announce) as progress:
         found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
     summary = _summary(found, name, experiment, splits)
-    if run is None and not quiet:
-        terminal.notes(remarks(experiment, given))
     if run is not None and out is None:
         out = run / "attacks" / f"{summary['leak']}-{name}"
     if out is not None:
@@ -209,8 +214,6 @@ def attack(
     if as_json:
         typer.echo(json.dumps(summary))
     elif not quiet:
-        if run is None:
-            terminal.setting(describe_setting(experiment))
         terminal.leak_table(summary)
         if experiment.plan.private:
             terminal.note(

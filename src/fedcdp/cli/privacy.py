@@ -149,7 +149,7 @@ def audit(
     plan = experiment.plan
     unit = "client" if plan.method == "fed-sdp" and experiment.run.adversary != "example" else experiment.run.unit
     records = experiment.data.records or plan.local_steps * plan.batch_size
-    with terminal.steps("audit", quiet) as progress:
+    with terminal.steps("audit", quiet, lambda: terminal.notes(remarks(experiment, given))) as progress:
         found = attack(
             plan, experiment.run.adversary, unit=unit, layers=layers, records=records,
             participations=participations, trials=trials, seed=plan.seed, progress=progress,
@@ -158,8 +158,6 @@ def audit(
     population = Population(max(experiment.data.clients, plan.per_round), records, 1, groups)
     privacy = state(plan, population, rounds=participations)
     guaranteed = privacy.row(found.adversary, found.unit).epsilon_worst if _has_row(privacy, found) else None
-    if not quiet:
-        terminal.notes(remarks(experiment, given))
     if as_json:
         answer = {name: _for_json(value) for name, value in vars(found).items()} | {
             "epsilon_guaranteed": _for_json(guaranteed)

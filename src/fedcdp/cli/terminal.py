@@ -66,17 +66,40 @@ def _round_facts(row: Row, plan: Plan, epsilon_after: Callable[[int], str]) -> l
 
 
 @contextmanager
-def steps(name: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Progress of work that reports (done, total): a bar; without a terminal, a line every ten seconds and at the end."""
+def steps(
+    name: str, quiet: bool, announce: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[int, int], None] | None]:
+    """Progress of work that reports (done, total): a bar; without a terminal, a line every ten seconds and at the end.
+
+    `announce` is called once, before the first progress is shown: by then the work has accepted its input.
+    """
     if quiet:
         yield None
         return
+    waiting = [announce]
+
+    def begin() -> None:
+        while waiting:
+            waiting.pop()()
+
+    def report(done: int, total: int) -> None:
+        begin()
+        show(done, total)
+
     if not console.is_terminal:
-        yield _lines_of_progress(name)
-        return
-    with Progress(TextColumn("[bold]{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        show = _lines_of_progress(name)
+        yield report
+    else:
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            show = _bar_of_progress(name, bar)
+            yield report
+    begin()
+
+
+def _bar_of_progress(name: str, bar: Progress) -> Callable[[int, int], None]:
+    task = bar.add_task(name, total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _lines_of_progress(name: str) -> Callable[[int, int], None]:
