@@ -47,6 +47,7 @@ from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.tensors import check_tensors
 from fedcdp.files.tree import Layout
+from fedcdp.models.networks import resolve
 from fedcdp.training.evaluation import evaluate
 from fedcdp.training.prepared import build_network, deal_out, load_splits
 from fedcdp.training.rundir import Row, RunDirectory, State
@@ -172,11 +173,10 @@ def _job(
     directory: RunDirectory, experiment: Experiment, shape: tuple[int, ...], classes: int, settings: ServerSettings
 ) -> Job:
     """The job, under the name that the run got at its start."""
-    network = experiment.model.network
     job = Job(
         plan=experiment.plan,
         network=build_network(experiment, shape, classes),
-        network_name=("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network,
+        network_name=resolve(experiment.model.network, shape),
         activation=experiment.model.activation,
         shape=shape,
         classes=classes,
