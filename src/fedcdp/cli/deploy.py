@@ -155,6 +155,8 @@ def traffic(as_json: AsJson = False) -> None:
 
 def _show(deployment: Deployment, outcome: LocalOutcome, as_json: bool, quiet: bool) -> None:
     privacy = _privacy(deployment)
+    if outcome.warning is not None:
+        terminal.note(outcome.warning)
     if as_json:
         answer = {
             "accuracy": outcome.accuracy,
