@@ -86,13 +86,14 @@ def test_calibration_may_choose_the_slots(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("command", [
-    ["account", "--mode", "exact"], ["account", "--mode", "rdp", "--dataset", "mnist"], ["account", "--layers", "0"],
-    ["account", "--copies", "5000"], ["account", "--dataset", "nosuch"], ["account", "--model", "some:net"],
+    ["account", "--mode", "exact"], ["account", "--mode", "rdp", "--preset", "mnist"], ["account", "--layers", "0"],
+    ["account", "--copies", "5000"], ["account", "--dataset", "nosuch"], ["account", "--model", "some:net", "--noise-multiplier", "6"],
     ["account", "--records", "0"], ["account", "--run", "nowhere"], ["account", "--clip", "median"],
     ["account", "--secure-aggregation", "--client-sampling", "poisson"], ["calibrate"],
     ["calibrate", "--target-epsilon", "0"], ["calibrate", "--target-epsilon", "1", "--adversary", "nobody"],
     ["calibrate", "--target-epsilon", "1", "--mode", "paper"], ["calibrate", "--target-epsilon", "1", "--method", "dssgd"],
-    ["train", "--max-epsilon", "1e-9", "--dataset", "cancer", "--out", "new"], ["train", "--slots", "auto", "--out", "new"],
+    ["train", "--max-epsilon", "1e-9", "--noise-multiplier", "6", "--dataset", "cancer", "--out", "new"],
+    ["train", "--slots", "auto", "--out", "new"],
     ["train", "--target-epsilon", "1", "--method", "nonprivate", "--dataset", "cancer", "--out", "new"],
     ["train", "--max-epsilon", "1", "--method", "nonprivate", "--dataset", "cancer", "--out", "new"],
 ], ids=" ".join)  # fmt: skip

@@ -184,7 +184,7 @@ def audit(
     privacy = state(plan, population, rounds=participations)
     guaranteed = privacy.row(found.adversary, found.unit).epsilon_worst if _has_row(privacy, found) else None
     if not quiet:
-        terminal.notes(remarks(experiment, given))
+        terminal.notes(remarks(experiment, given, calibrated=planned.epsilon is not None))
     if as_json:
         answer = {name: _for_json(value) for name, value in vars(found).items()} | {
             "epsilon_guaranteed": _for_json(guaranteed)

@@ -15,7 +15,7 @@ from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import DATA, takes_settings
 from fedcdp.cli.privacy import TargetEpsilon
-from fedcdp.cli.remarks import remarks
+from fedcdp.cli.remarks import describe_setting, remarks
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
@@ -125,8 +125,11 @@ def _planned(given: list[Settings], epsilon: float | None, data_dir: Path | None
 
 
 def _say_how_it_was_planned(planned: Planned) -> None:
-    terminal.say_recipe(planned)
-    if planned.recipe is None and planned.epsilon is not None:
+    if planned.recipe is not None:
+        terminal.say_recipe(planned)
+        return
+    terminal.setting(describe_setting(planned.experiment))
+    if planned.epsilon is not None:
         sigma = planned.experiment.plan.noise_multiplier
         terminal.note(f"noise multiplier {sigma:.6g} gives ε = {format_epsilon(planned.epsilon)}")
 

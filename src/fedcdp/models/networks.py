@@ -34,9 +34,9 @@ _LEAST_FOR_GRADIENTS = 16  # pixels: a smaller image has too few cells, and the 
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
     """A network for inputs of `shape`, initialised from `seed` alone.
 
-    `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `oriented-gradients`, `periodic`, a name that depends on the shape (see
-    `resolve`), or `package.module:factory`. The default `activation` is ReLU, sigmoid for `cpl`, and tanh for `small`; the
-    linear networks have none. A factory receives those of the keywords `input_shape`, `classes` and `activation` that it
+    `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `oriented-gradients`, `periodic`, a name that depends on the shape
+    (see `resolve`), or `package.module:factory`. The default `activation` is ReLU, sigmoid for `cpl`, and tanh for `small`;
+    the linear networks have none. A factory receives those of the keywords `input_shape`, `classes` and `activation` that it
     accepts.
     """
     if activation is not None and activation not in get_args(ActivationName):

@@ -165,8 +165,8 @@ def experiment_for(nodes: int, given: list[Settings]) -> Experiment:
 def plan_for(nodes: int, given: list[Settings], target_epsilon: float | None = None) -> Planned:
     """The experiment of a deployment: one client per node, all in every round, noise from the operating system.
 
-    Given settings take precedence, except the number of clients, which is the number of nodes. Without a plan, the recommended
-    recipe is used; with a target, the noise is calibrated to it.
+    Given settings take precedence, except the number of clients, which is the number of nodes. Without a plan, the
+    recommended recipe is used; with a target, the noise is calibrated to it.
     """
     ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
     named = (layer["data"]["clients"] for layer in reversed(given) if "clients" in layer.get("data", {}))
