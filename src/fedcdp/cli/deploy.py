@@ -66,8 +66,8 @@ def init(
 
     settings = SiteSettings(nodes=nodes, host=host, port=port)
     planned = plan_for(settings.nodes, given, target_epsilon)
-    terminal.say_recipe(planned)
     site = write(directory, settings, planned.experiment, client_epsilon)
+    terminal.say_recipe(planned)
     terminal.notes(remarks(planned.experiment, given, calibrated=planned.epsilon is not None))
     terminal.console.print(
         f"{site.path}: a server and {nodes} nodes. README.md lists what to replace before production.\n"

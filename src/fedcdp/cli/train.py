@@ -59,14 +59,16 @@ def train(
             raise PlanError("--target-epsilon: a resumed run keeps its noise; leave the option out")
         experiment = stored(out, given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
+        budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
     else:
         planned, prepared = _planned(given, target_epsilon, data_dir, quiet)
         experiment = planned.experiment
+        budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
         if not quiet:
             _say_how_it_was_planned(planned)
             records, calibrated = prepared.federation.largest, planned.epsilon is not None
             terminal.notes(remarks(experiment, given, records=records, calibrated=calibrated))
-    run = _train(experiment, prepared, out, resume, quiet)
+    run = _train(experiment, prepared, budget, out, resume=resume, quiet=quiet)
     privacy = run.privacy() if accounting_is_installed() else None
     if not quiet:
         _say_whether_noise_is_secret(run.plan)
@@ -134,9 +136,8 @@ def _say_how_it_was_planned(planned: Planned) -> None:
         terminal.note(f"noise multiplier {sigma:.6g} gives ε = {format_epsilon(planned.epsilon)}")
 
 
-def _train(experiment: Experiment, prepared: Prepared, out: Path, resume: bool, quiet: bool) -> Run:
+def _train(experiment: Experiment, prepared: Prepared, budget: Budget, out: Path, *, resume: bool, quiet: bool) -> Run:
     done = RunDirectory(out).rounds_done() if resume else 0
-    budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
     try:
         with terminal.training_progress(experiment.plan, quiet, done, budget.shown_after) as progress:
             return train_experiment(
