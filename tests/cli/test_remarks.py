@@ -109,9 +109,12 @@ SENSELESS = ["--noise-at", "client", "--batch-size", 5000]
 def test_bare_account_names_its_setting(cli: Cli) -> None:
     outcome = cli("account")
     assert outcome.status == 0
-    assert outcome.stderr.startswith("setting: mnist5k, 100 clients × 40 records, fed-cdp, ")
+    said_first, setting = outcome.stderr.splitlines()
+    assert said_first.startswith("No plan given: using the recommended recipe for ε = 8 against the server (")
+    assert setting.startswith("setting: mnist5k, 100 clients × 40 records, fed-cdp, ")
     assert "setting" not in outcome.stdout
-    assert cli("account", "--json").stderr == ""
+    assert cli("account", "--json").stderr.splitlines() == [said_first]
+    assert cli("account", "--preset", "mnist", "--json").stderr == ""
 
 
 def test_bare_attack_names_its_setting_before_it_begins(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.data.dataset import Splits
 from fedcdp.errors import PlanError, RunError
+from fedcdp.models.networks import resolve
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
 from fedcdp.training.saved_run import Trained
 from fedcdp.training.simulate import Run
@@ -271,9 +272,7 @@ def _summary(found: Found, name: str, experiment: Experiment, splits: Splits) ->
     from fedcdp.attacks.leaks import finite
     from fedcdp.attacks.portfolio import trial
 
-    network = experiment.model.network
-    if network == "auto":
-        network = "cnn" if len(splits.train.shape) == 3 else "mlp"
+    network = resolve(experiment.model.network, splits.train.shape)
     data = experiment.data.file or experiment.data.dataset
     figures = {"method": experiment.plan.method} | found.summary() | {"dataset": data, "network": network}
     if figures["attack"] == "recipe":

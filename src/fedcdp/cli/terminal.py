@@ -19,6 +19,7 @@ from fedcdp.training.simulate import Progress as Report
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy
+    from fedcdp.training.planning import Planned
 
 
 console = Console(stderr=True)
@@ -133,6 +134,12 @@ def notes(sentences: Iterable[str]) -> None:
 def note(sentence: str) -> None:
     """A line that a reader should not miss."""
     console.print(f"note: {sentence}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
+
+
+def say_recipe(planned: Planned) -> None:
+    """Say in one line, where nobody chose a plan, which one is used."""
+    if planned.recipe is not None:
+        console.print(planned.recipe, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(title: str, rows: dict[str, str]) -> None:
