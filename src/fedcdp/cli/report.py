@@ -19,7 +19,7 @@ from fedcdp.errors import StoppedError
 from fedcdp.report import api
 from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
-from fedcdp.report.wording import epsilon
+from fedcdp.report.wording import epsilon, which_networks
 from fedcdp.training.simulate import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"
@@ -31,33 +31,34 @@ def demo(
     ),
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
 ) -> None:
-    """The whole story in about two minutes: four methods trained on real digits, each attacked, ε, and a page to look at."""
+    """Train four methods on real digits, attack each of them, and write a table and a report page, in about two minutes."""
     from fedcdp.studies.demo import Demo, Show
 
     story = Demo(out)
+    story.check()
     if story.finished and not quiet:
-        terminal.console.print(f"{out} holds a finished demo: showing it again. Another --out runs it anew.")
+        terminal.console.print(f"{out} holds a finished demo, shown again below. Another --out runs a new one.")
     elif not quiet:
         terminal.console.print(
-            "4,000 real digits at 10 clients, trained together by four methods. Then three readers attack each: one who "
-            "sees every example's gradient (type-2), one who sees a client's update before it leaves (type-1), and the "
-            "server (type-0)."
+            "Four methods train on 4,000 real digits. Three adversaries then attack each method: one reads every example's "
+            "gradient on the client (type-2), one reads a client's update before it leaves (type-1), and one is the server "
+            "(type-0)."
         )
 
     def training(experiment: Experiment, done: int) -> AbstractContextManager[Progress | None]:
-        silent = quiet or not terminal.console.is_terminal  # without a terminal, a line a method rather than a round
+        silent = quiet or not terminal.console.is_terminal  # without a terminal, one line per method
         if silent and not quiet:
             terminal.console.print(f"{experiment.plan.method}: training, then the attacks")
         return terminal.training_progress(experiment.plan, silent, done)
 
     try:
         subjects = story.run(Show(training, lambda name: terminal.steps(f"attack: {name}", quiet)))
-        page = api.write(*api.gather([out]), out / "report.html", f"{_TITLE}: 4,000 digits, four methods")
+        page = api.write(*api.gather([out]), out / "report.html", "The demo: four methods on 4,000 real digits")
     except KeyboardInterrupt:
-        raise StoppedError(f"stopped; fedcdp demo --out {out} goes on where it was") from None
+        raise StoppedError(f"stopped; fedcdp demo --out {out} resumes it") from None
     if not quiet:
         _show_table(subjects)
-        terminal.stdout.print(f"Look at it: {page}", soft_wrap=True)
+        terminal.stdout.print(f"Report page: {page}", soft_wrap=True)
 
 
 def report(
@@ -90,15 +91,20 @@ def report(
 
 
 def _show_table(subjects: list[Subject]) -> None:
-    """One line a subject: accuracy, what each reader got, and ε for a record; below, why an ε is infinite."""
+    """One row for each subject: accuracy, what each adversary reconstructed, and ε. Below: what the figures refer to."""
+    networks = which_networks(subjects)
+    one, two = ("¹", "²") if networks else ("", "")
     shown = Table(title=_TITLE, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("method", no_wrap=True)
-    shown.add_column("accuracy", justify="right", no_wrap=True)
-    for heading in ("type-2", "type-1", "type-0", "model"):
-        shown.add_column(heading, no_wrap=True)
+    shown.add_column(f"accuracy{one}", justify="right", no_wrap=True)
+    for heading in ("type-2", "type-1", "type-0"):
+        shown.add_column(f"{heading}{two}", no_wrap=True)
+    shown.add_column("model", no_wrap=True)
     for subject in subjects:
         accuracy = None if subject.run is None else subject.run.accuracy
-        cells = [subject.name, "-" if accuracy is None else f"{accuracy:.3f}"]
+        clients = None if subject.run is None else subject.run.clients
+        name = escape(subject.name) if clients is None else f"{escape(subject.name)}\n[dim]{clients:,} clients[/]"
+        cells = [name, "-" if accuracy is None else f"{accuracy:.3f}"]
         for cell in subject.cells:
             got = cell.verdict
             style = {"leaks": "bold red", "failed": "default", "unknown": "dim"}[got.kind]
@@ -106,25 +112,28 @@ def _show_table(subjects: list[Subject]) -> None:
             if got.identified is not None and not got.got:
                 words = f"{got.identified[0]}/{got.identified[1]} identified"
             cells.append(f"[{style}]{words}[/]\nε {epsilon(cell.epsilon)}")
-        shown.add_row(*cells, f"\nε {epsilon(subject.model_epsilon)}")
+        whole = "" if subject.client_epsilon is None else f"client ε {epsilon(subject.client_epsilon)}"
+        shown.add_row(*cells, f"{whole}\nε {epsilon(subject.model_epsilon)}")
     terminal.stdout.print(shown)
     terminal.stdout.print(
-        "Leaks? How many of the attacked examples each reader (type-2, type-1, type-0) got back recognisably; ε is for a "
-        "record. An attack that fails is no proof."
+        "type-2, type-1, type-0: how many of the attacked examples each adversary reconstructed recognisably. model: an "
+        "adversary who sees only the model. ε is for a record unless it says client. A failed attack proves nothing."
     )
+    if networks:
+        terminal.stdout.print(escape(f"¹ {networks[0]} ² {networks[1]} {networks[2]}"))
     for subject in subjects:
         told = [f"{cell.leak.replace('type', 'type-')} {', '.join(cell.verdict.tried)}" for cell in subject.cells
                 if cell.verdict.tried]  # fmt: skip
         if told:
-            terminal.stdout.print(f"Tried on {escape(subject.name)}: {escape('; '.join(told))}.")
+            terminal.stdout.print(f"Attacks on {escape(subject.name)}: {escape('; '.join(told))}.")
     for reason, names in _reasons(subjects).items():
         terminal.stdout.print(f"∞ for {', '.join(names)}: {reason}.")
     if any(VACUOUS <= value < math.inf for subject in subjects for value in _epsilons(subject)):
-        terminal.stdout.print(f"An ε above {VACUOUS:g} guarantees nothing, though an attack may fail.")
+        terminal.stdout.print(f"An ε above {VACUOUS:g} guarantees nothing, even if the attacks fail.")
 
 
 def _reasons(subjects: list[Subject]) -> dict[str, list[str]]:
-    """Why an ε is infinite, and of whom."""
+    """Why an ε is infinite, and for which subjects."""
     reasons: dict[str, list[str]] = {}
     for subject in subjects:
         for adversary in (*ADVERSARY_OF.values(), "model"):
@@ -136,5 +145,5 @@ def _reasons(subjects: list[Subject]) -> dict[str, list[str]]:
 
 
 def _epsilons(subject: Subject) -> list[float]:
-    values = [cell.epsilon for cell in subject.cells] + [subject.model_epsilon]
+    values = [cell.epsilon for cell in subject.cells] + [subject.model_epsilon, subject.client_epsilon]
     return [value for value in values if value is not None]
