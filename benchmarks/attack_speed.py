@@ -1,9 +1,9 @@
-"""What a victim costs: 100 attacked in lockstep, against one at a time with `torch.optim.LBFGS` (one thread each).
+"""The cost of a victim: 100 attacked in lockstep, compared with one at a time by `torch.optim.LBFGS` (one thread each).
 
     python benchmarks/attack_speed.py --out results/attack_speed.json
 
-Both fit the same gradients with the same steps: the paper's attack (CPL network, 20 evaluations an iteration). One at a
-time is the plain PyTorch loop of the attack's authors. The two take turns; the ratio is of the medians.
+Both fit the same gradients with the same steps: the paper's attack (CPL network, 20 evaluations per iteration). The loop for
+one victim at a time is the plain PyTorch loop of the attack's authors. The two take turns; the ratio is that of the medians.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The attacks that a defender is judged by, beyond the paper's own (those are in `fedcdp reproduce attacks`).
+"""The attacks for judging a defence, beyond the paper's own (those are in `fedcdp reproduce attacks`).
 
     python benchmarks/attacks.py run --device cuda --workers 12 --out results/attacks.json
     python benchmarks/attacks.py table results/attacks.json > results/attacks.md
 
-`run --list` names the cells, `run --only PREFIX` runs some of them. What is already in the result file is not run again.
+`run --list` names the cells, `run --only PREFIX` runs some of them. Cells in the result file are not run again.
 Many processes share a GPU well only under CUDA's multi-process service (`nvidia-cuda-mps-control -d`).
 """
 
@@ -54,7 +54,7 @@ class Cell:
         return assemble(preset(self.dataset), changes)
 
     def command(self) -> str:
-        """The same from the command line."""
+        """The command line for the same attack."""
         flags = {"learning_rate": "lr"} | {key: key.replace("_", "-") for key in self.look}
         given = self.plan | self.recipe | self.look
         told = "".join(f" --{flags.get(key, key.replace('_', '-'))} {value}" for key, value in given.items())
@@ -63,7 +63,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of them."""
+    """All cells."""
     return [
         *_presets(), *_clipping(), *_filter(), *_trained_network(), *_averaging(), *_tables(), *_steps(),
     ]  # fmt: skip
@@ -155,7 +155,7 @@ def _tables() -> list[Cell]:
 
 
 def measure(cell: Cell, device: str) -> dict[str, Any]:
-    """One cell, as a row of the result file."""
+    """Measure one cell; returns its row of the result file."""
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def _machine(device: str) -> str:
 
 
 def run(out: Path, device: str, workers: int, only: str, limit: float) -> None:
-    """All cells that are not in the result file yet, in parallel."""
+    """Run all cells that are not in the result file yet, in parallel."""
     stored: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"cells": {}}
     todo = [cell for cell in cells() if cell.name.startswith(tuple(only.split(","))) and cell.name not in stored["cells"]]
     started = time.perf_counter()
@@ -208,14 +208,14 @@ def run(out: Path, device: str, workers: int, only: str, limit: float) -> None:
                 print(f"{time.perf_counter() - started:5.0f} s  {cell.name}  {told}", flush=True)
                 out.write_text(json.dumps(stored, indent=1) + "\n")
     if todo:
-        print(f"{len(todo)} cells are left: {', '.join(cell.name for cell in todo)}")
+        print(f"{len(todo)} cells are not run: {', '.join(cell.name for cell in todo)}")
 
 
 # Showing them --------------------------------------------------------------------------------------------------------
 
 
 def table(stored: dict[str, Any]) -> str:
-    """All cells as Markdown, group by group. What it all means is said in docs/attacks.md."""
+    """All cells as Markdown, group by group. docs/attacks.md explains them."""
     found = stored["cells"]
     parts = [
         "# Leakage attacks beyond the paper's: what was measured",
@@ -224,7 +224,7 @@ def table(stored: dict[str, Any]) -> str:
         "*exact*: MSE < 1e-3; *recognisable*: PSNR of 15 dB or more and closer than the class mean; *identified*: the true "
         "example is the nearest of 1000. Iterations are those until exact, else until the search ended; one is up to 20 "
         "evaluations. The paper's own attacks are in [reproduction/attacks.md](reproduction/attacks.md); "
-        "[docs/attacks.md](../docs/attacks.md) says how to read this.",
+        "[docs/attacks.md](../docs/attacks.md) explains how to read this page.",
     ]
     for group, title in GROUPS.items():
         rows = {name: row for name, row in found.items() if name.startswith(group + "/")}
@@ -295,8 +295,8 @@ def main() -> None:
     runs.add_argument("--out", type=Path, default=Path("results/attacks.json"))
     runs.add_argument("--device", default="cpu")
     runs.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2))
-    runs.add_argument("--only", default="", help="Beginnings of names, separated by commas.")
-    runs.add_argument("--limit", type=float, default=float("inf"), help="Seconds after which no new cell is begun.")
+    runs.add_argument("--only", default="", help="Prefixes of names, separated by commas.")
+    runs.add_argument("--limit", type=float, default=float("inf"), help="Seconds after which no new cell is started.")
     runs.add_argument("--list", action="store_true")
     tables = commands.add_parser("table")
     tables.add_argument("results", type=Path)

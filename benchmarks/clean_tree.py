@@ -1,4 +1,4 @@
-"""The commit that figures are measured on."""
+"""The commit on which figures are measured."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def clean_commit(*may_differ: str) -> str:
-    """The commit of this tree; ends the program where files other than results and `may_differ` are not committed."""
+    """The commit of this tree; exits if files other than results and `may_differ` have uncommitted changes."""
     left_out = [f":!{path}" for path in ("results", *may_differ)]
     if _git("status", "--porcelain", "--", *left_out):
-        raise SystemExit("the tree has changes that are not committed: figures would belong to no commit")
+        raise SystemExit("the tree has uncommitted changes: commit them first, so figures belong to a commit")
     return _git("rev-parse", "HEAD")
 
 

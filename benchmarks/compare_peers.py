@@ -1,9 +1,9 @@
-"""fedcdp against its peers, everything in one command: an environment for each peer, then all of them in turns.
+"""Compare fedcdp with its peers in one command: create an environment for each peer, then measure all of them in turns.
 
-    python benchmarks/compare_peers.py --out results/peers.json                  # all, about ten minutes
-    python benchmarks/compare_peers.py opacus --out results/peers.json           # one of them, about three
+        python benchmarks/compare_peers.py --out results/peers.json                  # all, about ten minutes
+        python benchmarks/compare_peers.py opacus --out results/peers.json           # one of them, about three minutes
 
-Each peer gets a virtual environment of its own under --environments, with the versions below, made once; one that cannot be
+Each peer gets its own virtual environment under --environments, with the versions below, created once. A peer that cannot be
 installed is left out, and the result says so. Then `fedcdp bench --section peers` measures: one process each, one at a time,
 one thread, turn by turn.
 """
@@ -28,7 +28,7 @@ _OF_FEDCDP = ["numpy==2.4.6"]  # all that fedcdp's networks need besides PyTorch
 
 
 def environment(peer: str, under: Path) -> Path | None:
-    """The interpreter of a peer's environment, which is made if it is not there; None if that fails."""
+    """The interpreter of a peer's environment, created if needed; None if that fails."""
     python = under / peer / "bin" / "python"
     done = under / peer / "installed"
     if not done.exists():
@@ -36,7 +36,7 @@ def environment(peer: str, under: Path) -> Path | None:
         venv.create(under / peer, clear=True, with_pip=True)
         command = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES[peer], *_OF_FEDCDP]
         if subprocess.run(command, check=False).returncode:
-            print(f"{peer} does not install here", file=sys.stderr)
+            print(f"{peer} cannot be installed here", file=sys.stderr)
             return None
         done.write_text(" ".join(PACKAGES[peer]))
     return python
@@ -54,7 +54,7 @@ def main() -> None:
     for name in given.peers:
         if name not in PACKAGES:
             parser.error(f"{name!r} is not one of {', '.join(PACKAGES)}")
-    # Absolute, but not resolved: an environment's interpreter is a link, and it is the link that makes the environment.
+    # Absolute, but not resolved: an environment's interpreter is a symlink, and only the symlink selects the environment.
     found = {name: environment(name, given.environments.absolute()) for name in given.peers or PACKAGES}
     options = [f"--peer-python={name}={python}" for name, python in found.items() if python is not None]
     options += [] if given.plot is None else ["--plot", str(given.plot)]

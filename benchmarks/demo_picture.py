@@ -13,7 +13,7 @@ from fedcdp.report.subjects import subjects_of
 
 
 def main(demo: Path, target: Path) -> None:
-    """Rows: the originals, then each method; columns: three examples each of a type-2 and of a type-0 reader."""
+    """Rows: the originals, then each method; columns: three examples each for a type-2 and a type-0 adversary."""
     rows, names = [], []
     for subject in subjects_of(*gather([demo])):
         by_leak = {leak.leak: leak for leak in subject.leaks}

@@ -1,9 +1,9 @@
-"""The kernel on a GPU: whether it agrees with the batched engine, and how long a client's local step takes.
+"""The kernel on a GPU: its agreement with the batched engine, and the time of a client's local step.
 
     python benchmarks/kernel.py --clients 500 1000 5000
 
-Inputs and targets are random: neither the time nor the agreement depends on them. Local training is Fed-CDP's, noise
-included, with the paper's CNN.
+Inputs and targets are random: neither the time nor the agreement depends on them. Local training is that of Fed-CDP,
+including noise, with the paper's CNN.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def largest_difference(one: Tree, other: Tree) -> float:
 
 
 def microseconds(case: Case, tf32: bool, repetitions: int = 3) -> float:
-    """A client's step, of a whole call; the median, after one call that compiles."""
+    """Microseconds per client step of a whole call: the median, after one call that compiles."""
     by_kernel(case, tf32)
     times = []
     for _ in range(repetitions):

@@ -1,4 +1,4 @@
-"""Attack the recommended presets, and write the figures that docs/recommended.md shows.
+"""Attack the recommended presets, and write the figures for docs/recommended.md.
 
 python benchmarks/preset_attacks.py        # results/preset_attacks.json, about five minutes on one core
 python -m tools.pages                      # the page
@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def run() -> None:
-    """All commands on a clean tree, one after the other, each in a process of its own with one thread."""
+    """Run all commands on a clean tree, one at a time, each in its own process with one thread."""
     cells: dict[str, Any] = {}
     told = {"commit": clean_commit("docs/recommended.md"), "machine": _machine(), "cells": cells}
     for name, command in COMMANDS.items():

@@ -1,15 +1,15 @@
-"""The recommended presets: how they were tuned, and what they reach.
+"""The recommended presets: their tuning, and their accuracy.
 
     python benchmarks/recommended.py tune --datasets mnist        # settings tried on a fifth of the training split
     python benchmarks/recommended.py run                          # every preset, three seeds, on the validation split
     python benchmarks/recommended.py table > results/recommended.md
 
-All of it runs on a CPU; `--device cuda` is faster. Results are kept in results/recommended.json, and what is there is not
-run again. The noise of a setting that is tried comes from the closed form of a Gaussian mechanism (a record is used once a
-round, at a known step), so that no accountant is needed; the presets' own noise is checked by the accountant in
+All of it runs on a CPU; `--device cuda` is faster. Results are stored in results/recommended.json, and stored results are
+not computed again. The noise of a tuning setting comes from the closed form of a Gaussian mechanism (a record is used once
+per round, at a known step), so no accountant is needed. The accountant checks the presets' own noise in
 tests/config/test_recommended.py.
 
-Tuning sees the training split alone. The search is covered by no ε; docs/recommended.md says what else to know of it.
+Tuning uses the training split alone. No ε covers the search; docs/recommended.md lists its other caveats.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ OUT = Path("results/recommended.json")
 DELTA = 1e-5
 SEEDS = (0, 1, 2)
 FIFTHS = {"cancer": 20, "lfw": 3}
-SPLITS = {"cancer": 10}  # of 143 validation records each: one split says little
+SPLITS = {"cancer": 10}  # with 143 validation records each: one split says little
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Settings to try: all combinations."""
+    """Settings to try, in all combinations."""
 
     rounds: tuple[int, ...]
     clips: tuple[float, ...]
     steps: tuple[float, ...]
-    """Learning rate times clip bound: how far a round moves the weights at most."""
+    """Learning rate times clip bound: the most that a round moves the weights."""
     ema: float = 0.8
 
     def __iter__(self) -> Iterator[dict[str, float]]:
@@ -61,7 +61,7 @@ class Grid:
             yield {"rounds": rounds, "clip": clip, "learning_rate": step / clip, "ema": self.ema}
 
 
-# Less noise allows more rounds, and further ones.
+# Less noise allows more rounds and larger total movement.
 GRIDS = {
     ("mnist", 1): Grid((20, 40), (0.1, 0.25), (40.0, 80.0)),
     ("mnist", 2): Grid((40, 80), (0.1, 0.25), (40.0, 80.0)),
@@ -83,7 +83,7 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the tables: a preset with changes, and the learning rates to choose from where those ask for another."""
+    """One line of the tables: a preset with changes, and the learning rates to choose from if the changes need another."""
 
     section: str
     name: str
@@ -100,15 +100,15 @@ class Row:
         return assemble(preset(self.preset), self.changes, {"plan": plan})
 
     def experiments(self, **plan: Any) -> list[Experiment]:
-        """One for each seed, and each split where several are taken."""
+        """One experiment for each seed, and for each split if there are several."""
         splits = SPLITS.get(self.preset.partition("-")[0])
-        seeds = SEEDS[:1] if self.section == "non-private" else SEEDS  # without noise all are alike
+        seeds = SEEDS[:1] if self.section == "non-private" else SEEDS  # without noise, all seeds give the same result
         every = [self.experiment(seed=seed, **plan) for seed in (range(splits) if splits else seeds)]
         return [replace(each, data=replace(each.data, split_seed=each.plan.seed)) for each in every] if splits else every
 
 
 def rows() -> list[Row]:
-    """All rows. The noise of those that another mechanism needs is from `fedcdp calibrate`."""
+    """All rows. Rows with another mechanism have their noise from `fedcdp calibrate`."""
     found = [Row("recommended", "recommended", name) for name in RECOMMENDED]
     found += [Row("recommended", "dealt out at random", f"mnist-eps{e}", {"data": {"partition": "iid"}}) for e in (1, 2, 8)]
     clean = {"method": "nonprivate", "noise_multiplier": 0.0, "rounds": 100}
@@ -171,7 +171,7 @@ PAPERS_BATCH = {
 
 
 def multiplier(epsilon: float, rounds: int, batch: int) -> float:
-    """σ for which `rounds` sums of `batch` noised gradients give (ε, δ) in all: the Gaussian mechanism in closed form."""
+    """σ for which `rounds` sums of `batch` noised gradients give (ε, δ) in total: the Gaussian mechanism in closed form."""
 
     def delta(shift: float) -> float:
         return _normal(shift / 2 - epsilon / shift) - math.exp(epsilon) * _normal(-shift / 2 - epsilon / shift)
@@ -189,15 +189,15 @@ def _normal(value: float) -> float:
 
 @cache
 def splits_of(dataset: str, split_seed: int) -> Splits:
-    """The benchmark's own split (its files are found through FEDCDP_DATA)."""
+    """The benchmark's own split (its files are found with FEDCDP_DATA)."""
     return load_splits(assemble({"data": {"dataset": dataset, "scaling": "public", "split_seed": split_seed}}), quiet=True)
 
 
 @cache
 def featured(dataset: str, split_seed: int, network: str, device: str) -> tuple[Splits, nn.Module | None]:
-    """The splits behind the network's fixed layers, which are computed once for all runs, and the rest of the network.
+    """The splits after the network's fixed layers, which are computed once for all runs, and the rest of the network.
 
-    None for the rest where there are no fixed layers: what is trained then begins with the run's own seed.
+    The rest is None if there are no fixed layers: the trained network then starts from the run's own seed.
     """
     splits = splits_of(dataset, split_seed)
     whole = prepare(build(network, splits.train.shape, splits.train.classes), Plan(), device)
@@ -211,14 +211,14 @@ def featured(dataset: str, split_seed: int, network: str, device: str) -> tuple[
 
 
 def for_tuning(splits: Splits, seed: int) -> Splits:
-    """The training split alone, a fifth of it in the place of the validation split."""
+    """The training split alone, with a fifth of it in place of the validation split."""
     order = torch.from_numpy(numpy_generator(seed, "tuning-split").permutation(len(splits.train)))
     held_out = len(order) // 5
     return replace(splits, train=splits.train.take(order[held_out:]), validation=splits.train.take(order[:held_out]))
 
 
 def accuracy(experiment: Experiment, device: str, tuning: bool) -> float:
-    """Train: for a result, on the whole training split; to tune, on four fifths, with four fifths of the clients."""
+    """Train: for a result, on the whole training split; for tuning, on four fifths, with four fifths of the clients."""
     data, plan = experiment.data, experiment.plan
     splits, network = featured(str(data.dataset), data.split_seed, experiment.model.network, device)
     if network is None:
@@ -236,7 +236,7 @@ def accuracy(experiment: Experiment, device: str, tuning: bool) -> float:
 def tried(dataset: str, epsilon: float, setting: dict[str, Any], device: str) -> float:
     """Accuracy of one setting on the held-out fifth.
 
-    A small dataset's is the mean over several fifths, for one is too small to tell settings apart.
+    For a small dataset it is the mean over several fifths, because one is too small to distinguish settings.
     """
     federated = FEDERATIONS[dataset]
     sigma = multiplier(epsilon, setting["rounds"], federated.records)
@@ -248,7 +248,7 @@ def tried(dataset: str, epsilon: float, setting: dict[str, Any], device: str) ->
 
 
 class Kept:
-    """Results in a file, by key; what is known is not computed again."""
+    """Results in a file, by key; known results are not computed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -278,7 +278,7 @@ def tune(datasets: list[str], epsilons: list[float], device: str, kept: Kept) ->
 
 
 def finish(row: Row, device: str) -> dict[str, Any]:
-    """A row's accuracy on the validation split, with several seeds, and its ε where accounting is installed."""
+    """A row's accuracy on the validation split, with several seeds, and its ε if accounting is installed."""
     started = time.perf_counter()
     tuned = {rate: accuracy(row.experiment(learning_rate=rate), device, tuning=True) for rate in row.rates}
     chosen = {"learning_rate": max(tuned, key=lambda rate: tuned[rate])} if tuned else {}
@@ -296,7 +296,7 @@ def finish(row: Row, device: str) -> dict[str, Any]:
 
 
 def run_all(datasets: list[str], sections: list[str], device: str, deadline: float, kept: Kept) -> None:
-    """Every row that is not known yet; those that need a GPU only there. None is begun after the deadline."""
+    """Every row that is not known yet; rows that need a GPU only run on one. No row is started after the deadline."""
     for row in sorted(rows(), key=lambda row: "10k" in row.preset):  # ten thousand clients take the longest
         if time.time() > deadline:
             return
@@ -306,9 +306,9 @@ def run_all(datasets: list[str], sections: list[str], device: str, deadline: flo
 
 
 def epsilons_of(row: Row) -> dict[str, float]:
-    """ε of a row: the server's for a record and a person, and that of who reads single gradients."""
+    """ε of a row: the server's for a record and a person, and that of an adversary who sees single gradients."""
     from fedcdp.accounting.statement import state
-    from fedcdp.training.prepared import population_of  # not on a machine that only trains
+    from fedcdp.training.prepared import population_of  # not needed on a machine that only trains
 
     experiment = row.experiment()
     found = state(experiment.plan, population_of(experiment)).rows
@@ -316,7 +316,7 @@ def epsilons_of(row: Row) -> dict[str, float]:
 
 
 def markdown(known: dict[str, Any]) -> str:
-    """The tables for people."""
+    """The tables as Markdown."""
     lines: list[str] = []
     titles = {
         "recommended": "Recommended presets",
@@ -359,7 +359,7 @@ def main() -> None:
     parser.add_argument("--sections", default="recommended,non-private,ablation,baseline", help="comma separated, for run")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--minutes", type=float, default=1e6, help="begin no further row after this long; the next call does"
+        "--minutes", type=float, default=1e6, help="start no further row after this time; run again to continue"
     )
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()

@@ -15,7 +15,7 @@ import fedcdp
 
 PACKAGE = Path(fedcdp.__file__).parent
 LAYERS = (
-    {"_version", "errors"},
+    {"_startup", "_version", "errors"},
     {"files"},
     {"config"},
     {"mechanism"},

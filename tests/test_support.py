@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.made_once import made_once
-from tests.support.pairs import pairs_first, pairwise
+from tests.support.pairs import pairs_first, pairwise, sample_first
 
 CHOICES = {"place": range(5), "when": ["before", "after"], "seeded": [True, False], "mode": ["a", "b", "c"]}
 
@@ -32,6 +32,12 @@ def test_every_combination_is_there_and_the_rest_is_slow() -> None:
     quick = [each.values for each in every if not each.marks]
     assert quick == pairwise(**CHOICES)
     assert all(each.marks[0].name == "slow" for each in every if each.marks)
+
+
+def test_all_but_the_first_values_are_slow() -> None:
+    every = sample_first("abc", quick=2)
+    assert [each.values for each in every] == [("a",), ("b",), ("c",)]
+    assert [[mark.name for mark in each.marks] for each in every] == [[], [], ["slow"]]
 
 
 def test_what_is_made_once_is_not_made_again(tmp_path_factory: pytest.TempPathFactory) -> None:

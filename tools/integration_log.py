@@ -1,4 +1,4 @@
-"""Run every Flower scenario and keep what it printed, without the paths of this machine: `make integration`.
+"""Run every Flower scenario and store its output, without local paths: `make integration`.
 
 python -m tools.integration_log results/integration.log.txt
 """
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    """Run, and write the log."""
+    """Run the scenarios, and write the log."""
     target = Path(sys.argv[1])
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "integration").glob("test_flower*.py"))
     with tempfile.TemporaryDirectory() as place:

@@ -1,11 +1,11 @@
-"""Load: many nodes on one machine, for many rounds, one of which is killed every other round. `make load`
+"""Load test: many nodes on one machine, for many rounds; every other round one node is killed. `make load`
 
     python -m tools.load --nodes 20 --rounds 20 --out results/reliability/load.json
 
-Real SuperNodes with TLS on the loopback, from the scripts of `fedcdp deploy init`. In every other round a node that takes
-part is killed with SIGKILL, with all that it started; the one killed before it is started again. The run must finish all its
-rounds, each of them charged in the server's ledger; no client's own ledger may count less than the server took from it, and
-no process may be left.
+Real SuperNodes with TLS on the loopback interface, from the scripts of `fedcdp deploy init`. In every other round a
+participating node is killed with SIGKILL, with all its child processes, and the previously killed node is started again. The
+run must finish all its rounds, each of them charged in the server's ledger. No client's own ledger may count less than the
+server received from it, and no process may be left.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.studies.bench.result_file import describe, load_average
 from tests.support.flower_site import CANCER, RunningSite, left_of, wait_until
 
-_PATIENCE = 1800.0  # seconds for a round, or for a killed node to be back
+_PATIENCE = 1800.0  # seconds for a round, or for a killed node to return
 
 
 def main() -> int:
-    """Run, judge, write."""
+    """Run the test, check the result, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--per-round", type=int, default=8, help="Nodes that take part in a round.")
     parser.add_argument("--round-timeout", type=float, default=180.0, help="Seconds after which a missing node is left out.")
-    parser.add_argument("--out", type=Path, default=None, help="Where the result goes, as JSON.")
+    parser.add_argument("--out", type=Path, default=None, help="Write the result to this JSON file.")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         result = load(Path(place) / "site", given.nodes, given.rounds, given.per_round, given.round_timeout)
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def load(place: Path, nodes: int, rounds: int, per_round: int, patience: float) -> dict[str, Any]:
-    """The deployment, from its start to its end."""
+    """Run the deployment from start to end."""
     work: Settings = {"plan": {"rounds": rounds, "per_round": per_round, "local_steps": 50, "learning_rate": 0.005}}
     server: dict[str, int | float] = {
         "round-timeout": patience,
@@ -111,17 +111,17 @@ def load(place: Path, nodes: int, rounds: int, per_round: int, patience: float) 
 
 
 def _at_work(site: RunningSite, round_: int) -> list[int]:
-    """Nodes in this round: they have written down that they are about to release something."""
+    """Nodes in this round: their ledgers record a release that is about to happen."""
     return [node for node in range(1, site.nodes_wanted + 1) if any(each >= round_ for each, _ in site.releases(node))]
 
 
 def _ended(site: RunningSite) -> bool:
-    """By what the server left. Whoever follows the log of a run (`run.sh`) may lose a busy server before it ends."""
+    """Whether the run ended, by the server's files: `run.sh` follows the log and may lose a busy server before it ends."""
     return (site.site.run / "outcome.json").exists()
 
 
 def _await(site: RunningSite, holds: Callable[[], bool], what: str) -> None:
-    """Until something holds, or the run ends."""
+    """Wait until a condition holds, or the run ends."""
     try:
         wait_until(lambda: site.supervisor.reap() or _ended(site) or holds(), what, _PATIENCE)
     except BaseException:
@@ -130,7 +130,7 @@ def _await(site: RunningSite, holds: Callable[[], bool], what: str) -> None:
 
 
 def resident(*roots: int) -> int:
-    """Resident bytes of some processes and all that they started; pages that they share count each time."""
+    """Resident bytes of some processes and their descendants; shared pages count several times."""
     pids = {pid for root in roots for pid in (root, *descendants(root))}
     total = 0
     for pid in pids:

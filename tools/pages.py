@@ -1,7 +1,7 @@
 """Render the pages that quote figures: each template under docs/templates becomes the page at the same path.
 
     python -m tools.pages                      # render every page
-    python -m tools.pages --run flower         # run the blocks of one tutorial first, and write what they print into it
+        python -m tools.pages --run flower         # first run the blocks of one tutorial, and write their output into it
 
 A template is Markdown with jinja2 calls. Every call names the source of its figure:
 
@@ -54,20 +54,20 @@ def page_of(template: Path) -> Path:
 
 
 def source_of(page: Path) -> Path:
-    """What a page is written in: its template, or the page itself if it has none."""
+    """The file to edit for a page: its template, or the page itself if it has none."""
     template = TEMPLATES / f"{page.relative_to(ROOT)}.jinja"
     return template if template.exists() else page
 
 
 def render(text: str) -> str:
-    """The page that a template's text stands for."""
+    """Render a template's text."""
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table)
     return environment.from_string(text).render()
 
 
 def figure(source: str, digits: int = 0) -> str:
-    """A value, rounded to so many digits."""
+    """A value, rounded to this many digits."""
     return f"{value_of(source):,.{digits}f}"
 
 
@@ -77,19 +77,19 @@ def share(source: str, digits: int = 3) -> str:
 
 
 def percent(source: str, digits: int = 0) -> str:
-    """A value in per cent, without the sign."""
+    """A value in percent, without the sign."""
     return f"{100 * value_of(source):.{digits}f}"
 
 
 def quoted(file: str, text: str) -> str:
-    """A text that is written in a result file."""
+    """A text that appears in a result file."""
     if re.search(rf"(?<![\d.,]){re.escape(text)}(?![\d]|[.,]\d)", (ROOT / "results" / file).read_text()) is None:
         raise ValueError(f"{text} is not written in results/{file}")
     return text
 
 
 def bench_table(file: str, section: str) -> str:
-    """The table of one section of a result file of `fedcdp bench`, with the machine that it was measured on."""
+    """The table of one section of a result file of `fedcdp bench`, with its machine."""
     content = bench_results(ROOT / "results" / file)
     return markdown(content | {"sections": {section: content["sections"][section]}}).strip()
 
@@ -133,7 +133,7 @@ def _accounted(options: str) -> Any:
 def main() -> None:
     """Render every page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", metavar="NAME", help="a tutorial whose blocks are run first")
+    parser.add_argument("--run", metavar="NAME", help="run the blocks of this tutorial first")
     if name := parser.parse_args().run:
         from tests.support.doc_pages import rewrite
 

@@ -1,7 +1,7 @@
-"""Writes the fixtures in `tests/fixtures/0.1.0`: what the released code (version 0.1.0, commit 3997731) left on disk.
+"""Write the fixtures in `tests/fixtures/0.1.0`: files written by the released code (version 0.1.0, commit 3997731).
 
-The fixtures stay as they are: `tests/test_released_fixtures.py` opens and resumes them with today's code. This program says
-how they were made, and makes those of a later release:
+The fixtures never change: `tests/test_released_fixtures.py` opens and resumes them with today's code. This program documents
+how they were made, and can make those of a later release:
 
     git worktree add ../released COMMIT
     PYTHONPATH=../released/src python -m tools.released_fixtures tests/fixtures/VERSION
@@ -9,9 +9,9 @@ how they were made, and makes those of a later release:
 | fixture | what it is |
 | --- | --- |
 | `records.csv` | the data: 150 records of four features, two classes |
-| `trainings/NAME` | a training that was killed; `NAME.safetensors`: the model to which the released code completed it |
-| `client` | a client's state directory: several tasks, two of which differ from another only in how they are written |
-| `SITE` | a deployment whose server was killed in a round. Keys and certificates are left out: a test makes its own |
+| `trainings/NAME` | a killed training; `NAME.safetensors`: the model after the released code completed it |
+| `client` | a client's state directory: several tasks, two of which differ from another only in their written form |
+| `SITE` | a deployment whose server was killed during a round. Keys and certificates are omitted: a test makes its own |
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.support.local_grid import Killed, LocalGrid, Node
 NODES, ROUNDS = 3, 4
 _USUAL: dict[str, Any] = {"rounds": 6, "per_round": 4, "local_steps": 2, "batch_size": 3, "noise_multiplier": 1.0}
 _RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    # name: settings of the data, of the plan, and whether it is killed between two rounds or in one that is charged already
+    # name: settings of the data, of the plan, and whether it is killed between two rounds or in one that is already charged
     "seeded": ({}, {}, "between"),
     "secure": ({}, {"secure_noise": True}, "within"),
     "quantile": ({}, {"clip": "quantile(0.5, 2)", "quantile_noise": 2.0, "ema": 0.5}, "between"),
@@ -80,7 +80,7 @@ def _run(out: Path, data: dict[str, Any], plan: dict[str, Any], killed: str) -> 
 
     def fail(self: RunDirectory, *rest: Any) -> None:
         if killed == "within" and done == _KILLED_AFTER:
-            raise Killed  # charged, trained, its metrics written, and no checkpoint of it
+            raise Killed  # charged, trained, metrics written, but no checkpoint
         save(self, *rest)
 
     RunDirectory.save_state = fail  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def _run(out: Path, data: dict[str, Any], plan: dict[str, Any], killed: str) -> 
 
 
 def _client(directory: Path) -> None:
-    """A ledger with tasks that the released code took for one another: its budget counted less than was released."""
+    """A ledger with tasks that the released code confused: its budget counted less than was released."""
     plan = Plan(rounds=10, per_round=4, local_steps=5, batch_size=5, secure_noise=True)
     tensors = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4)}
     first = Task(run="a" * 32, shape=(3,), classes=2, network="mlp", activation=None, tensors=tensors, constants="",
@@ -121,18 +121,18 @@ def _client(directory: Path) -> None:
 
 
 def nodes_of(site: Site) -> dict[int, Node]:
-    """The nodes of a deployment in this process, each by its own files."""
+    """The nodes of a deployment in this process, each created from its own files."""
     nodes = {}
     for place in site.nodes(NODES):
         config = tomllib.loads(place.config.read_text())
         paths = {name: str(place.path / config[name]) for name in ("policy", "state-dir", "data")}
-        number = {"partition-id": place.number - 1}  # which client of the simulator it is, for a reproducible task
+        number = {"partition-id": place.number - 1}  # number of the simulator's client, for a reproducible task
         nodes[100 + place.number] = Node(client_app(), config | paths | number)
     return nodes
 
 
 def settings_of(site: Site) -> ServerSettings:
-    """The server's settings in a deployment, with less patience."""
+    """The server's settings in a deployment, with shorter timeouts."""
     config = tomllib.loads((site.app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     return replace(ServerSettings.of(config), round_timeout=0.5, subscribe_timeout=1.0)
 

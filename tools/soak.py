@@ -1,19 +1,19 @@
-"""Soak: `fedcdp train` for hours, watched from outside. Its memory must stay flat and its rounds equally long.
+"""Soak test: watch `fedcdp train` for hours from outside. Its memory must stay flat and its rounds equally long.
 
     python -m tools.soak --hours 1 --out results/reliability/soak.json
     python -m tools.soak --hours 1 --allocator returning --out results/reliability/soak-returning.json
 
-The training is the command that a user runs, in a process of its own; its memory and its processor time are read from /proc
-once a second, its rounds from the metrics that it writes. It is stopped with Ctrl-C, and must then go on with --resume.
+The training is the command that a user runs, in its own process. Its memory and CPU time are read from /proc once a second,
+its rounds from the metrics that it writes. It is stopped with Ctrl-C, and must then continue with --resume.
 
-What counts as a failure (exit 1), the first tenth of the time being left out as a start-up:
+Failures (exit 1); the first tenth of the time is ignored as start-up:
 
 - memory: a line is fitted to the resident memory over the rounds. A round may leave `KB_A_ROUND` behind: its row of the
-  metrics and its line of the ledger, which a run keeps, and with the usual allocator what that keeps for itself: glibc holds
-  on to freed blocks of up to 32 MB, in steps. With `--allocator returning` it gives back every block above 1 MB (which costs
-  time), and what remains is the program's own. One kept copy of the model would be 17 to 35 times what is allowed.
-- time: the median processor time of a round in the last quarter may exceed that of the first quarter by `SLOWER`. Processor
-  time, because a clock on the wall also measures who else is at work on the machine (it is reported all the same).
+  metrics and its line of the ledger, which a run keeps, and with the default allocator what the allocator keeps for itself:
+  glibc holds on to freed blocks of up to 32 MB, in steps. With `--allocator returning` it returns every block above 1 MB
+  (which costs time), and the rest is the program's own. One leaked copy of the model would be 17 to 35 times the limit.
+- time: the median CPU time of a round in the last quarter may exceed that of the first quarter by `SLOWER`. CPU time,
+  because wall-clock time also measures other load on the machine (it is reported as well).
 - the end: Ctrl-C is answered by one line and exit 1, every round is in the ledger and the metrics, and the run resumes.
 """
 
@@ -44,7 +44,7 @@ from fedcdp.training.rundir import RunDirectory
 KB_A_ROUND = {"usual": 8.0, "returning": 4.0}
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 SLOWER = 0.25
-FEWEST_ROUNDS = 1000  # with fewer, an allocator's single step of a few MB would look like a slope
+FEWEST_ROUNDS = 1000  # with fewer rounds, a single allocator step of a few MB would look like a slope
 ROUNDS = 1_000_000  # more than any soak reaches
 TRAINING = [
     "--dataset", "mnist5k", "--method", "fed-cdp", "--clients", "100", "--per-round", "4", "--local-steps", "1",
@@ -56,7 +56,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Sample:
-    """What the operating system says of the training at one moment."""
+    """The operating system's figures for the training at one moment."""
 
     seconds: float
     rounds: int
@@ -65,12 +65,12 @@ class Sample:
 
 
 def main() -> int:
-    """Run, judge, write."""
+    """Run the test, check the result, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--allocator", choices=KB_A_ROUND, default="usual")
-    parser.add_argument("--out", type=Path, default=None, help="Where the result goes, as JSON.")
+    parser.add_argument("--out", type=Path, default=None, help="Write the result to this JSON file.")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         result = soak(Path(place) / "run", given.hours, given.device, given.allocator)
@@ -82,9 +82,9 @@ def main() -> int:
 
 
 def soak(run: Path, hours: float, device: str, allocator: str) -> dict[str, Any]:
-    """Train for some hours, and what came of it."""
+    """Train for some hours, and return the result."""
     options = [*TRAINING, "--rounds", str(ROUNDS), "--device", device]
-    # Not --quiet: the progress, with its ε, is a part of what runs for hours.
+    # Not --quiet: the progress display, with its ε, is part of what must run for hours.
     command = [sys.executable, "-m", "fedcdp", "train", *options, "--out", str(run)]
     log = run.parent / "log"
     with log.open("wb") as output:
@@ -130,12 +130,12 @@ def soak(run: Path, hours: float, device: str, allocator: str) -> dict[str, Any]
 
 
 def _hears_ctrl_c() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so would the training."""
+    """A background process of a shell ignores Ctrl-C, and so would the training."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
-    """The status with which it ends; None where it has to be killed."""
+    """Its exit status; None if it has to be killed."""
     try:
         return process.wait(timeout=120)
     except subprocess.TimeoutExpired:
@@ -145,7 +145,7 @@ def _end(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def watch(process: subprocess.Popen[bytes], metrics: Path, seconds: float) -> list[Sample]:
-    """Look on once a second, until the time is over or the training ends (which it should not)."""
+    """Sample once a second, until the time is over or the training ends (which it should not)."""
     started, samples = time.monotonic(), []
     counted, place = 0, 0
     while (elapsed := time.monotonic() - started) < seconds:
@@ -168,7 +168,7 @@ def _after_start_up(samples: list[Sample]) -> list[Sample]:
 
 
 def growth(samples: list[Sample]) -> dict[str, float]:
-    """The line through resident memory over rounds, after the start-up."""
+    """A line fitted to resident memory over rounds, after the start-up."""
     kept = _after_start_up(samples)
     rounds = np.array([each.rounds for each in kept], dtype=float)
     resident = np.array([each.resident for each in kept], dtype=float)
@@ -182,7 +182,7 @@ def growth(samples: list[Sample]) -> dict[str, float]:
 
 
 def drift(samples: list[Sample]) -> dict[str, float]:
-    """Processor time of a round in the first and the last quarter, after the start-up."""
+    """CPU time per round in the first and the last quarter, after the start-up."""
     kept = _after_start_up(samples)
     quarter = len(kept) // 4
     first, last = _seconds_a_round(kept[:quarter]), _seconds_a_round(kept[-quarter:])
@@ -191,7 +191,7 @@ def drift(samples: list[Sample]) -> dict[str, float]:
 
 
 def _seconds_a_round(samples: list[Sample]) -> NDArray[np.float64]:
-    """Over windows of ten seconds, long enough to hold many rounds."""
+    """CPU seconds per round over windows of ten seconds, long enough to hold many rounds."""
     ends = samples[::10]
     pairs = itertools.pairwise(ends)
     return np.array([(b.processor - a.processor) / (b.rounds - a.rounds) for a, b in pairs if b.rounds > a.rounds])

@@ -1,4 +1,4 @@
-"""fedcdp itself: rounds of its simulator, engine and chunk chosen by measurement as in any long training."""
+"""fedcdp itself: rounds of its simulator; engine and chunk are chosen by measurement as in any long training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedcdp.training.simulate import train_experiment
 
 
 def serve(task: Task, turns: Turns) -> None:
-    """A round of `per_round` clients a turn."""
+    """Each turn is a round of `per_round` clients."""
     torch.set_num_threads(1)
     plan = {
         "method": task.mechanism,

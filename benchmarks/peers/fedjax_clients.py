@@ -1,4 +1,4 @@
-"""FedJAX (Ro et al., 2021): its `for_each_client`, which on one device compiles a step and trains client after client."""
+"""FedJAX (Ro et al., 2021): its `for_each_client`, which on one device compiles a step and trains one client at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from turns import NotPossibleError, Task, Turns, clients_a_turn, seconds_of
 
 
 def serve(task: Task, turns: Turns) -> None:
-    """Rounds of clients, one after the other."""
+    """Rounds of clients, one at a time."""
     if task.device != "cpu":
         raise NotPossibleError("only the CPU is compared")
     weights = weights_of(task)
     images, labels = inputs_of(task, 1)
-    # What its datasets hand out: batches of NumPy arrays.
+    # The form that its datasets provide: batches of NumPy arrays.
     steps = range(task.local_steps)
     batches = [{"x": jax.device_get(images[0, step]), "y": jax.device_get(labels[0, step])} for step in steps]
 

@@ -1,6 +1,7 @@
 """Flower (Beutel et al., 2020): its simulation on Ray, with clients that train as in `opacus_client`.
 
-One client at a time on one CPU. A client's network and optimiser are made once in Ray's process and kept, the kindest case.
+One client at a time on one CPU. A client's network and optimiser are created once in Ray's process and kept: Flower's best
+case.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from opacus_client import fastest_client
 from torch_client import Client, network_of
 from turns import NotPossibleError, Task, Turns, clients_a_turn
 
-_FEWEST, _MOST = 4, 50  # clients in a round
+_FEWEST, _MOST = 4, 50  # clients per round
 
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
-# Ray's processes find the files beside this one, and fedcdp.
+# Ray's processes must find the files next to this one, and fedcdp.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "src")])
 
 
 @cache
 def client_of(written: str) -> Client:
-    """The client of a process, by its task; Ray's processes import this module and call it."""
+    """The client of a process, for its task; Ray's processes import this module and call this function."""
     torch.set_num_threads(1)
     return fastest_client(Task.read(written))[0]
 
@@ -41,7 +42,7 @@ def _client_app(task: Task) -> ClientApp:
 
     @app.train()
     def train(message: Message, _: Context) -> Message:
-        import flower_simulation  # not this function's own module, of which Ray would send a copy with every message
+        import flower_simulation  # not this function's own module: Ray would send a copy of it with every message
 
         client = flower_simulation.client_of(written)
         torch._foreach_copy_(client.global_weights, list(message.content["arrays"].to_torch_state_dict().values()))
@@ -90,6 +91,6 @@ def serve(task: Task, turns: Turns) -> None:
         raise NotPossibleError("only the CPU is compared")
     torch.set_num_threads(1)
     config = {"init_args": {"num_cpus": 1, "include_dashboard": False}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    # Twice as long a round as others have a turn: its server looks for answers ten times a second.
+    # A round takes twice as long as a turn of the others: its server polls for answers ten times a second.
     clients = max(_FEWEST, min(_MOST, 2 * clients_a_turn(task, fastest_client(task)[0].seconds_a_step())))
     run_simulation(_server_app(task, turns, clients), _client_app(task), num_supernodes=clients, backend_config=config)

@@ -1,7 +1,7 @@
 """JAX, as FedJAX writes it (Ro et al., 2021), for many clients: `vmap` over clients of `vmap` over examples of `grad`.
 
-Compiled, on a CPU. How many clients at once, and whether the loop over local steps is inside the compiled program or not, is
-chosen by measurement, as fedcdp chooses its chunk; among the choices is one client at a time. The noise is JAX's own.
+Compiled, on a CPU. The number of clients at once, and whether the loop over local steps is inside the compiled program, are
+chosen by measurement, as fedcdp chooses its chunk; one client at a time is among the choices. The noise is JAX's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from turns import NotPossibleError, Task, Turns, clients_a_turn, seconds_of
 
-_AT_ONCE = {"cnn": (1, 4, 16), "mlp": (1, 16, 64)}  # more are slower
+_AT_ONCE = {"cnn": (1, 4, 16), "mlp": (1, 16, 64)}  # larger numbers are slower
 _TRIED_STEPS = 3
 
 Weights = dict[str, Any]
@@ -42,7 +42,7 @@ def weights_of(task: Task) -> Weights:
 
 
 def inputs_of(task: Task, clients: int) -> tuple[jax.Array, jax.Array]:
-    """Batches [clients, steps, B, ...] of images (channels last, as XLA likes them on a CPU) or rows, and labels."""
+    """Batches [clients, steps, B, ...] of images (channels last, which XLA prefers on a CPU) or rows, and labels."""
     shape = (*task.shape[1:], task.shape[0]) if task.network == "cnn" else task.shape
     key = jax.random.key(1)
     places = (clients, task.local_steps, task.batch_size)
@@ -84,7 +84,7 @@ def fed_cdp_step(task: Task, weights: Weights, key: jax.Array, inputs: jax.Array
 
 
 def _scanned_round(task: Task, at_once: int) -> Callable[..., Weights]:
-    """The sum of what some clients would send after a round, all local steps in one compiled program."""
+    """The sum of the updates of some clients after a round, with all local steps in one compiled program."""
 
     def client(weights: Weights, key: jax.Array, inputs: jax.Array, targets: jax.Array) -> Weights:
         def step(local: Weights, given: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Weights, None]:
@@ -101,7 +101,7 @@ def _scanned_round(task: Task, at_once: int) -> Callable[..., Weights]:
 
 
 def _stepped_round(task: Task, at_once: int) -> Callable[..., Weights]:
-    """The same, one call of the compiled program a step."""
+    """The same, with one call of the compiled program per step."""
     step = jax.jit(jax.vmap(partial(fed_cdp_step, task)))
     keys = jax.jit(lambda key, number: jax.random.split(jax.random.fold_in(key, number), at_once))
     begin = jax.jit(lambda weights: jax.tree.map(lambda each: jnp.broadcast_to(each, (at_once, *each.shape)), weights))
@@ -121,7 +121,7 @@ def _finished(call: Callable[..., Any], *arguments: Any) -> None:
 
 
 def serve(task: Task, turns: Turns) -> None:
-    """The way and the number of clients that are fastest, then rounds of them."""
+    """Choose the fastest variant and number of clients, then run rounds of them."""
     if task.device != "cpu":
         raise NotPossibleError("only the CPU is compared")
     weights, key = weights_of(task), jax.random.key(2)

@@ -1,8 +1,8 @@
 """Opacus (Yousefpour et al., 2021): per-layer clipping in local SGD, one client at a time.
 
-A client is the two objects that its documentation asks for, made once and kept: a wrapped network and a
-`DPPerLayerOptimizer`. Of its ways to form per-example gradients, `hooks` is its default; "ghost" cannot clip layer by layer.
-It clips every tensor by itself, so that of a layer with a bias two norms are bounded where Fed-CDP bounds one.
+A client consists of the two objects that the documentation requires, created once and kept: a wrapped network and a
+`DPPerLayerOptimizer`. Of Opacus' ways to compute per-example gradients, `hooks` is the default; "ghost" cannot clip layer by
+layer. Opacus clips every tensor separately, so it bounds two norms in a layer with a bias where Fed-CDP bounds one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _WAYS = ("hooks", "functorch", "ew")
 
 
 def private_client(task: Task, way: str) -> Client:
-    """A client whose every step clips each tensor of each example's gradient at C and noises the sum with σC."""
+    """A client that in every step clips each tensor of each example's gradient at C and adds noise σC to the sum."""
     network = wrap_model(network_of(task), grad_sample_mode=way, loss_reduction="mean")
     parameters = list(network.parameters())
     bounds = [task.clip] * len(parameters)
     optimiser = DPPerLayerOptimizer(
         torch.optim.SGD(parameters, lr=task.learning_rate),
-        noise_multiplier=task.noise_multiplier / len(bounds) ** 0.5,  # it scales the noise by the norm of all bounds
+        noise_multiplier=task.noise_multiplier / len(bounds) ** 0.5,  # Opacus scales the noise by the norm of all bounds
         max_grad_norm=bounds,
         expected_batch_size=task.batch_size,
         loss_reduction="mean",
@@ -43,7 +43,7 @@ def private_client(task: Task, way: str) -> Client:
 
 
 def fastest_client(task: Task) -> tuple[Client, str]:
-    """The client of the task's way, or of the one that is fastest here, and its name."""
+    """The client with the task's way, or with the fastest one here, and the name of that way."""
     clients, why = {}, ""
     for way in (task.way,) if task.way else _WAYS:
         try:
@@ -58,7 +58,7 @@ def fastest_client(task: Task) -> tuple[Client, str]:
 
 
 def serve(task: Task, turns: Turns) -> None:
-    """Per-layer clipped and noised SGD, one client after the other."""
+    """SGD with per-layer clipping and noise, one client at a time."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     client, way = fastest_client(task)

@@ -1,7 +1,7 @@
-"""pfl-research (Granqvist et al., 2024): its simulated backend on one process, with its own local Gaussian mechanism.
+"""pfl-research (Granqvist et al., 2024): its simulated backend in one process, with its own local Gaussian mechanism.
 
-It has no clipping or noise of single examples; the nearest that it has is Fed-SDP with the noise at the client: plain local
-SGD, and then the update clipped and noised. So it is compared with that.
+It cannot clip or noise single examples. Its nearest mechanism is Fed-SDP with noise at the client: plain local SGD, after
+which the update is clipped and noised. It is therefore compared with Fed-SDP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLIENTS = {"cnn": 8, "mlp": 32}
 
 
 class _Network(nn.Module):
-    """The network as it wants it: with its loss."""
+    """The network in the required form: with its loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One client at a time in plain PyTorch: what a client's data and weights look like, and non-private SGD on them."""
+"""One client at a time in plain PyTorch: a client's data and weights, and non-private SGD on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 class Client:
-    """A client that trains a network by `step`: from the global weights, and adding what it would send to a sum."""
+    """A client that trains a network by `step` from the global weights, and adds its update to a sum."""
 
     def __init__(self, task: Task, network: nn.Module, step: Step) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -28,7 +28,7 @@ class Client:
         self.sent = [torch.zeros_like(each) for each in self.weights]
 
     def train(self, steps: int | None = None) -> None:
-        """All local steps of a round (or some)."""
+        """Run all local steps of a round (or some)."""
         torch._foreach_copy_(self.weights, self.global_weights)
         size = self.task.batch_size
         for step in range(steps or self.task.local_steps):
@@ -36,14 +36,14 @@ class Client:
         torch._foreach_add_(self.sent, torch._foreach_sub(self.weights, self.global_weights))
 
     def seconds_a_step(self) -> float:
-        """After a warm-up, the least time of a few steps."""
+        """The minimum time of a few steps, after a warm-up."""
         few = min(5, self.task.local_steps)
         self.train(few)
         return seconds_of(lambda: (self.train(few), wait(self.task)), times=10) / few
 
 
 def wait(task: Task) -> None:
-    """Until a GPU has done what it was asked for."""
+    """Wait until a GPU has finished its work."""
     if task.device.startswith("cuda"):
         torch.cuda.synchronize()
 
@@ -54,7 +54,7 @@ def network_of(task: Task) -> nn.Module:
 
 
 def serve_clients(task: Task, turns: Turns, client: Client, version: str, note: str = "") -> None:
-    """Turns of several clients, one after the other."""
+    """Each turn trains several clients, one at a time."""
     clients = clients_a_turn(task, client.seconds_a_step())
 
     def round_() -> int:

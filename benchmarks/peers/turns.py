@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 LEAST_SECONDS = 2.0
-"""About how long a turn should take, for contestants that train one client at a time."""
+"""Approximate duration of a turn, for contestants that train one client at a time."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all contestants train: clients of a federation, on random inputs, with a mechanism and lengths of the paper."""
+    """The task of all contestants: clients of a federation, with random inputs and a mechanism and sizes of the paper."""
 
     name: str
     dataset: str
@@ -26,21 +26,21 @@ class Task:
     batch_size: int
     local_steps: int
     per_round: int
-    """Clients in a round, for contestants that train several at once."""
+    """Clients per round, for contestants that train several at once."""
     clip: float = 4.0
     noise_multiplier: float = 6.0
     learning_rate: float = 1e-3
     device: str = "cpu"
     mechanism: str = "fed-cdp"
-    """`fed-cdp`, `nonprivate`, or `fed-sdp` with its noise at the client; for contestants that can do several."""
+    """`fed-cdp`, `nonprivate`, or `fed-sdp` with its noise at the client; for contestants that support several."""
     way: str = ""
-    """For a peer that has several ways to do it: which; the fastest by default."""
+    """For a peer with several implementations: which one; the fastest by default."""
     machine: dict[str, Any] = field(default_factory=dict)
     """For fedcdp alone: its settings of the section `run`."""
 
     @property
     def records(self) -> int:
-        """Records of a client: those of a round's steps, each used once."""
+        """Number of records of a client: those of a round's steps, each used once."""
         return self.batch_size * self.local_steps
 
     @staticmethod
@@ -51,32 +51,32 @@ class Task:
 
 
 class NotPossibleError(Exception):
-    """A contestant cannot do the task here; the text says why."""
+    """A contestant cannot run the task here; the text says why."""
 
 
 class Turns:
-    """A contestant's line to who calls it: a line of JSON each way for every turn."""
+    """A contestant's connection to its caller: one line of JSON each way per turn."""
 
     def __init__(self, told: TextIO, asked: TextIO) -> None:
         self._told, self._asked = told, asked
 
     def ready(self, version: str, note: str = "") -> None:
-        """Everything is warm; `note` is what a reader of the result should know."""
+        """Report that everything is warm; `note` is shown with the result."""
         self._say({"ready": True, "version": version, "note": note})
 
     def wait(self) -> None:
-        """Until it is this contestant's turn. When there are no more, the process ends."""
+        """Wait for this contestant's turn. When there are no more turns, the process ends."""
         if not self._asked.readline():
             sys.exit(0)
 
     def done(self, seconds: float, processor: float | None, steps: int) -> None:
-        """The answer of a turn: the time that so many client steps took, and that of the CPU."""
+        """Answer a turn: the time that `steps` client steps took, and their CPU time."""
         self._say({"seconds": seconds / steps, "cpu": None if processor is None else processor / steps})
 
     def serve(self, round_: Callable[[], int], elsewhere: bool = False) -> None:
-        """Answer every turn with a call of `round_`, which returns how many client steps it did.
+        """Answer every turn with a call of `round_`, which returns the number of its client steps.
 
-        `elsewhere` says that other processes work, so that nothing is known of the CPU's time.
+        `elsewhere` means that other processes do the work, so the CPU time is unknown.
         """
         while True:
             self.wait()
@@ -86,7 +86,7 @@ class Turns:
             self.done(wall, None if elsewhere else processor, steps)
 
     def after_every_round(self, steps: int, version: str, note: str = "") -> Callable[[], None]:
-        """For who calls back after every round, of so many client steps: what to call. The first round is to warm up."""
+        """The callback for a library that calls back after every round of `steps` client steps; the first round warms up."""
         begun: list[tuple[float, float]] = []
 
         def tell_and_wait() -> None:
@@ -101,7 +101,7 @@ class Turns:
         return tell_and_wait
 
     def missing(self, why: str) -> None:
-        """There will be no answer."""
+        """Report that there will be no answer."""
         self._say({"missing": why})
 
     def _say(self, what: dict[str, Any]) -> None:
@@ -109,12 +109,12 @@ class Turns:
 
 
 def clients_a_turn(task: Task, seconds_a_step: float) -> int:
-    """How many clients, one after the other, make a turn long enough to be timed."""
+    """The number of clients, one at a time, that make a turn long enough to be timed."""
     return max(1, round(LEAST_SECONDS / (seconds_a_step * task.local_steps)))
 
 
 def seconds_of(call: Callable[[], object], times: int = 1) -> float:
-    """The least time that a call took."""
+    """The minimum time of a call."""
     taken = []
     for _ in range(times):
         started = time.perf_counter()

@@ -1,9 +1,9 @@
-"""The process of one contestant: `python worker.py MODULE TASK`, with MODULE one of the files beside this one.
+"""The process of one contestant: `python worker.py MODULE TASK`, with MODULE one of the files next to this one.
 
-It runs in any interpreter that has the contestant's library; what that lacks is said, not raised. A contestant's
-`serve(task, turns)` makes everything ready, then answers each turn with the seconds that a client step took. A step is
-everything: take the batch, gradients, clip, noise, update. What a round begins and ends with (copy the global weights,
-add up what is sent) is in the figure, too.
+It runs in any interpreter that has the contestant's library; a missing library is reported, not raised. A contestant's
+`serve(task, turns)` prepares everything, then answers each turn with the seconds that a client step took. A step includes
+everything: taking the batch, gradients, clipping, noise, update. The start and end of a round (copying the global weights,
+summing the updates) are included as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
 class _ThisFedcdp(MetaPathFinder):
-    """Finds fedcdp in this checkout, whichever the interpreter has; everything else is the interpreter's own."""
+    """Finds fedcdp in this checkout, whichever version the interpreter has; all other modules are the interpreter's own."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return PathFinder.find_spec(name, [str(_SOURCE)], target) if name == "fedcdp" and path is None else None
@@ -32,7 +32,7 @@ def main() -> None:
     sys.meta_path.insert(0, _ThisFedcdp())
     from turns import NotPossibleError, Task, Turns
 
-    # Libraries like to print; the line to the caller is kept apart from them.
+    # Libraries may print; the connection to the caller is separate from their output.
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     turns = Turns(told, sys.stdin)

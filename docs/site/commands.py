@@ -1,4 +1,4 @@
-"""The page of commands, made from the command line itself."""
+"""The page of commands, made from the command line itself: all options, also those that only --help-all shows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 import typer.main
 
 from fedcdp.cli.program import app
+from fedcdp.cli.usage import help_of, names_of
 
 # Settings that every command with a plan takes: written once.
-_SHARED = ("Where settings come from", "Plan", "Data", "Network", "Machine")
+_SHARED = ("Settings", "Data and network", "Plan", "Privacy", "Machine")
 _SETTINGS = "train"  # a command that takes all of them
 
 
 def page() -> str:
-    """Every command with its arguments and options, then the settings that they share, as Markdown."""
+    """Every command with its arguments, options and examples, then the settings that they share, as Markdown."""
     commands = list(_commands(typer.main.get_command(app), "fedcdp"))
     lines = [line for name, command in commands for line in _described(name, command)]
     [settings] = [command for name, command in commands if name == f"fedcdp {_SETTINGS}"]
@@ -34,13 +35,14 @@ def _described(name: str, command: Any) -> list[str]:
     panels = _panels(command)
     own = [line for panel, rows in panels.items() if panel not in _SHARED for line in _table(panel, rows)]
     shared = ["Takes all [settings](#settings).", ""] if set(_SHARED) <= set(panels) else []
-    return [f"## {name}", "", command.help or "", "", *own, *shared]
+    examples = ["```sh", command.epilog, "```", ""] if command.epilog else []
+    return [f"## {name}", "", command.help or "", "", *examples, *own, *shared]
 
 
 def _panels(command: Any) -> dict[str, list[Any]]:
     panels: dict[str, list[Any]] = {}
     for parameter in command.params:
-        if parameter.name != "help":
+        if parameter.name not in ("help", "help_all"):
             panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(parameter)
     return panels
 
@@ -50,18 +52,5 @@ def _table(panel: str, parameters: list[Any]) -> list[str]:
 
 
 def _row(parameter: Any) -> str:
-    flags = ", ".join([*parameter.opts, *parameter.secondary_opts])
-    is_argument = not flags.startswith("-")
-    kind = "" if getattr(parameter, "is_flag", False) or is_argument else f" {_kind(parameter)}"
-    shown = f"{parameter.metavar or parameter.name}" if is_argument else f"{flags}{kind}"
-    help_ = (getattr(parameter, "help", None) or "").replace("|", "\\|")
-    default = parameter.default
-    if getattr(parameter, "show_default", False) and default not in (None, False, "") and not callable(default):
-        help_ += f" Default: {default}."
-    if parameter.required and not is_argument:
-        help_ += " Required."
-    return f"| `{shown}` | {help_} |"
-
-
-def _kind(parameter: Any) -> str:
-    return str(parameter.metavar or parameter.type.name.upper())
+    escaped = help_of(parameter).replace("|", "\\|")
+    return f"| `{names_of(parameter)}` | {escaped} |"

@@ -1,5 +1,7 @@
 """fedcdp: gradient-leakage resilient federated learning for PyTorch."""
 
+# First: Ctrl-C prints no traceback while the command line imports the others.
+from fedcdp import _startup  # noqa: F401
 from fedcdp._version import __version__
 from fedcdp.accounting.budget import privacy_of_plan
 from fedcdp.attacks.api import attack

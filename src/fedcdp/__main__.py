@@ -1,4 +1,4 @@
-"""`python -m fedcdp` is the command line."""
+"""`python -m fedcdp` runs the command line."""
 
 from fedcdp.cli import main
 

@@ -4,5 +4,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("fedcdp")
-except PackageNotFoundError:  # run from a source tree that is not installed
+except PackageNotFoundError:  # running from a source tree that is not installed
     __version__ = "0+source"

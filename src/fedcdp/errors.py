@@ -20,11 +20,11 @@ class ModelError(FedcdpError):
 
 
 class DefectError(FedcdpError):
-    """The program does not keep what it promises; never the user's fault."""
+    """The program violates its own guarantees; never the user's fault."""
 
 
 class StoppedError(FedcdpError):
-    """The user stopped long work; what was done is kept."""
+    """The user stopped a long computation; finished work is kept."""
 
 
 class RunError(FedcdpError):
@@ -32,15 +32,15 @@ class RunError(FedcdpError):
 
 
 class StorageError(RunError):
-    """What had to be written was not: the disk is full or broken, or the directory is gone. What was there is kept."""
+    """A required write failed: the disk is full or broken, or the directory is gone. Existing files are kept."""
 
 
 class TaskError(FedcdpError):
-    """A published task that is not one, or not one that this version knows."""
+    """A published task that is invalid, or that this version does not support."""
 
 
 class WireError(FedcdpError):
-    """What arrived over the wire is not what was agreed on."""
+    """A message does not follow the protocol."""
 
 
 class PolicyError(FedcdpError):
@@ -48,12 +48,12 @@ class PolicyError(FedcdpError):
 
 
 class RefusedError(FedcdpError):
-    """A client does not do what the server asks."""
+    """A client refuses a server's request."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
         self.final = final
-        """Whether it will not take part in this task again."""
+        """Whether the client will not take part in this task again."""
 
 
 class DeploymentError(FedcdpError):
@@ -61,4 +61,4 @@ class DeploymentError(FedcdpError):
 
 
 class DeploymentFailedError(DefectError):
-    """A deployment that was started and did not finish; the sentence names the log that says why."""
+    """A deployment that was started and did not finish; the message names the log with the reason."""

@@ -223,7 +223,7 @@ def test_a_ledger_that_does_not_cover_the_checkpoint_is_refused(path: Path) -> N
 def test_a_lost_ledger_is_not_replaced_in_the_middle_of_a_run(path: Path) -> None:
     written(path)
     path.unlink()
-    with pytest.raises(RunError, match="where round 0 is next"):
+    with pytest.raises(RunError, match="out of order: round 0 is next"):
         Ledger.open_or_create(path, PLAN, POPULATION, "seeded").charge(4, [1], 4.0)
 
 
@@ -291,7 +291,7 @@ def test_tampering_is_noticed_where_it_is(path: Path, name: str) -> None:
 
 
 IMPOSSIBLE: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "version": ([header(ledger=2)], "version 2; this program knows version 1"),
+    "version": ([header(ledger=2)], "version 2; this program reads version 1"),
     "version text": ([header(ledger="1")], "version"),
     "no plan": ([{"ledger": 1, "population": POPULATION, "noise": "seeded"}], "keys"),
     "plan": ([header(plan=[1])], "plan without a number of rounds"),
@@ -309,10 +309,10 @@ IMPOSSIBLE: dict[str, tuple[list[dict[str, Any]], str]] = {
     "bound infinite": ([header(), line(bound=float("inf"))], "finite"),
     "bound nan": ([header(), line(bound=float("nan"))], "finite"),
     "bound negative": ([header(), line(bound=-1.0)], "finite number of 0 or more"),
-    "first round": ([header(), line(1)], "where round 0 is next"),
-    "skipped": ([header(), line(0), line(2)], "where round 1 is next"),
-    "back": ([header(), line(0), line(1), line(0)], "where round 2 is next"),
-    "negative round": ([header(), line(-1)], "where round 0 is next"),
+    "first round": ([header(), line(1)], "out of order: round 0 is next"),
+    "skipped": ([header(), line(0), line(2)], "out of order: round 1 is next"),
+    "back": ([header(), line(0), line(1), line(0)], "out of order: round 2 is next"),
+    "negative round": ([header(), line(-1)], "out of order: round 0 is next"),
     "beyond": ([header(plan={"rounds": 1}), line(0), line(1)], "beyond the plan"),
     "seeded twice": ([header(), line(0), line(0, 1)], "twice"),
     "attempt": ([header(), line(0, 1)], "attempt"),
@@ -393,7 +393,7 @@ def test_every_prefix_opens_with_the_charges_of_its_whole_lines(noise: Noise) ->
     first = whole.index(b"\n")
     for length in range(len(whole)):
         if length < first:
-            with pytest.raises(RunError, match="no whole first line"):
+            with pytest.raises(RunError, match="no complete first line"):
                 Ledger(Path("ledger"), whole[:length])
         else:
             # A line that lacks nothing but its newline is whole.
@@ -505,7 +505,7 @@ def test_a_file_that_others_changed_or_removed_is_not_written_to(path: Path) -> 
     ledger = written(path)
     Ledger.open(path).charge(4, [1], 4.0)
     before = path.read_bytes()
-    with pytest.raises(RunError, match="changed by others"):
+    with pytest.raises(RunError, match="changed by another process"):
         ledger.charge(4, [2], 4.0)
     assert path.read_bytes() == before
     path.unlink()

@@ -396,10 +396,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
     "no network": ({"model": None}, PlanError, "model, federation"),
     "no federation": ({"federation": None}, PlanError, "model, federation"),
     "another network": ({"model": build("cpl", (1, 28, 28), 2)}, ModelError, "the network fails on"),
-    "a network of words": ({"model": Words()}, ModelError, "model: its answer"),
+    "a network of words": ({"model": Words()}, ModelError, "model: its output"),
     "an answer that is always the same": (
         {"model": nn.Sequential(nn.Linear(30, 2), nn.Softmax(1), nn.Hardtanh(2, 3)), "attack": "cpl"},
-        ModelError, "model: its answer does not depend",
+        ModelError, "model: its output does not depend",
     ),
     "BatchNorm": ({"model": nn.Sequential(nn.Linear(30, 2), nn.BatchNorm1d(2)), "plan": "fed-cdp"}, ModelError, "mixes"),
     "the closed form of a convolution": (
@@ -415,7 +415,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FedcdpError], str]] = {
         {"public": Dataset(torch.zeros(9, 30), torch.zeros(9, dtype=torch.int64), 2), "attack": "averaging"},
         DataError, "public: 9 examples",
     ),
-    "membership of a plan": ({"attack": "membership"}, PlanError, "attack: membership is inferred from a trained model"),
+    "membership of a plan": ({"attack": "membership"}, PlanError, "attack: membership needs a trained model"),
     "the truth of a plan": ({"truth": (torch.zeros(1, 30), torch.zeros(1))}, PlanError, "truth: only for an attack on raw"),
     "a device that is not there": ({"device": "nosuch"}, PlanError, "device: nosuch"),
 }  # fmt: skip

@@ -74,6 +74,15 @@ def test_the_summary_has_all_that_was_promised_and_is_strict_json(pairs: Leaks, 
         assert json.loads(json.dumps(row, allow_nan=False)) == row
 
 
+def test_a_result_prints_as_one_line(pairs: Leaks) -> None:
+    told = pairs.summary()
+    assert str(pairs) == repr(pairs)
+    assert str(pairs).startswith("type1, attack analytic, 10 victims of nonprivate: ")
+    assert f"{100 * told['success_rate']:.3g} % reconstructed exactly" in str(pairs)
+    assert f"{100 * told['identified_rate']:.3g} % identified among {told['candidates']:,}" in str(pairs)
+    assert "\n" not in str(pairs)
+
+
 def test_the_summary_is_of_the_scores(pairs: Leaks) -> None:
     row, scores = pairs.summary(), pairs.scores
     assert scores is not None

@@ -557,10 +557,10 @@ def test_running_up_to_a_round_chooses_the_clients_of_those_rounds(federation: F
             "victims: 19 is not allowed; type2 has at most 18 here, in a federation of 6 clients",
         ),
         ("type3", 1, {}, "leak: 'type3' is not one of type0, type1, type2"),
-        ("type2", 1, {"step": 2}, "step: 2 is not allowed; a client takes 2 local steps, from 0"),
+        ("type2", 1, {"step": 2}, "step: 2 is not allowed; a client takes 2 local steps, counted from 0"),
         ("type2", 1, {"step": -1}, "step: -1 is not allowed; it must be at least 0"),
-        ("type1", 1, {"step": 1}, "step: 1 is for type2; a reader of type1 sees whole updates"),
-        ("type0", 1, {"step": 1}, "step: 1 is for type2; a reader of type0 sees whole updates"),
+        ("type1", 1, {"step": 1}, "step: 1 is for type2; a type1 adversary sees whole updates"),
+        ("type0", 1, {"step": 1}, "step: 1 is for type2; a type0 adversary sees whole updates"),
         ("type2", 1, {"releases": 0}, "releases: 0 is not allowed; it must be at least 1"),
     ],
 )  # fmt: skip

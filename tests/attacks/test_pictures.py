@@ -109,8 +109,8 @@ def test_the_same_pictures_give_the_same_file_without_metadata(tmp_path):
         ([[torch.zeros(2, 2)]], ["a", "b"], [], "column_titles: 2 titles for 1 columns"),
         ([[torch.zeros(2, 2)]], [], ["a", "b"], "row_titles: 2 titles for 1 rows"),
         ([], [], [], "rows: there is no picture to show"),
-        ([[torch.zeros(4)]], [], [], r"rows: an image of shape \[4\] cannot be shown"),
-        ([[torch.zeros(2, 4, 4)]], [], [], r"rows: an image of shape \[2, 4, 4\] cannot be shown"),
+        ([[torch.zeros(4)]], [], [], r"rows: an image of shape \[4\] is not \[H, W\], "),
+        ([[torch.zeros(2, 4, 4)]], [], [], r"rows: an image of shape \[2, 4, 4\] is not \[H, W\], "),
     ],
 )
 def test_what_cannot_be_shown_is_refused_in_a_sentence(rows, columns, titles, sentence):

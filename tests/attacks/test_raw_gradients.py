@@ -240,19 +240,19 @@ def unvectorisable(outputs: Tensor, labels: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[FedcdpError], str]] = {
     "a missing name": (
         lambda s: s.refused({name: value for name, value in s.named.items() if name != "2.bias"}),
-        ModelError, "gradients: they do not belong to this network: for 2.bias they have none",
+        ModelError, "gradients: they do not match this network: 2.bias is missing",
     ),
-    "a foreign name": (lambda s: s.refused(s.named | {"3.bias": s.x}), ModelError, "for 3.bias they have one"),
+    "a foreign name": (lambda s: s.refused(s.named | {"3.bias": s.x}), ModelError, "3.bias is not one of its trained"),
     "another shape": (
         lambda s: s.refused(s.named | {"0.bias": torch.zeros(21)}),
         ModelError, "gradients: 0.bias has shape [21], but the network's parameter has [20]",
     ),
-    "too few": (lambda s: s.refused(list(s.named.values())[:3]), ModelError, "gradients: 3 tensors do not belong"),
-    "too many": (lambda s: s.refused([*s.named.values(), s.x]), ModelError, "gradients: 5 tensors do not belong"),
+    "too few": (lambda s: s.refused(list(s.named.values())[:3]), ModelError, "gradients: 3 tensors do not match"),
+    "too many": (lambda s: s.refused([*s.named.values(), s.x]), ModelError, "gradients: 5 tensors do not match"),
     "none at all": (lambda s: s.refused([]), ModelError, "gradients: 0 tensors"),
     "NaN": (
         lambda s: s.refused(s.named | {"2.bias": torch.full((3,), math.nan)}),
-        ModelError, "gradients: 2.bias has values that are not finite",
+        ModelError, "gradients: 2.bias contains values that are not finite",
     ),
     "words": (lambda s: s.refused(s.named | {"2.bias": "abc"}), PlanError, "gradients: 2.bias is str, not a tensor"),
     "several numbers of victims": (
@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[Fed
     "another network": (lambda s: s.refused(model=nn.Linear(6, 3)), ModelError, "gradients: "),
     "a network without finite weights": (
         lambda s: s.refused(model=nn.Sequential(*s.model[:2], nn.Linear(20, 3).apply(_spoilt))),  # type: ignore[index]
-        ModelError, "model: its answers are not finite",
+        ModelError, "model: its outputs are not finite",
     ),
     "another network of the same shapes": (
         lambda s: s.refused(model=nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))),
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[Fed
     ),
     "data normalised otherwise": (
         lambda s: s.refused(truth=((s.x[:1] - 0.13) / 0.3, s.y[:1])),
-        ModelError, "were the data normalised otherwise?",
+        ModelError, "were the data normalised differently?",
     ),
     "another label": (lambda s: s.refused(truth=(s.x[:1], s.y[:1] + 1)), ModelError, "the true examples do not give"),
     "a label that is no class": (
@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[Fed
     ),
     "truth of another number": (
         lambda s: s.refused(s.several, truth=(s.x[:3], s.y[:3])),
-        PlanError, "truth: inputs [3, 6] and labels [3] are not of 4 victims",
+        PlanError, "truth: inputs [3, 6] and labels [3] do not match 4 victims",
     ),
     "truth of another shape": (
         lambda s: s.refused(truth=(torch.rand(1, 7), s.y[:1])), ModelError, "input_shape: the network does not take",
@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[Fed
     ),
     "a matched filter": (lambda s: s.refused(attack="matched-filter"), PlanError, "attack: matched-filter needs a run"),
     "layer by layer": (lambda s: s.refused(attack="per-layer"), PlanError, "attack: per-layer needs a run or a plan"),
-    "membership": (lambda s: s.refused(attack="membership"), PlanError, "attack: membership is inferred from a trained"),
+    "membership": (lambda s: s.refused(attack="membership"), PlanError, "attack: membership needs a trained"),
     "an unknown attack": (lambda s: s.refused(attack="nosuch"), PlanError, "attack: 'nosuch' is not one of"),
     "an unknown leak": (lambda s: s.refused(leak="type3"), PlanError, "leak: 'type3'"),
     "what is for plans": (lambda s: s.refused(at_round=1, releases=2), PlanError, "at_round, releases: only for"),

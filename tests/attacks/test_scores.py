@@ -292,9 +292,9 @@ def test_the_interval_of_a_hundred_guesses_among_ten_labels():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"exact_mse": 0.0}, "exact_mse: 0.0 is not positive"),
+        ({"exact_mse": 0.0}, "exact_mse: 0.0 is not allowed; it must be positive"),
         ({"recognisable_psnr": math.nan}, "recognisable_psnr: nan is not a finite number"),
-        ({"candidates": 1}, "candidates: 1 is too few to identify one among; at least 2 are needed"),
+        ({"candidates": 1}, "candidates: 1 is not allowed; it must be at least 2"),
         ({"candidates": 2.5}, "candidates: 2.5 is not a whole number"),
     ],
 )
@@ -311,8 +311,8 @@ def test_criteria_that_make_no_sense_are_refused(given, sentence):
         ({"present": torch.zeros(2, 3, dtype=torch.bool)}, "present: no victim has an example"),
         ({"visible": torch.ones(4, dtype=torch.bool)}, "visible: shape"),
         ({"visible": torch.zeros(5, dtype=torch.bool)}, "visible: no coordinate"),
-        ({"low": 1.0}, "low, high: 1.0 to 1.0 is no finite range"),
-        ({"high": math.inf}, "low, high: 0.0 to inf is no finite range"),
+        ({"low": 1.0}, "low, high: 1.0 to 1.0 is not a finite range"),
+        ({"high": math.inf}, "low, high: 0.0 to inf is not a finite range"),
         ({"high": 0.5}, "truth: not every value lies between low, 0.0, and high, 0.5"),
     ],
 )

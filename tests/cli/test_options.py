@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -112,22 +111,20 @@ def test_clip_end_needs_a_bound_to_start_from(experiment: Parse, arguments: list
         experiment(*arguments)
 
 
-def _help(monkeypatch: pytest.MonkeyPatch, command: str) -> str:
-    monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setenv("NO_COLOR", "1")
-    shown = CliRunner().invoke(app, [command, "--help"])
+def _help() -> str:
+    shown = CliRunner().invoke(app, ["train", "--help-all"])
     assert shown.exit_code == 0
-    return " ".join(re.sub("[│╭╰─╮╯]", " ", shown.output).split())
+    return " ".join(shown.output.split())
 
 
-def test_the_help_shows_every_word_of_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = _help(monkeypatch, "train")
+def test_the_help_shows_every_word_of_every_option() -> None:
+    shown = _help()
     for flag, parameter in parameters().items():
         help_: Any = getattr(parameter, "help", None)
         if help_ and flag != "--help":
-            assert " ".join(help_.replace("\\[", "[").split()) in shown, flag
+            assert " ".join(help_.split()) in shown, flag
 
 
 @pytest.mark.parametrize("name", ["nonprivate", "fed-sdp", "fed-cdp-decay", "dssgd", "flat", "cohort", "fedaveraging"])
-def test_the_help_names_what_may_be_chosen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert name in _help(monkeypatch, "train")
+def test_the_help_names_what_may_be_chosen(name: str) -> None:
+    assert name in _help()

@@ -130,10 +130,10 @@ def test_a_budget_ends_training_before_the_release_that_would_exceed_it(cli: Cli
 def test_progress_shows_epsilon_and_the_seed_is_warned_about(cli: Cli) -> None:
     outcome = cli("train", *SMALL, "--rounds", 2, "--out", "run")
     assert "ε " in outcome.stderr.splitlines()[0]
-    assert "whoever has the seed can subtract the noise" in " ".join(outcome.stderr.split())
+    assert "anyone who knows the seed can subtract it" in " ".join(outcome.stderr.split())
     assert Ledger.open("run/ledger.jsonl").noise == "seeded"
     outcome = cli("train", *SMALL, "--rounds", 2, "--secure-noise", "--out", "secret")
-    assert "subtract the noise" not in " ".join(outcome.stderr.split())
+    assert "can subtract it" not in " ".join(outcome.stderr.split())
     assert Ledger.open("secret/ledger.jsonl").noise == "secure"
 
 

@@ -26,7 +26,7 @@ def test_a_run_gets_its_page_beside_its_other_files(cli: Cli, run: Path) -> None
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "Fed-CDP" in text
     assert "private records" not in said(outcome)
-    assert "Leaks? How many" in outcome.stdout
+    assert "how many of the attacked examples the adversary" in said(outcome)
     assert cli("report", run, "--quiet").stdout.splitlines() == [str(run / "report.html")]
 
 
@@ -64,7 +64,7 @@ def test_an_unfinished_run_is_shown_and_said_to_be_unfinished(cli: Cli, run: Pat
     (run / "model.safetensors").unlink()
     outcome = cli("report", run)
     assert outcome.status == 0
-    assert "run is not finished: it is shown as far as it got, 3 of 3 rounds" in said(outcome)
+    assert "run is not finished: the page shows 3 of 3 rounds" in said(outcome)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_bad_input_gets_one_line(cli: Cli, run: Path, own_npz: Path, arguments: 
 def test_a_demo_does_not_take_a_directory_that_is_not_its_own(cli: Cli, run: Path) -> None:
     outcome = cli("demo", "--out", run)
     assert outcome.status == 2
-    assert outcome.stderr.splitlines()[-1].endswith("holds something else than a demo; choose another directory")
+    assert outcome.stderr.splitlines()[-1].endswith("holds something other than a demo; choose another directory")
     assert not (run / "demo.json").exists()
 
 
@@ -108,4 +108,4 @@ def test_a_demo_that_is_stopped_says_how_to_go_on(cli: Cli, monkeypatch: pytest.
     monkeypatch.setattr(demo, "train_experiment", stopped)
     outcome = cli("demo", "--out", "demo", "--quiet")
     assert outcome.status == 1
-    assert "fedcdp demo --out demo goes on where it was" in said(outcome)
+    assert "fedcdp demo --out demo resumes it" in said(outcome)

@@ -132,7 +132,7 @@ def test_a_cell_of_other_settings_does_not_count(cli, tiny: Path) -> None:
     tiny.write_text(TINY.replace("rates = [0.05, 0.1]", "rates = [0.2]"))
     told = cli("reproduce", tiny, "--table-only", "--out", "out")
     assert told.status == 0
-    assert "measured under other settings" in told.stderr
+    assert "measured with other settings" in told.stderr
     apart = content(Path("out/tiny.json"))
     assert apart["cells"] == {}
     assert list(apart["other_settings"]) == ["nonprivate/L1/measured"]
@@ -173,7 +173,7 @@ def test_a_cell_that_fails_does_not_hold_up_the_others(cli, tiny: Path) -> None:
     ("arguments", "reason"),
     [
         (["nosuch"], "'nosuch' is not one of the tables"),
-        ([], "which table?"),
+        ([], "reproduce: name a table"),
         (["clip", "--cells", "mnist/C3"], "no cell of clip is called 'mnist/C3'"),
         (["clip", "--workers", "-1"], "--workers: -1 is not allowed"),
         (["clip", "--time-limit", "nan"], "--time-limit: nan is not allowed"),
@@ -312,5 +312,5 @@ def test_sigterm_ends_it_with_what_is_done(start, tiny: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "stopped by SIGTERM; 1 cells are in out/tiny.json, and the same command goes on" in " ".join(errors.split())
+    assert "stopped by SIGTERM; 1 cells are in out/tiny.json; the same command resumes" in " ".join(errors.split())
     assert "Not run yet" in Path("out/tiny.md").read_text()

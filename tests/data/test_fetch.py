@@ -53,7 +53,7 @@ def test_a_quiet_download_prints_nothing(tmp_path: Path, mirror: Path, capfd: py
 
 def test_a_wrong_checksum_leaves_nothing_behind(tmp_path: Path, mirror: Path) -> None:
     folder = tmp_path / "folder"
-    with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64} instead of"):
+    with pytest.raises(DataError, match=r"its sha256 checksum is [0-9a-f]{64} instead of"):
         fetch(original(mirror, content=b"something else"), folder, quiet=True)
     assert list(folder.iterdir()) == []
 

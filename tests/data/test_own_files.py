@@ -108,7 +108,7 @@ def test_classes_are_numbered_by_value_or_alphabet(tmp_path: Path, labels: np.nd
 def test_inputs_that_are_not_finite_are_refused_by_record(tmp_path: Path, bad: float) -> None:
     values = np.zeros((20, 3))
     values[7, 1] = bad
-    with pytest.raises(DataError, match=r"mine\.npz holds NaN, an infinity or .* record 7"):
+    with pytest.raises(DataError, match=r"mine\.npz holds a NaN, an infinity or .* record 7"):
         load_file(npz(tmp_path, x=values, y=LABELS))
 
 
@@ -123,7 +123,7 @@ def test_inputs_that_are_not_finite_are_refused_by_record(tmp_path: Path, bad: f
         ({"x": np.zeros((20, 3)), "y": np.zeros((20, 2))}, r"labels of shape \(20, 2\)"),
         ({"x": np.zeros((20, 3)), "y": LABELS + 0.5}, "labels of type float64"),
         ({"x": np.zeros((20, 3)), "y": np.full(20, np.inf)}, "labels of type float64"),
-        ({"x": np.zeros((20, 3)), "y": np.zeros(20, int)}, "1 class: two are needed"),
+        ({"x": np.zeros((20, 3)), "y": np.zeros(20, int)}, "1 class: at least two are needed"),
         ({"x": np.array([[None]] * 20), "y": LABELS}, "cannot be read as a .npz file: Object arrays"),
     ],
 )
@@ -170,7 +170,7 @@ def test_otherwise_the_last_csv_column_is_the_label(tmp_path: Path) -> None:
         ("a,label\n", "has a header row but no records"),
         ("label\n1\n", "needs a header row"),
         ("", "needs a header row"),
-        ("a,label\n1,0\n", "1 class: two are needed"),
+        ("a,label\n1,0\n", "1 class: at least two are needed"),
     ],
 )
 def test_a_bad_csv_is_refused_with_line_and_column(tmp_path: Path, text: str, message: str) -> None:

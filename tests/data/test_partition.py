@@ -272,7 +272,7 @@ def test_custom_lists_are_shuffled_the_same_way_every_time():
         ([[0], []], r"indices\[1\] is empty"),
         ([[0, 30]], r"indices\[0\] is from 0 to 30: .* from 0 to 29"),
         ([[-1, 3]], r"indices\[0\] is from -1 to 3"),
-        ([[4, 4]], r"indices\[0\] is a list with a record twice"),
+        ([[4, 4]], r"indices\[0\] is a list with a repeated record"),
         ([[0.5]], r"indices\[0\] is float64"),
         ([np.ones(30, dtype=bool)], r"indices\[0\] is bool"),
     ],

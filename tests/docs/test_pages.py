@@ -11,7 +11,7 @@ from tools.pages import CALL, ROOT, page_of, render, source_of, templates, value
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
-MEASURED_TABLES = [source_of(ROOT / name) for name in ("README.md", "docs/compared.md")]
+MEASURED_TABLES = [source_of(ROOT / name) for name in ("README.md", "docs/compared.md", "docs/paper.md")]
 ACCURACY = "reproduction/accuracy.json / cells / mnist/non-private/plain / accuracy"
 
 

@@ -16,7 +16,7 @@ from fedcdp.studies.reproduce.runner import TableResults
 from tools.pages import CALL, ROOT, source_of
 
 REPRODUCTION = ROOT / "results" / "reproduction"
-README, GUARANTEES, REPRODUCING = ROOT / "README.md", ROOT / "docs" / "guarantees.md", ROOT / "docs" / "reproduction.md"
+PAPER, GUARANTEES, REPRODUCING = (ROOT / "docs" / name for name in ("paper.md", "guarantees.md", "reproduction.md"))
 ATTACKED = re.compile(r'"reproduction/attacks\.json / cells / (.+) / (success_rate|victims)"')
 
 
@@ -77,21 +77,21 @@ def _quoted(text: str, what: str) -> list[str]:
     return [each[1] for each in found if each and each[2] == what]
 
 
-def test_the_readme_says_how_many_clients_were_attacked() -> None:
-    stated, cells = stated_victims(source_of(README).read_text()), cells_of("attacks")
+def test_the_page_says_how_many_clients_were_attacked() -> None:
+    stated, cells = stated_victims(source_of(PAPER).read_text()), cells_of("attacks")
     assert len(stated) == 9
     assert stated == [(name, cells[name]["victims"]) for name, _ in stated]
 
 
-def test_a_readme_that_says_a_hundred_where_twenty_were_attacked_is_noticed() -> None:
-    wrong = re.sub(r" of \{\{ figure\(\"[^)]*smooth[^)]*\"\) \}\} clients", "", source_of(README).read_text())
+def test_a_page_that_says_a_hundred_where_twenty_were_attacked_is_noticed() -> None:
+    wrong = re.sub(r" of \{\{ figure\(\"[^)]*smooth[^)]*\"\) \}\} clients", "", source_of(PAPER).read_text())
     assert ("mnist/type01-smooth/non-private", 100) in stated_victims(wrong)
 
 
-def test_the_readme_says_which_network_was_attacked() -> None:
+def test_the_page_says_which_network_was_attacked() -> None:
     cells = cells_of("attacks")
     assert all("--network cpl " in cell["command"] and cell["round"] == 0 for cell in cells.values())
-    assert "The attacked network is `cpl`, the one that the paper's authors attack, untrained." in text_of(README)
+    assert "The attacked network is `cpl`, the network that the paper's authors attack, untrained." in text_of(PAPER)
 
 
 def test_rows_of_fed_cdp_are_not_counted_as_agreement() -> None:
@@ -116,7 +116,8 @@ def test_type_2_is_not_said_to_read_more_than_it_did() -> None:
         for dataset in ("mnist", "lfw")
     }  # fmt: skip
     assert set(shares["mnist"]) == {100}
-    assert f"{min(shares['lfw'])} to {max(shares['lfw'])} % of the LFW faces come out exactly" in text_of(REPRODUCING)
+    faces = f"{min(shares['lfw'])} to {max(shares['lfw'])} % of the LFW faces"
+    assert f"{faces} are reconstructed exactly" in text_of(REPRODUCING)
 
 
 # Accuracy ------------------------------------------------------------------------------------------------------------
@@ -127,9 +128,7 @@ def test_how_far_cohort_noise_explains_the_printed_accuracy() -> None:
     rows = [row for row in printed if row.startswith("fed-cdp")]
     apart = {row: cells[f"{row}/cohort"]["accuracy"] - printed[row] for row in rows}
     many = [abs(value) for row, value in apart.items() if "/K100-" not in row]
-    assert f"comes within .{1000 * max(many):03.0f} of the paper's MNIST accuracy in all {len(many)} cells" in text_of(
-        README
-    )
+    assert f"comes within .{1000 * max(many):03.0f} of the paper's MNIST accuracy in all {len(many)} cells" in text_of(PAPER)
     assert f"come within .{1000 * max(many):03.0f} of them on MNIST with K = 1000 and 10,000" in text_of(GUARANTEES)
     few, large = (printed[f"fed-cdp/{population}"] for population in ("K100-Kt50", "K1000-Kt50"))
     plain = [printed[f"nonprivate/{population}"] for population in ("K100-Kt50", "K1000-Kt50")]

@@ -205,10 +205,10 @@ def test_the_papers_cnn_fits(shape: tuple[int, ...]) -> None:
         (_cnn(layer0=nn.Conv2d(1, 32, 3)), "bias"),
         (_cnn(layer0=nn.Conv2d(1, 32, 3, padding=1, bias=False)), "3×3"),
         (_cnn(layer0=nn.Conv2d(1, 30, 3, bias=False)), "30 channels"),
-        (_cnn(layer1=nn.Tanh()), "same"),
+        (_cnn(layer1=nn.Tanh()), "both ReLU"),
         (_cnn(layer2=nn.MaxPool2d(2, ceil_mode=True)), "2×2"),
         (_cnn(layer7=nn.Linear(64, CLASSES, bias=False).requires_grad_(False)), "frozen"),
-        (build("cnn", (1, 46, 46), CLASSES), "too many"),
+        (build("cnn", (1, 46, 46), CLASSES), "too large"),
     ],
     ids=["mlp", "bias", "padding", "channels", "activations", "pooling", "frozen", "large"],
 )
@@ -288,13 +288,13 @@ def test_a_device_that_refuses_the_kernel_trains_by_the_batched_engine_and_a_lin
         found = trained(federation, plan, device, by_kernel=True)
     assert torch.equal(found, trained(federation, plan, device, by_kernel=False))
     assert [record.getMessage() for record in caplog.records] == [
-        "the batched engine is used: the kernel cannot be run on this device: out of shared memory"
+        "using the batched engine: the kernel cannot run on this device: out of shared memory"
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"momentum": 0.5}, "momentum"), ({"secure_noise": True}, "seeded"), ({"clip": "quantile(0.5, 1)"}, "norms")],
+    [({"momentum": 0.5}, "momentum"), ({"secure_noise": True}, "secure noise"), ({"clip": "quantile(0.5, 1)"}, "quantile")],
 )
 def test_plans_that_the_kernel_refuses(changes: dict[str, object], reason: str) -> None:
     class Elsewhere:
@@ -310,5 +310,5 @@ def test_asked_for_without_a_gpu_the_kernel_leaves_training_to_the_batched_engin
         run = simulate(_cnn(), federation, plan, engine="kernel", device="cpu")
     assert run.engine == "batched"
     assert [record.getMessage() for record in caplog.records] == [
-        "the batched engine is used, not the kernel: there is no GPU"
+        "using the batched engine, not the kernel: there is no GPU"
     ]

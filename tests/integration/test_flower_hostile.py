@@ -11,7 +11,7 @@ from tests.support.flower_site import CANCER, HAS_FLOWER, REPRODUCIBLE, RunningS
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 
-SAID = ("not finite", "has the shape", "enormous", "stale", "failed with Flower's error")
+SAID = ("not finite", "has the shape", "too large", "stale", "failed with Flower's error")
 
 
 def test_a_hostile_client_changes_nothing_but_the_log(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_stopped_killed_and_started_again_it_ends_as_if_nothing_had_been(tmp_pat
         _, stderr = process.communicate(timeout=120)
         assert process.returncode == status, stderr
         if number == signal.SIGINT:
-            assert "goes on from the last whole round" in stderr
+            assert "resumes after the last complete round" in stderr
             assert left_of(site.path) == []
         wait_until(lambda: not left_of(site.path), "all processes to end", 60)
     process = start("-m", "fedcdp", "deploy", "up", site.path, "--resume")

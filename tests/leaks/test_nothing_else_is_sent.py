@@ -140,7 +140,7 @@ def test_a_client_whose_own_records_fail_says_so_without_quoting_them(run_twice:
     bad[0] = (bad[0][0].clone(), bad[0][1])
     bad[0][0][0, 0] = float("nan")
     (seen,) = run_twice(deployed({}), [bad])
-    assert b"trouble of its own" in seen.files["to server"]
+    assert b"the node has an internal error" in seen.files["to server"]
     assert b"not finite" not in seen.files["to server"]
 
 

@@ -356,7 +356,7 @@ def test_a_checkpoint_without_the_bound_is_refused(federation, tmp_path: Path):
     state = directory.load_state()
     assert state is not None
     directory.save_state(type(state)(state.round, state.weights, state.average), plan.digest())
-    with pytest.raises(RunError, match="not of the plan"):
+    with pytest.raises(RunError, match="does not belong to the plan"):
         simulate(MODEL, federation, plan, out=tmp_path / "run", resume=True)
 
 

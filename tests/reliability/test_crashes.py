@@ -126,7 +126,7 @@ def test_a_file_that_may_not_grow_ends_the_training_with_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     told = capsys.readouterr().err
     assert ended.value.code == 1
-    assert told.startswith("fedcdp: run cannot be written: File too large; once that is mended, fedcdp train --resume")
+    assert told.startswith("fedcdp: run cannot be written: File too large; after fixing that, fedcdp train --resume")
     assert told.count("\n") == 1
     assert Ledger.open("run/ledger.jsonl").rounds_charged == 1
     monkeypatch.setattr(sys, "argv", ["fedcdp", "train", "--resume", "--quiet", "--out", "run"])

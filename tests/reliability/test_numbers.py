@@ -60,7 +60,7 @@ def test_a_delta_that_is_no_probability_is_refused(delta: float) -> None:
 @pytest.mark.parametrize(("delta", "warned"), [(0.5, True), (1 / 24, True), (1 / 25, False), (1e-5, False), (1e-300, False)])
 def test_a_delta_of_one_in_the_records_or_more_is_remarked_on(delta: float, warned: bool) -> None:
     privacy = fedcdp.Plan(**SMALL, delta=delta).privacy(fedcdp.partition(examples(), clients=4, scheme="iid"))
-    assert ("not below one in the number of records (24)" in str(privacy)) == warned
+    assert ("not below 1 / the number of records (24)" in str(privacy)) == warned
     assert all(row.epsilon >= 0 for row in privacy.rows)
 
 
@@ -158,7 +158,7 @@ def test_a_target_that_is_no_positive_number_is_refused(target: float) -> None:
 def test_an_epsilon_without_a_model_says_for_how_many_layers_it_holds() -> None:
     federation, plan = fedcdp.partition(examples(), clients=4, scheme="iid"), fedcdp.Plan(**SMALL)
     assumed = plan.privacy(federation)
-    assert "for the M = 3 layers of the paper's network: for your own, give model=" in str(assumed)
+    assert "computed for the M = 3 layers of the paper's network; pass model= for your own" in str(assumed)
     deeper = plan.privacy(federation, model=nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]))
     assert deeper.row("server").epsilon > assumed.row("server").epsilon
     assert "of the paper's network" not in str(deeper)

@@ -65,14 +65,14 @@ def test_a_demo_that_was_killed_anywhere_goes_on_to_the_same_end(demo_directory:
 @pytest.mark.parametrize("content", ["config.toml", "letter.txt"])
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
     (tmp_path / content).write_text("mine")
-    with pytest.raises(RunError, match="holds something else than a demo"):
+    with pytest.raises(RunError, match="holds something other than a demo"):
         Demo(tmp_path, SMALLER, FEWER).run(SILENT)
     assert {path.name for path in tmp_path.iterdir()} == {content}
 
 
 def test_a_demo_of_other_settings_is_left_alone(demo_directory: Path) -> None:
     before = times(demo_directory)
-    with pytest.raises(RunError, match="a demo of other settings"):
+    with pytest.raises(RunError, match="a demo with other settings"):
         Demo(demo_directory, SMALLER | {"plan": SMALLER["plan"] | {"rounds": 4}}, FEWER).run(SILENT)
     assert times(demo_directory) == before
 

@@ -80,7 +80,7 @@ OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "the ledger of another plan": (of_another(noise_multiplier=9.0), "its plan has noise_multiplier = 9.0"),
     "of one with other noise": (of_another(secure_noise=True), "its plan has secure_noise = True"),
     "of one that clips otherwise": (of_another(clip="linear(6, 2)"), r"its plan has clip = linear\(6, 2\)"),
-    "of one with more clients": (of_another(clients=9), "is of 9 clients, and .* of 4"),  # type: ignore[arg-type]
+    "of one with more clients": (of_another(clients=9), "is for 9 clients, but .* has 4"),  # type: ignore[arg-type]
 }
 
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_compiled_is_left_to_the_batched_engine(federation, caplo
     with caplog.at_level(logging.WARNING, logger="fedcdp"):
         assert torch.equal(after(made, state), expected)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("the batched engine is used: a local step cannot be compiled")
+    assert line.startswith("using the batched engine: a local step cannot be compiled")
 
 
 def test_an_engine_that_is_asked_for_is_used(federation, monkeypatch):

@@ -149,7 +149,7 @@ def test_the_same_tensors_are_the_same_bytes(directory: RunDirectory) -> None:
 
 def test_a_file_that_is_no_checkpoint_is_refused(directory: RunDirectory) -> None:
     save_tensors(directory.checkpoint, {"weights/a": torch.zeros(1)}, {"format": "other-1", "round": 1})
-    with pytest.raises(RunError, match="is not a checkpoint-1 file of this program"):
+    with pytest.raises(RunError, match="is not a fedcdp checkpoint-1 file"):
         directory.load_state()
 
 

@@ -1,1 +1,1 @@
-"""Whether a printed ε holds: against an independent accountant, and against attacks."""
+"""Check that a printed ε holds: against an independent accountant, and against attacks."""

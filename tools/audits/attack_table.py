@@ -1,6 +1,6 @@
-"""What an attack can show of ε, beside what is guaranteed.
+"""Lower bounds on ε from attacks, next to the guaranteed ε.
 
-python -m tools.audits.attack_table > results/audit.md         the usual plans, and what is in results/audit_grid.json
+python -m tools.audits.attack_table > results/audit.md         the usual plans, and the content of results/audit_grid.json
 python -m tools.audits.attack_table --grid [--trials N]        all methods, conventions and samplings, and sabotaged ones,
                                                                into results/audit_grid.json; exit 1 on a defect
 """
@@ -42,13 +42,13 @@ GRID = Path(__file__).resolve().parents[2] / "results" / "audit_grid.json"
 ABOUT = """\
 Worst-case canary, the mechanism's own code, M = 3 layers, σ = 6 unless a row says otherwise, N_i = 500, B = 5, δ = 1e-5.
 *shown*: Clopper–Pearson, 99.9 %, threshold chosen on other trials; *Gaussian*: for information, if the trade-off is
-Gaussian; *guaranteed*: what `fedcdp account` states for a unit known to take part so often. One thread of a CPU; made by
+Gaussian; *guaranteed*: the ε of `fedcdp account` for a unit known to take part this often. One CPU thread; made by
 `python -m tools.audits.attack_table` (one row: `fedcdp audit`).
 """
 ABOUT_GRID = """\
 Small plans in which little noise makes the attack sharp: B = 3, K_t = 4, N_i = 6, M = 3, σ = 3 unless the plan in
-`audit_grid.json` says otherwise, δ = 1e-5. Beside each stands the ε that `fedcdp account` prints for it. Every bound holds
-with 99.9 %, so that among all of them together a sound one exceeds its ε by chance in less than one grid of twenty.
+`audit_grid.json` says otherwise, δ = 1e-5. Each row also has the ε that `fedcdp account` prints for it. Every bound holds
+with 99.9 %, so over a whole grid a sound mechanism exceeds its ε by chance in less than one grid of twenty.
 Made by `make audits` (`python -m tools.audits.attack_table --grid`), which fails if a sound mechanism exceeds its ε or a
 sabotaged one does not.
 """
@@ -59,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", action="store_true", help="run the grid into results/audit_grid.json")
-    parser.add_argument("--trials", type=int, default=300_000, help="in each world; 1/60 where each needs a server")
+    parser.add_argument("--trials", type=int, default=300_000, help="in each world; 1/60 if each trial needs a server")
     asked = parser.parse_args()
     if asked.grid:
         sys.exit(grid(asked.trials))
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def grid(trials: int) -> int:
-    """Attack every case of the grid; the status says whether all did what they must."""
+    """Attack every case of the grid; the status says whether every case behaved as required."""
     commit, verdicts = clean_commit(), []
     for verdict in run([*sound_cases(), *sabotaged_cases()], trials):
         verdicts.append(verdict)
@@ -83,7 +83,7 @@ def grid(trials: int) -> int:
 
 
 def table() -> None:
-    """The usual plans, attacked now, and the grid as it was attacked last."""
+    """The usual plans, attacked now, and the stored results of the grid."""
     print("# What an attack shows of ε\n")
     print(ABOUT + f"Measured on commit {clean_commit()[:12]}.\n")
     print("| mechanism | adversary | shown | Gaussian | guaranteed | trials a world | seconds |")
@@ -98,7 +98,7 @@ def table() -> None:
 
 
 def grid_tables(cells: list[dict[str, Any]], commit: str) -> str:
-    """The grid for people."""
+    """The grid as Markdown."""
     head = ["| method | plan | adversary, unit, relation | shown | Gaussian | printed | trials a world |",
             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     lines = ["\n## The grid\n", ABOUT_GRID + f"Measured on commit {commit[:12]}.\n", *head]
@@ -120,7 +120,7 @@ def _unit(plan: Plan, adversary: str) -> str:
 
 
 def shown(epsilon: float | str | None) -> str:
-    """An ε for people."""
+    """An ε, formatted."""
     if epsilon is None:
         return "-"
     return "∞" if epsilon in (math.inf, "inf") else f"{epsilon:.3g}"

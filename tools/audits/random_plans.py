@@ -1,10 +1,10 @@
-"""Random plans over all options: what the package prints beside what the independent accountant recomputes.
+"""Random plans over all options: compare the package's ε with that of the independent accountant.
 
 python -m tools.audits.random_plans --plans 400 --out results/random_plans.json
-python -m tools.audits.random_plans --first 183 --plans 1        # one plan again
+python -m tools.audits.random_plans --first 183 --plans 1        # repeat one plan
 
-Exit status 1 where a printed ε is more than half a per cent below the recomputed one, where a plan cannot be recomputed, or
-where a printed ε is more than 10 % above and no reason is found.
+Exit status 1 if a printed ε is more than half a percent below the recomputed one, if a plan cannot be recomputed, or if a
+printed ε is more than 10 % above it and no reason is found.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LiteralRecipes(Recipes):
 
 
 def reason(case: Case, found: Comparison) -> str:
-    """Why a printed ε is more than 10 % above the recomputed one, by computing it once more."""
+    """Why a printed ε is more than 10 % above the recomputed one, found by further computations."""
     if case.mode == "rdp":
         return RDP
 
@@ -72,7 +72,7 @@ def reason(case: Case, found: Comparison) -> str:
 
 
 def _rounded_up(case: Case) -> float:
-    """What rounding may add: the step of the package's table, 1e-4 or an 8,000th of the losses' range, for each release."""
+    """How much rounding may add: the step of the package's table, 1e-4 or an 8,000th of the losses' range, per release."""
     plan, recipes = case.plan, Recipes(case.plan, case.federation)
     quietest = min(recipes.multiplier(t) for t in range(plan.rounds))
     mu = 2 * recipes.distance(quietest, 1.0 if plan.method == "fed-sdp" else recipes.draws)
@@ -81,7 +81,7 @@ def _rounded_up(case: Case) -> float:
 
 
 def attempt(number: int) -> dict[str, Any]:
-    """One plan: every figure of every row, and what is wrong with it."""
+    """One plan: every figure of every row, and its defects."""
     case = random_case(Random(number))
     result: dict[str, Any] = {"plan": number, "method": case.plan.method, "mode": case.mode}
     privacy = case.printed()
@@ -101,12 +101,12 @@ def attempt(number: int) -> dict[str, Any]:
 
 
 def written(value: float) -> float | str:
-    """A number of five digits; JSON has none for infinity."""
+    """A number with five digits; JSON has no infinity."""
     return float(f"{value:.5g}") if math.isfinite(value) else "inf"
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the plans show together."""
+    """Summary of all plans."""
     compared = [each for each in results if "rows" in each]
     ratios = sorted(row[2] for each in compared for row in each["rows"].values() if row[0] != "inf" and row[1] != "inf")
     loose = [each for each in compared if each["above"]]
@@ -128,7 +128,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Recompute plans, one line each, and write all of it."""
+    """Recompute plans, print one line each, and write all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=400)
     parser.add_argument("--first", type=int, default=0)

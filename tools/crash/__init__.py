@@ -1,1 +1,1 @@
-"""Trainings and other commands that are killed, or whose disk fills up, and what must hold of their files."""
+"""Kill trainings and other commands, or fill their disk, and check their files."""

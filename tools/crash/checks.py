@@ -1,4 +1,4 @@
-"""What must hold of the files that a kill or a full disk has left, and of a run that was resumed to its end."""
+"""Checks of the files left by a kill or a full disk, and of a run that was resumed to its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.crash.processes import Ended
 
 
 class CrashError(AssertionError):
-    """Something was lost, or counted too little."""
+    """Data were lost, or releases counted too low."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -29,7 +29,7 @@ def require(holds: bool, what: str) -> None:
 
 
 def examine(run: Path, witness: Path, secure: bool) -> None:
-    """Look at a run directory as a kill has left it; raises if anything is broken or counted too little."""
+    """Check a run directory after a kill; raises if anything is damaged or counted too low."""
     directory = RunDirectory(run)
     begun = [int(line) for line in witness.read_text().split()] if witness.exists() else []
     charges = Ledger.open(directory.ledger).charges if directory.ledger.exists() else ()
@@ -49,7 +49,7 @@ def examine(run: Path, witness: Path, secure: bool) -> None:
 
 
 def same(run: Path, whole: Path, secure: bool, rounds: int) -> None:
-    """A run that was resumed to its end against one that nobody disturbed."""
+    """Compare a run that was resumed to its end with an undisturbed one."""
     charges = Ledger.open(run / "ledger.jsonl").charges
     require({charge.round for charge in charges} == set(range(rounds)), "the ledger does not have every round")
     require(_rounds(run) == list(range(1, rounds + 1)), f"the metrics have rounds {_rounds(run)}")
@@ -61,7 +61,7 @@ def same(run: Path, whole: Path, secure: bool, rounds: int) -> None:
     require((run / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes(), "the ledgers differ")
     require(_without_times(run) == _without_times(whole), "the metrics differ")
     mine, other = load_file(run / "model.safetensors"), load_file(whole / "model.safetensors")
-    require(mine.keys() == other.keys(), "the models have other tensors")
+    require(mine.keys() == other.keys(), "the models have different tensors")
     for name, value in mine.items():
         require(torch.equal(value, other[name]), f"{name} differs by {float((value - other[name]).abs().max()):.3g}")
 
@@ -81,7 +81,7 @@ def told_in_one_line(ended: Ended) -> None:
 
 
 def whole_files(place: Path) -> None:
-    """Everything below a place that is not marked as partial can be read."""
+    """Check that every file below a place that is not marked as partial can be read."""
     for path in place.rglob("*"):
         if path.is_dir() or path.name.endswith(".partial"):
             continue

@@ -1,8 +1,8 @@
-"""Faults: a process that dies, or whose disk fills up, at a chosen call by which it changes files.
+"""Faults: a process dies, or its disk fills up, at a chosen call that changes files.
 
 Everything that Python code does to files below a directory goes through a few functions: opening for writing, `write` of a
-raw file or descriptor, fsync, ftruncate, replace, unlink, mkdir. They are replaced by ones that count, and strike at the
-n-th call. Only the process that installs them is changed, so this is done in a fork.
+raw file or descriptor, fsync, ftruncate, replace, unlink, mkdir. They are replaced by functions that count calls, and strike
+at the n-th call. Only the process that installs them is changed, so this is done in a fork.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ How = Literal["kill", "tear", "full"]
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens, and at which call (counted from 0)."""
+    """The kind of fault, and the call at which it happens (counted from 0)."""
 
     how: How
     at: int
 
 
 class Faults:
-    """Counts what a process does to the files of a place, tells it to `seen`, and strikes once."""
+    """Counts a process's calls on the files of a place, logs them to `seen`, and strikes once."""
 
     def __init__(self, place: Path, strike: Strike | None, seen: Path) -> None:
         self._place, self._strike = place.absolute(), strike
@@ -40,7 +40,7 @@ class Faults:
         self._write = os.write
 
     def install(self) -> None:
-        """From here on, in this process."""
+        """Install the faults in this process."""
         for name in ("fsync", "ftruncate", "replace", "unlink", "mkdir"):
             setattr(os, name, self._counted(name, getattr(os, name)))
         os.write = self._os_write  # type: ignore[assignment]
@@ -52,7 +52,7 @@ class Faults:
     def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(target: Any, *rest: Any, **options: Any) -> Any:
             if (file := self._ours(target)) is not None:
-                # What a full disk still allows: to take away.
+                # A full disk still allows deleting.
                 self._happens(name, file, frees=name in ("unlink", "ftruncate"))
             return real(target, *rest, **options)
 
@@ -102,8 +102,8 @@ class Faults:
     # Striking --------------------------------------------------------------------------------------------------------
 
     def _ours(self, target: Any) -> str | None:
-        """The path of a file or descriptor below the place; None of any other."""
-        # Not Path.resolve: what a rename is about is the name itself, wherever that may point to.
+        """The path of a file or descriptor below the place; None for any other."""
+        # Not Path.resolve: a rename concerns the name itself, whatever it points to.
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.path.abspath(target)  # noqa: PTH100, PTH115
         return path if path == str(self._place) or path.startswith(f"{self._place}{os.sep}") else None
 

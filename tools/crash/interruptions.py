@@ -1,22 +1,22 @@
-"""Crashes: trainings that are killed, or whose disk fills up, at every call that changes a file and at random moments.
+"""Crash test: kill trainings, or fill their disk, at every call that changes a file and at random moments.
 
     python -m tools.crash --out results/reliability/crashes.json          # make crashes
     python -m tools.crash --short                                         # a few of each, as in CI
-    python -m tools.crash --device cuda --points 3 --again 1 --workers 10  # a GPU starts slowly
+        python -m tools.crash --device cuda --points 3 --again 1 --workers 10  # a GPU starts slowly
 
 | part | what is done |
 | --- | --- |
 | moments | the command as a user starts it, killed with SIGKILL at random times from its start to its end |
 | calls | killed before each call that changes a file, and in the middle of each write |
-| again | killed at random calls again and again, also while it mends what the kill before left |
+| again | killed at random calls again and again, also while it repairs the effects of the previous kill |
 | full | no space left on the device, from each call on |
 | others | `attack`, `bench`, `reproduce` and `export`, killed and out of space at each call |
 
-After every kill, as the files lie there: the ledger verifies and counts at least every round whose training had begun
-(which a witness of its own wrote down), the checkpoint is whole and holds no round that was not charged, nor do the
-metrics. Then the run is resumed to its end: under seeded noise model, metrics and ledger must be those of a run that nobody
-disturbed, to the bit; under secure noise every release must be counted, the repeated ones twice. A full disk must be told
-in one line, with exit status 1.
+After every kill, the files are checked as they are: the ledger verifies and counts at least every round whose training had
+begun (which an independent witness recorded). The checkpoint is complete, and neither it nor the metrics hold a round that
+was not charged. Then the run is resumed to its end. Under seeded noise, model, metrics and ledger must equal those of an
+undisturbed run, to the bit. Under secure noise every release must be counted, repeated ones twice. A full disk must be
+reported in one line, with exit status 1.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ class Trainings:
         self.calls = ended.calls
 
     def killed_at(self, strike: Strike) -> str:
-        """Killed once, then resumed; which call it was."""
+        """Kill it once, then resume; returns the call."""
         run = self._fresh()
         ended = self._train(run, strike)
-        require(ended.status == -signal.SIGKILL, f"it was to be killed, and ended with {ended.status}: {ended.stderr}")
+        require(ended.status == -signal.SIGKILL, f"it was not killed, but ended with {ended.status}: {ended.stderr}")
         examine(run, self._aside / "witness", self.secure)
         self._finish(run)
         return ended.calls[-1]
 
     def killed_again(self, chance: random.Random, most: int) -> int:
-        """Killed at random calls until it ends by itself, or has been killed so often; how often it was."""
+        """Kill it at random calls until it ends by itself, or `most` times; returns the number of kills."""
         run, kills = self._fresh(), 0
         while kills < most:
             how = chance.choice(["kill", "tear"])
@@ -109,7 +109,7 @@ class Trainings:
         return kills
 
     def out_of_space(self, at: int) -> None:
-        """No space left from a call on: one line, status 1, nothing broken, and resumed once there is space."""
+        """No space left from a call on: one line, status 1, nothing damaged, and resumed once there is space."""
         run = self._fresh()
         ended = self._train(run, Strike("full", at))
         told_in_one_line(ended)
@@ -123,14 +123,14 @@ class Trainings:
         return run
 
     def _train(self, run: Path, strike: Strike | None) -> Ended:
-        """Start the run, or go on with it, as a user would."""
+        """Start the run, or continue it, as a user would."""
         begun = (run / "config.toml").exists()
         arguments = ["train", "--out", str(run), *(["--resume", "--quiet"] if begun else self._options)]
         return run_fork(arguments, run, strike, self._aside)
 
     def _finish(self, run: Path) -> None:
         ended = self._train(run, None)
-        require(ended.status == 0, f"it does not go on: {ended.stderr}")
+        require(ended.status == 0, f"it does not continue: {ended.stderr}")
         examine(run, self._aside / "witness", self.secure)
         same(run, self._whole, self.secure, self.rounds)
 
@@ -153,7 +153,7 @@ def moments(name: str, place: Path, device: str, kills: int, chance: random.Rand
         started = time.monotonic()
         require(start(*longer, "--out", str(whole)).wait(PATIENCE) == 0, "the undisturbed run fails")
         lives[start] = time.monotonic() - started
-    for _ in range(4 * kills):  # one that ended before its moment came, on a machine that others slowed down, does not count
+    for _ in range(4 * kills):  # a run that ended before its kill, on a busy machine, does not count
         if landed == kills:
             break
         shutil.rmtree(run, ignore_errors=True)
@@ -166,7 +166,7 @@ def moments(name: str, place: Path, device: str, kills: int, chance: random.Rand
         if run.exists():
             examine(run, place / "nobody", secure)
         options = ["train", "--resume", "--quiet"] if (run / "config.toml").exists() else longer
-        require(forked(*options, "--out", str(run)).wait(PATIENCE) == 0, "it does not go on")
+        require(forked(*options, "--out", str(run)).wait(PATIENCE) == 0, "it does not continue")
         same(run, whole, secure, 40)
     require(landed == kills, f"only {landed} of {kills} kills came before its end")
     return landed
@@ -176,7 +176,7 @@ def moments(name: str, place: Path, device: str, kills: int, chance: random.Rand
 
 
 def others(place: Path, trained: Path) -> dict[str, list[str]]:
-    """Commands that write files, by name; what they write goes below `place / "out"`."""
+    """Commands that write files, by name; their output goes below `place / "out"`."""
     out = place / "out"
     leak = ["--dataset", "mnist5k", "--method", "nonprivate", "--leak", "type2", "--attack", "dlg"]
     return {
@@ -209,7 +209,7 @@ def others(place: Path, trained: Path) -> dict[str, list[str]]:
 
 
 def disturb_command(arguments: list[str], place: Path, most: int) -> dict[str, int]:
-    """Kill a command at each of its calls, and fill its disk from each on: files are whole, and it can be run again."""
+    """Kill a command at each of its calls, and fill its disk from each on: files stay valid, and it can be run again."""
     out, aside = place / "out", place / "aside"
     aside.mkdir(parents=True, exist_ok=True)
 
@@ -237,7 +237,7 @@ def disturb_command(arguments: list[str], place: Path, most: int) -> dict[str, i
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many of the numbers below `count`, evenly spread, the first and the last among them."""
+    """At most `most` of the numbers below `count`, evenly spread, including the first and the last."""
     return sorted({round(each) for each in np.linspace(0, count - 1, min(most, count))})
 
 
@@ -280,19 +280,19 @@ def disturb_others(place: Path) -> dict[str, dict[str, int]]:
 
 
 def experiments(given: argparse.Namespace, place: Path) -> dict[tuple[str, str], Callable[[], dict[str, Any]]]:
-    """What does each part of each scenario."""
+    """The function for each part of each scenario."""
     chosen: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
         ("calls", name): partial(disturb_training, name, given, place) for name in given.scenarios
     }
     if not given.short:
         chosen |= {("moments", name): partial(kill_at_moments, name, given, place) for name in given.scenarios}
-    if not given.short and given.device == "cpu":  # where they compute changes nothing about what they write
+    if not given.short and given.device == "cpu":  # the device does not change what they write
         chosen["others", "all"] = partial(disturb_others, place)
     return chosen
 
 
 def attempted(experiment: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it found; what was lost, if anything was."""
+    """The result of an experiment, or the failure."""
     try:
         return experiment()
     except CrashError as error:
@@ -300,22 +300,22 @@ def attempted(experiment: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, tell, write."""
+    """Run, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="A few of each, of the scenarios that are named.")
+    parser.add_argument("--short", action="store_true", help="A few of each, for selected scenarios.")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--points", type=int, default=None, help="Calls of a training that are struck. Default: each.")
-    parser.add_argument("--again", type=int, default=3, help="Trainings of a scenario that are killed again and again.")
+    parser.add_argument("--points", type=int, default=None, help="Number of calls of a training to strike. Default: all.")
+    parser.add_argument("--again", type=int, default=3, help="Trainings per scenario that are killed again and again.")
     parser.add_argument("--moments", type=int, default=50, help="Kills of the command itself, at random times.")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1, help="Scenarios that are disturbed at the same time.")
+    parser.add_argument("--workers", type=int, default=1, help="Scenarios to run at the same time.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="Where the result goes, as JSON.")
+    parser.add_argument("--out", type=Path, default=None, help="Write the result to this JSON file.")
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has spoken to the driver cannot be forked,
-    if given.device == "cpu":  # and any training on a machine with a GPU does; what is loaded here need not be in every fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has used the driver cannot be forked,
+    if given.device == "cpu":  # and any training on a machine with a GPU does; loading here saves loading in every fork
         train_experiment(
             assemble({"data": {"dataset": "cancer"}, "plan": {"rounds": 1, "local_steps": 1, "per_round": 2}}),
             None,

@@ -1,4 +1,4 @@
-"""`fedcdp` in processes that may be killed: as a user starts it, and in forks, where a start costs nothing."""
+"""`fedcdp` in processes that may be killed: as a user starts it, and in forks, which start instantly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.crash.faults import Faults, Strike
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: by itself with a status, or by a signal (negative)."""
+    """How a command ended: with a status, or by a signal (negative)."""
 
     status: int
     stderr: str
@@ -29,7 +29,7 @@ class Ended:
 
 
 def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside: Path) -> Ended:
-    """Run `fedcdp` with faults in everything below `place`; the witness of started rounds is kept in `aside`."""
+    """Run `fedcdp` with faults in everything below `place`; the witness of started rounds is stored in `aside`."""
     seen, errors, witness = aside / "calls", aside / "stderr", aside / "witness"
     child = os.fork()
     if child == 0:
@@ -39,7 +39,7 @@ def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside
             os.dup2(output, 1)
             os.dup2(output, 2)
             _bear_witness(os.open(witness, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-            # ε takes longer than all else, and nothing is written any more by then
+            # computing ε takes longer than everything else, and nothing is written after this
             train.accounting_is_installed = lambda: False
             Faults(place, strike, seen).install()
             sys.argv = ["fedcdp", *arguments]
@@ -57,7 +57,7 @@ def run_fork(arguments: Sequence[str], place: Path, strike: Strike | None, aside
 
 
 def _bear_witness(file: int) -> None:
-    """Write down every round as its training begins, by other means than the ledger's."""
+    """Record every round as its training begins, independently of the ledger."""
     real, write = rounds.Simulator.round, os.write
 
     def witnessed(self: Any, state: State, chosen: Any) -> State:
@@ -72,7 +72,7 @@ def command(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def forked(*arguments: str) -> Fork:
-    """The same in a fork, which has imported everything already."""
+    """The same in a fork, which has already imported everything."""
     process = multiprocessing.get_context("fork").Process(target=_main, args=(arguments,))
     process.start()
     return Fork(process)
@@ -80,7 +80,7 @@ def forked(*arguments: str) -> Fork:
 
 @dataclass(frozen=True)
 class Fork:
-    """As much of a process as is needed here."""
+    """The part of a process interface that is needed here."""
 
     process: multiprocessing.process.BaseProcess
 

@@ -1,1 +1,1 @@
-"""Hostile input for everything that reads a file, a message or an option."""
+"""Hostile input for every parser of files, messages and options."""

@@ -1,7 +1,7 @@
-"""Try to break the program with hostile input: so many cases for every target, each the same everywhere by its number.
+"""Try to break the program with hostile input: a number of cases per target, each reproducible by its number.
 
 python -m tools.fuzz --cases 10000 --out results/reliability/fuzz.json
-python -m tools.fuzz --target task --first 4711 --cases 1      # one case again
+python -m tools.fuzz --target task --first 4711 --cases 1      # repeat one case
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
 }
 
 
-_IN_WORDS = ("command line", "whole commands")  # which say on the console that they refuse
+_IN_WORDS = ("command line", "whole commands")  # these report a refusal on the console
 
 
 @dataclass
 class Outcome:
-    """What came of the cases of one target."""
+    """The results of one target's cases."""
 
     cases: int = 0
     refused: int = 0
-    """With an error of the program's own; the others were accepted, as what they still are."""
+    """Refused with the program's own error; the other cases were accepted as valid input."""
     seconds: float = 0.0
     findings: dict[int, str] = field(default_factory=dict)
-    """By the number of the case."""
+    """By case number."""
 
 
 def campaign(target: str, cases: int, place: Path, watch: Watch, first: int = 0) -> Outcome:
-    """Try the cases of a target from `first` on."""
+    """Run the cases of a target, starting with `first`."""
     attempt = TARGETS[target](place)
     outcome = Outcome()
     started = time.perf_counter()
@@ -64,7 +64,7 @@ def campaign(target: str, cases: int, place: Path, watch: Watch, first: int = 0)
 
 
 def processes(cases: int, place: Path, first: int = 0) -> Outcome:
-    """Try whole commands, each in a process of its own."""
+    """Run whole commands, each in its own process."""
     outcome, started = Outcome(), time.perf_counter()
     for number in range(first, first + cases):
         outcome.cases += 1
@@ -75,7 +75,7 @@ def processes(cases: int, place: Path, first: int = 0) -> Outcome:
 
 
 class _Counting:
-    """An attempt that notes whether it was refused."""
+    """An attempt that records whether it was refused."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt, self.refused = attempt, False
@@ -91,13 +91,13 @@ class _Counting:
 
 
 def main() -> None:
-    """Run a campaign, print what came of it, and keep it."""
+    """Run a campaign, print the results, and store them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--target", action="append", choices=sorted(TARGETS))
-    parser.add_argument("--processes", type=int, default=0, help="whole commands, each a process")
-    parser.add_argument("--out", type=Path, help="a file that exists is completed")
+    parser.add_argument("--processes", type=int, default=0, help="number of whole commands, each in its own process")
+    parser.add_argument("--out", type=Path, help="result file; an existing one is completed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch).resolve() / "place"
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def prepare(place: Path) -> None:
-    """No data directory, and no cache but here."""
+    """Use no data directory, and a cache only here."""
     os.environ.pop("FEDCDP_DATA", None)
     os.environ["FEDCDP_CACHE"] = str(place / "cache")
     os.environ["COLUMNS"] = "100"
@@ -126,7 +126,7 @@ def prepare(place: Path) -> None:
 
 
 def tell(target: str, outcome: Outcome) -> None:
-    """A line about a target, and each kind of finding once."""
+    """Print a line about a target, and each kind of finding once."""
     kinds = Counter(finding.splitlines()[0][:60] + finding.splitlines()[-1] for finding in outcome.findings.values())
     print(
         f"{target}: {outcome.cases} cases, {outcome.refused} refused, {outcome.seconds:.0f} s, "
@@ -142,7 +142,7 @@ def tell(target: str, outcome: Outcome) -> None:
 
 
 def keep(path: Path, outcomes: dict[str, Outcome]) -> None:
-    """Write, or complete, the record."""
+    """Write or complete the record."""
     known = json.loads(path.read_bytes())["targets"] if path.exists() else {}
     content = {
         "command": "make fuzz",

@@ -6,5 +6,5 @@ from typing import NoReturn
 
 
 def make() -> NoReturn:
-    """What a file would have called in place of a network."""
+    """What a file would call in place of a network."""
     raise SystemExit("code was run")

@@ -66,7 +66,7 @@ def _digits(number: Any) -> str:
 
 
 def command_line(place: Path) -> Attempt:
-    """Every command with options of every kind of value; what would compute for long stops where it would begin."""
+    """Every command with options of every kind of value; long computations stop where they would begin."""
     run = finished_run(place)
     root = typer.main.get_command(program.app)
     commands = list(_commands(root, []))
@@ -90,7 +90,7 @@ def command_line(place: Path) -> Attempt:
             given.append(str(run))
         shutil.rmtree(outs, ignore_errors=True)
         outs.mkdir()
-        # Building the commands is slow, and the same in every case.
+        # Building the commands is slow, and gives the same result in every case.
         cached = mock.patch("typer.main.get_command", return_value=root)
         with _stopping(), cached, contextlib.chdir(where):
             called(*given)
@@ -99,7 +99,7 @@ def command_line(place: Path) -> Attempt:
 
 
 def called(*arguments: str) -> None:
-    """Run a command in this process: it ends with 0, 1 or 2, and in one line where it is not 0."""
+    """Run a command in this process: it must end with 0, 1 or 2, and print one line unless the status is 0."""
     from io import StringIO
 
     out, err = StringIO(), StringIO()
@@ -109,7 +109,7 @@ def called(*arguments: str) -> None:
                 program.main()
         except SystemExit as ended:
             status = ended.code or 0
-    print(out.getvalue(), err.getvalue())  # where control characters are looked for
+    print(out.getvalue(), err.getvalue())  # to be checked for control characters
     if status not in (0, 1, 2):
         raise AssertionError(f"{arguments}: ended with {status}")
     told = [line for line in err.getvalue().splitlines() if line.startswith("fedcdp: ")]
@@ -155,13 +155,13 @@ def _given(case: Random, option: Any, run: Path) -> list[str]:
 
 
 def _argument(text: str) -> str:
-    """As a system can hand it over: no NUL, and not longer than it allows."""
+    """The text as a system can pass it: no NUL, and limited in length."""
     return text.replace("\0", "").replace("\ud800", "\udcff")[:50_000]
 
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[None]:
-    """Where minutes of computing would begin, the user stops."""
+    """Stop where minutes of computing would begin, as a user might."""
 
     def stop(*_arguments: Any, **_settings: Any) -> Any:
         raise StoppedError("stopped where it would compute")
@@ -184,7 +184,7 @@ def _stopping() -> Iterator[None]:
 
 
 def reproduce_table(_place: Path) -> Attempt:
-    """A table of one's own: its cells, its settings, its rows."""
+    """A user's own table: its cells, its settings, its rows."""
     known = files("fedcdp.studies.reproduce") / "experiments"
     texts = [each.read_bytes() for each in known.iterdir() if each.name.endswith(".toml")]
     trees = [tomllib.loads(text.decode()) for text in texts]
@@ -214,7 +214,7 @@ def as_toml_deep(value: Any) -> bytes:
 
 
 def used(table: Table, cells: dict[str, Any], place: Path, case: Random) -> None:
-    """What a command does with a table, short of measuring."""
+    """Everything a command does with a table, except measuring."""
     chosen = table.chosen([])
     for cell in chosen[:20]:
         cell.experiment()

@@ -1,4 +1,4 @@
-"""Targets: data files, of the benchmarks and of the user's own."""
+"""Targets: data files, both of benchmarks and users' own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ BOMB_BYTES = 2**30
 
 @cache
 def zeros(count: int, wbits: int) -> bytes:
-    """So many zeros, packed: a thousandth of the size."""
+    """`count` zeros, compressed to a thousandth of the size."""
     packer, chunk = zlib.compressobj(1, zlib.DEFLATED, wbits), bytes(2**24)
     return b"".join(packer.compress(chunk) for _ in range(count // len(chunk))) + packer.flush()
 
 
 def idx(_place: Path) -> Attempt:
-    """MNIST's files: packed and not, and a bomb."""
+    """MNIST's files: compressed and not, and a decompression bomb."""
     sound = struct.pack(">HBBIII", 0, 8, 3, 5, 4, 4) + bytes(range(80))
     packed = gzip.compress(sound)
 
@@ -65,12 +65,12 @@ class _Calls:
 
 
 def _nested(levels: int) -> bytes:
-    """A tuple of pairs of pairs …, each the same object twice: its hash, and its text, take 2^levels steps."""
+    """A tuple of pairs of pairs …, each the same object twice: hashing or printing it takes 2^levels steps."""
     return b"\x80\x02}K\x01K\x01\x86" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(levels)) + b"K\x01s."
 
 
 def pickled(_place: Path) -> Attempt:
-    """CIFAR-10's pickles, sound and hostile, mutated opcode by opcode."""
+    """CIFAR-10's pickles, valid and hostile, mutated opcode by opcode."""
     data = np.arange(24, dtype=np.uint8).reshape(2, 12)
     batch = {b"data": data, b"labels": [3, 7], b"batch_label": b"x", b"filenames": [b"a", b"b"]}
     sound = [pickle.dumps(batch, protocol=protocol) for protocol in (2, 3, 4)]
@@ -123,7 +123,7 @@ def archive(_place: Path) -> Attempt:
         except (ValueError, UnicodeError):
             content = _tar(dict.fromkeys(names, b"content"))
         hostile = content if case.random() < 0.5 else mutate_bytes(case, content)
-        if case.random() < 0.5:  # within the packing
+        if case.random() < 0.5:  # inside the compression
             hostile = gzip.compress(mutate_bytes(case, gzip.decompress(content)), 1)
         if case.random() < 0.002:
             hostile = zeros(BOMB_BYTES, 31)
@@ -153,7 +153,7 @@ def _tar(members: dict[str, Any]) -> bytes:
 
 
 def npz(_place: Path) -> Attempt:
-    """A user's own arrays: other types and shapes, headers that lie, archives that are none, and bombs."""
+    """A user's own arrays: other types and shapes, false headers, invalid archives, and decompression bombs."""
     arrays = {"x": np.arange(48, dtype=np.float32).reshape(12, 4), "y": np.arange(12) % 3}
     sound = packed_npz(arrays, zipfile.ZIP_STORED)
     seeds = [sound, packed_npz(arrays, zipfile.ZIP_DEFLATED)]
@@ -213,7 +213,7 @@ def packed_npz(arrays: dict[str, Any], method: int) -> bytes:
 
 
 def lying_npz(case: Random) -> bytes:
-    """Arrays whose headers claim another type, shape or order than what follows."""
+    """Arrays whose headers claim another type, shape or order than the data that follow."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as file:
         for name in ("x", "y"):
@@ -234,7 +234,7 @@ def lying_npz(case: Random) -> bytes:
 
 @cache
 def zero_bomb() -> bytes:
-    """A gibibyte of zeros in a small file, which is a sound array of records."""
+    """A gibibyte of zeros in a small file, which is a valid array of records."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         with file.open("x.npy", "w", force_zip64=True) as member:

@@ -1,4 +1,4 @@
-"""Targets: a deployment's files, and what comes over the wire."""
+"""Targets: a deployment's files, and messages on the wire."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FIRST = Round(0, 0, None)
 
 
 def site(_place: Path) -> Attempt:
-    """`deployment.toml`, and what is made of it: scripts and addresses."""
+    """`deployment.toml`, and the scripts and addresses derived from it."""
     from fedcdp.deploy.site.writer import node_script, server_scripts
 
     sound = {"nodes": 2, "host": "127.0.0.1", "port": 9443}
@@ -62,7 +62,7 @@ def site(_place: Path) -> Attempt:
 
 
 def policy(place: Path) -> Attempt:
-    """A client's policy, and what it decides."""
+    """A client's policy, and its decisions."""
     sound = {"epsilon": 2.0, "delta": 1e-5, "adversary": "server", "unit": "record", "methods": ["fed-cdp"],
              "smallest_noise_multiplier": 0.5, "smallest_cohort": 1, "allow_reproducible": False,
              "allow_custom_network": False}  # fmt: skip
@@ -81,7 +81,7 @@ def policy(place: Path) -> Attempt:
 
 
 def roster(_place: Path) -> Attempt:
-    """Who takes part, and how a run ended, as a server left them."""
+    """The roster and the outcome of a run, as a server wrote them."""
     clients = {"clients": [{"number": n, "node": 10**18 + n, "records": 50, "name": f"{n:032x}"} for n in range(3)]}
     outcome = {"ended": "done", "rounds": 3, "sentence": "all rounds are done"}
     experiment = assemble(SMALL)
@@ -146,7 +146,7 @@ def client_ledger(place: Path) -> Attempt:
 
 
 class _Captured(logging.Handler):
-    """What would be logged goes to the console, where control characters are looked for."""
+    """Prints log messages to the console, to be checked for control characters."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(record.getMessage())
@@ -154,7 +154,7 @@ class _Captured(logging.Handler):
 
 @contextmanager
 def _logged_to_the_console(log: logging.Logger) -> Iterator[None]:
-    """In here alone, and down to the finest line; a logger belongs to the whole process."""
+    """Only within this block, at the lowest level; a logger belongs to the whole process."""
     before = log.handlers, log.propagate, log.level
     log.handlers, log.propagate = [_Captured()], False
     log.setLevel(logging.DEBUG)
@@ -166,11 +166,11 @@ def _logged_to_the_console(log: logging.Logger) -> Iterator[None]:
 
 
 class _NoGrid:
-    """A grid that nothing is sent over."""
+    """A grid that sends nothing."""
 
 
 def _config(case: Random, sound: dict[str, Any]) -> ConfigRecord:
-    """A record with fields changed to other values that Flower carries."""
+    """A record with some fields changed to other values that Flower supports."""
     fields: dict[str, Any] = dict(sound)
     for _ in range(case.choice((0, 1, 1, 2))):
         name = case.choice((*sound, "other"))
@@ -183,7 +183,7 @@ def _config(case: Random, sound: dict[str, Any]) -> ConfigRecord:
 
 
 def _arrays(case: Random, sparse: bool) -> ArrayRecord:
-    """The arrays of a tree, sound but for some."""
+    """The arrays of a tree, some of them invalid."""
     tree = LAYOUT.unflatten(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(case.randrange(99))))
     if sparse:
         tree = {name: torch.where(value.abs() > 2, value, torch.zeros(())) for name, value in tree.items()}
@@ -230,7 +230,7 @@ def wire_arrays(_place: Path) -> Attempt:
 
 
 def flower_messages(_place: Path) -> Attempt:
-    """All messages, each as its reader reads it, and what a server logs of them."""
+    """All messages, each parsed by its receiver, and what a server logs about them."""
     log = logging.getLogger("flwr.fedcdp")
     digest = TASK.digest()
 

@@ -1,11 +1,11 @@
-"""Fuzzing that is led by coverage (atheris), for readers of bytes: inputs that reach new code are kept and changed further.
+"""Coverage-guided fuzzing (atheris) of byte parsers: inputs that reach new code are kept and mutated further.
 
     pip install 'fedcdp[fuzz]'
     python -m tools.fuzz.guided --seconds 120 --out results/reliability/fuzz-guided.json
-    python -m tools.fuzz.guided --target pickle CRASH-FILE                               # one input again
+        python -m tools.fuzz.guided --target pickle CRASH-FILE                               # repeat one input
 
-Each target runs in a process of its own, from the sound files of the other campaign. A finding is any error but the
-program's own, an input that takes more than ten seconds, or one that takes 2 GiB.
+Each target runs in its own process, starting from the valid files of the other campaign. A finding is any error other than
+the program's own, an input that takes more than ten seconds, or one that takes 2 GiB.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _of_file(place: Path, read: Callable[[Path], object]) -> Reader:
 
 
 def targets(place: Path) -> dict[str, tuple[Reader, list[bytes]]]:
-    """What reads bytes, by name, and sound inputs to begin with."""
+    """The byte parsers, by name, and valid inputs to start from."""
     run = finished_run(place)
     images = struct.pack(">HBBIII", 0, 8, 3, 5, 4, 4) + bytes(range(80))
     batch = {b"data": np.arange(24, dtype=np.uint8).reshape(2, 12), b"labels": [3, 7], b"filenames": [b"a", b"b"]}
@@ -87,7 +87,7 @@ def _task() -> str:
 
 
 def guided(target: str, options: list[str]) -> None:
-    """Fuzz one target in this process, which ends with it."""
+    """Fuzz one target in this process, which ends afterwards."""
     torch.set_num_threads(1)
     place = Path(tempfile.mkdtemp())
     reader, seeds = targets(place)[target]
@@ -109,7 +109,7 @@ def guided(target: str, options: list[str]) -> None:
 
 
 def campaign(target: str, seconds: int, place: Path) -> dict[str, Any]:
-    """Fuzz one target in another process, and what it says of itself at the end."""
+    """Fuzz one target in another process; returns its final statistics."""
     limits = [f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=4096", "-print_final_stats=1"]
     command = [sys.executable, "-m", "tools.fuzz.guided", "--target", target, *limits, f"-artifact_prefix={place}/{target}-"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -126,10 +126,10 @@ def campaign(target: str, seconds: int, place: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All targets, one after the other; or, with --target, one of them here."""
+    """All targets, one after the other; or, with --target, one of them in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
-    parser.add_argument("--seconds", type=int, default=120, help="For each target.")
+    parser.add_argument("--seconds", type=int, default=120, help="Time per target.")
     parser.add_argument("--out", type=Path)
     given, others = parser.parse_known_args()
     if given.target:

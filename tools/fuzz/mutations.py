@@ -1,4 +1,4 @@
-"""How a sound file becomes a hostile one: bytes, fields and structure are changed, all from one seeded generator."""
+"""Turn a valid file into a hostile one: bytes, fields and structure are changed, all from one seeded generator."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOKENS: tuple[bytes, ...] = (
 
 
 def hostile_value(case: Random, depth: int = 0) -> Any:
-    """A value that a field was not made for."""
+    """A value that the field was not designed for."""
     kind = case.randrange(12)
     if kind < 4:
         return case.choice(HOSTILE_NUMBERS)
@@ -73,7 +73,7 @@ def hostile_value(case: Random, depth: int = 0) -> Any:
 
 
 def deep(levels: int, lists: bool) -> Any:
-    """A value of so many levels."""
+    """A value with this many nesting levels."""
     value: Any = 1
     for _ in range(levels):
         value = [value] if lists else {"a": value}
@@ -81,11 +81,11 @@ def deep(levels: int, lists: bool) -> Any:
 
 
 def near(case: Random, value: Any) -> Any:
-    """A value of the same kind, but for its size."""
+    """A value of the same type, but of another size."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):
-        if abs(value) > 10**300:  # which no float and no text of Python's is made of
+        if abs(value) > 10**300:  # too large for a float or a decimal text in Python
             return -value
         return case.choice((value + 1, value - 1, -value, value * 10**6, value << 40, float(value), str(value)))
     if isinstance(value, float):
@@ -155,7 +155,7 @@ def mutate_bytes(case: Random, content: bytes, others: Sequence[bytes] = ()) -> 
     for _ in range(case.choice((1, 1, 2, 4))):
         at = case.randrange(len(data) + 1)
         if case.random() < 0.4:
-            at = min(at, case.randrange(64))  # most formats decide at their beginning
+            at = min(at, case.randrange(64))  # most formats are recognised by their beginning
         end = min(len(data), at + case.choice((1, 2, 4, 8, 64, 1000)))
         act = case.randrange(9)
         if act == 0 and at < len(data):
@@ -184,15 +184,15 @@ def mutate_bytes(case: Random, content: bytes, others: Sequence[bytes] = ()) -> 
 
 
 def as_json(value: Any) -> bytes:
-    """JSON as a hostile program writes it: NaN, surrogates and all; what is too deep for Python is written by hand."""
+    """JSON as a hostile program writes it, with NaN and surrogates; values too deep for Python are written by hand."""
     try:
         return json.dumps(value).encode("utf-8", "surrogatepass")
-    except (RecursionError, ValueError):  # too deep, or within itself
+    except (RecursionError, ValueError):  # too deep, or self-referential
         return b'{"a":' * 30_000 + b"1" + b"}" * 30_000
 
 
 def as_toml(value: Any) -> bytes:
-    """Nested values as TOML, sections first; a value that TOML does not have is written all the same."""
+    """Nested values as TOML, sections first; values that TOML does not support are written anyway."""
     if not isinstance(value, dict):
         return _toml(value).encode("utf-8", "surrogatepass")
     top = [f"{_key(key)} = {_toml(item)}" for key, item in value.items() if not isinstance(item, dict)]
@@ -211,7 +211,7 @@ def _key(key: object) -> str:
 
 def _toml(value: Any) -> str:
     before, after = "", ""
-    while isinstance(value, list | dict) and len(value) == 1:  # without recursion, however deep
+    while isinstance(value, list | dict) and len(value) == 1:  # without recursion, for any depth
         opening, closing = ("[", "]") if isinstance(value, list) else (f"{{{_key(next(iter(value)))} = ", "}")
         value = value[0] if isinstance(value, list) else next(iter(value.values()))
         before, after = before + opening, closing + after

@@ -1,4 +1,4 @@
-"""Targets: what an attack wrote, as the report page reads it."""
+"""Targets: the files of an attack, as the report page reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Attempt = Callable[[Random, Path], None]
 
 
 def attack_results(_place: Path) -> Attempt:
-    """`summary.json` and `reconstructions.npz`: other values, shapes and types, headers that lie, bombs; up to the page."""
+    """`summary.json` and `reconstructions.npz`: other values, shapes and types, false headers, bombs; up to the page."""
     summary = {"method": "fed-cdp", "leak": "type2", "attack": "cpl", "dataset": "mnist5k", "victims": 1, "examples": 2,
                "recognisable_rate": 0.5, "success_rate": 0.0, "steps": 1, "seconds": 1.5, "round": None}  # fmt: skip
     image = np.linspace(0, 1, 2 * 16, dtype=np.float32).reshape(1, 2, 1, 4, 4)

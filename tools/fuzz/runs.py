@@ -1,4 +1,4 @@
-"""Targets: what lies in a run directory, and the cache."""
+"""Targets: the files of a run directory, and the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
 
 
 def finished_run(place: Path) -> Path:
-    """A finished small run, made once for a place."""
+    """A finished small run, created once per place."""
     run = place / "sound"
     if not run.exists():
         train_experiment(assemble(SMALL), run, quiet=True)
@@ -41,7 +41,7 @@ def finished_run(place: Path) -> Path:
 
 
 def rechained(lines: list[Any]) -> bytes:
-    """Lines of a journal, each with the right digests, whatever they say."""
+    """Lines of a journal, each with correct digests, whatever their content."""
     written, previous = [], ""
     for content in lines:
         inner = {key: value for key, value in content.items() if key not in ("previous", "digest")} if isinstance(
@@ -49,7 +49,7 @@ def rechained(lines: list[Any]) -> bytes:
         ) else {"value": content}  # fmt: skip
         try:
             line = _line(inner, previous)
-        except (ValueError, RecursionError, UnicodeError):  # what no JSON of ours holds, with a digest all the same
+        except (ValueError, RecursionError, UnicodeError):  # not JSON that we would write, but with a digest
             body = as_json({**inner, "previous": previous})[:-1]
             line = body + f',"digest":"{hashlib.blake2b(body, digest_size=16).hexdigest()}"}}'.encode()
         written.append(line)
@@ -58,7 +58,7 @@ def rechained(lines: list[Any]) -> bytes:
 
 
 def ledger(place: Path) -> Attempt:
-    """The run's ledger: bytes changed, or lines changed and chained anew; then what it says was spent."""
+    """The run's ledger: with bytes changed, or with lines changed and chained anew; then the ε computed from it."""
     content = (finished_run(place) / "ledger.jsonl").read_bytes()
     lines = [json.loads(line) for line in content.splitlines()]
     run = place / "ledger-run"
@@ -88,7 +88,7 @@ def _changed_lines(case: Random, lines: list[Any]) -> list[Any]:
 
 
 def restamped(case: Random, content: bytes) -> bytes:
-    """A tensor file whose header or metadata was changed, with a digest that fits where one can be made."""
+    """A tensor file with a changed header or metadata, and a matching digest if one can be computed."""
     length = struct.unpack("<Q", content[:8])[0]
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     if case.random() < 0.5:
@@ -140,7 +140,7 @@ def _tensors(place: Path, name: str, read: Callable[[Path], object]) -> Attempt:
 
 
 def metrics(place: Path) -> Attempt:
-    """The lines of the rounds, as they are read, resumed and exported."""
+    """The metrics of the rounds, as they are read, resumed and exported."""
     sound = finished_run(place)
     rows = [json.loads(line) for line in (sound / "metrics.jsonl").read_bytes().splitlines()]
     run = place / "metrics-run"
@@ -161,7 +161,7 @@ def metrics(place: Path) -> Attempt:
         for old in ("m.csv",):
             (run / old).unlink(missing_ok=True)
         tampered.export("csv", run / "m.csv")
-        if case.random() < 0.005:  # slow, for it writes events
+        if case.random() < 0.005:  # slow, because it writes events
             shutil.rmtree(run / "board", ignore_errors=True)
             shutil.copy(sound / "config.toml", run)
             tampered.export("tensorboard", run / "board")
@@ -195,7 +195,7 @@ def configuration(place: Path) -> Attempt:
 
 
 def engine_cache(place: Path) -> Attempt:
-    """What was measured of engines: never an error, only measured again."""
+    """Cached engine measurements: never an error, only measured again."""
     sound = {"engine": "batched", "chunk": 16, "seconds": 0.001, "measured_for": {"network": "x"}}
     path = place / "choice.json"
 
@@ -205,7 +205,7 @@ def engine_cache(place: Path) -> Attempt:
         try:
             choice = read_choice(path)
         except FedcdpError as error:
-            raise AssertionError("a cache is passed over, not complained about") from error
+            raise AssertionError("a bad cache entry must be ignored, not reported") from error
         if choice is not None and not (type(choice.chunk) is int and choice.chunk > 0 and not math.isnan(choice.seconds)):
             raise AssertionError(f"{choice} was believed")
 

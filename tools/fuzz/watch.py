@@ -1,7 +1,7 @@
-"""What no input may make the program do, watched while it reads one.
+"""Watches the program while it reads hostile input, for things that no input may cause.
 
-An error of another type than the program's own, a hang, much memory, a file written elsewhere, a process, a connection, an
-import of what the input names, and control characters on the console: each is a finding.
+Each of these is a finding: an error of a type other than the program's own, a hang, excessive memory, a file written
+elsewhere, a process, a connection, an import of a name in the input, and control characters on the console.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 from fedcdp.errors import FedcdpError
 
 SECONDS = 10.0
-"""That one case may take."""
+"""Seconds that one case may take."""
 MEBIBYTES = 400
-"""That one case may add to the memory in use, whatever it reads: the stated 256 and what is needed to hand them on."""
+"""MiB that one case may add to the memory in use, whatever it reads: the stated 256 and what is needed to pass them on."""
 
-_ADDRESS_SPACE = 4 * 2**30  # that one case may reserve; the machine stays usable whatever happens
+_ADDRESS_SPACE = 4 * 2**30  # bytes that one case may reserve, to keep the machine usable
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _RUNS = frozenset({
     "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn", "os.startfile",
@@ -41,11 +41,11 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class TooSlowError(BaseException):
-    """Raised in a case that takes too long; not an `Exception`, so that nothing passes it over."""
+    """Raised in a case that takes too long; not an `Exception`, so no handler swallows it."""
 
 
 class Watch:
-    """Runs cases in a directory, the only place that they may write to."""
+    """Runs cases in a directory, the only place where they may write."""
 
     def __init__(self, place: Path) -> None:
         self.place = place.resolve()
@@ -54,7 +54,7 @@ class Watch:
         sys.addaudithook(self._heard)
 
     def run(self, attempt: Callable[[Random, Path], None], case: Random) -> str | None:
-        """What a case did that it must not do, in a few lines; None if nothing."""
+        """Describe forbidden behaviour of a case in a few lines; None if there was none."""
         self._findings = []
         console = io.StringIO()
         before = _resident()
@@ -106,7 +106,7 @@ class Watch:
         elif event in _CHANGES:
             folders = [f"/proc/self/fd/{each}" for each in arguments[-1:] if isinstance(each, int) and each > 2]
             for path in arguments[:2]:
-                if isinstance(path, str | bytes | os.PathLike):  # within a folder that is given open, if one is
+                if isinstance(path, str | bytes | os.PathLike):  # relative to an open directory, if one is given
                     self._check_place(event, os.path.join(*folders[:1], os.fsdecode(path)))  # noqa: PTH118
         elif event in _RUNS:
             self._findings.append(f"runs {event} {arguments!s:.200}")
@@ -119,7 +119,7 @@ class Watch:
             where = Path(os.path.realpath(os.fsdecode(path)))
             if not (where.is_relative_to(os.devnull) or where.is_relative_to(self.place)):
                 self._findings.append(f"{what} {where}, outside its place")
-        except ValueError:  # a NUL: the system refuses it
+        except ValueError:  # a NUL: the system rejects it
             pass
         finally:
             self._on = True

@@ -1,4 +1,4 @@
-"""Whole commands as processes of their own, on run directories and data of which one file is hostile."""
+"""Whole commands in their own processes, on run directories and data with one hostile file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def attempt(case: Random, place: Path) -> str | None:
-    """What a process did that it must not do, if anything."""
+    """Describe forbidden behaviour of a process, or None."""
     run, own = place / "process-run", place / "own.npz"
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(finished_run(place), run)

@@ -1,1 +1,1 @@
-"""A server that tries everything to get more out of a client than it grants."""
+"""A server that tries everything to get more from a client than the client grants."""

@@ -1,7 +1,7 @@
-"""What releases cost in all, by numbers of its own: nothing here reads a ledger or imports the package's accountant.
+"""The total cost of releases, computed independently: nothing here reads a ledger or imports the package's accountant.
 
 A release is what the witness in `client` saw a client do. All releases of a sequence are composed into one privacy
-loss distribution: Gaussian ones exactly, sampled ones by dp-accounting's own tables.
+loss distribution: Gaussian ones exactly, sampled ones with dp-accounting's own tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTERVAL = 1e-3
 
 @dataclass(frozen=True)
 class Release:
-    """One participation, as it really was: every number is what the training would have used."""
+    """One participation, as it really was: every number is the one that the training would have used."""
 
     adversary: str
     unit: str
@@ -31,7 +31,7 @@ class Release:
     noise_at: str
     sampling: str
     sigma: float
-    """Noise of one draw over the clip bound of this very round."""
+    """Noise of one draw over the clip bound of this round."""
     quantile_noise: float | None
     records: int
     batch: int
@@ -40,26 +40,26 @@ class Release:
     per_round: int
     layers: int
     secret: bool
-    """Whether the noise came from the operating system: a published seed protects nobody."""
+    """Whether the noise came from the operating system: noise from a published seed protects nobody."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Gaussian releases of so much precision (Σ 1/z²), and sampled ones: (records, rate, slots, z) so many times."""
+    """Total precision of Gaussian releases (Σ 1/z²), and counts of sampled ones: (records, rate, slots, z)."""
 
     precision: float
     sampled: tuple[tuple[int, float, int, float], ...] = ()
 
 
 def loss_of(seen: Release) -> Loss:
-    """What one participation shows to the adversary of its policy."""
+    """What one participation reveals to the adversary of its policy."""
     root = math.sqrt(seen.layers)
     if not seen.secret or seen.sigma == 0 or seen.method not in ("fed-cdp", "fed-cdp-decay", "fed-sdp"):
         return Loss(math.inf)
     if seen.method == "fed-sdp":
         if seen.noise_at == "server" or seen.adversary == "example":
             return Loss(math.inf)
-        reach = 2 if seen.unit == "record" else 1  # a record may turn its client's clipped update around
+        reach = 2 if seen.unit == "record" else 1  # a record may reverse its client's clipped update
         return Loss((reach * root / seen.sigma) ** 2)
     on_sum = {"example": math.sqrt(seen.slots), "batch": 1.0, "cohort": 1 / seen.per_round}[seen.noise]
     if seen.unit == "client":
@@ -79,7 +79,7 @@ def loss_of(seen: Release) -> Loss:
 
 
 def _steps(seen: Release, steps: int, weight: float, root: float) -> float:
-    """Steps under noise of σ·weight·C, the first of which may also show an indicator of half a unit an example."""
+    """Steps with noise of σ·weight·C; the first may also reveal an indicator of half a unit per example."""
     indicator = 0.0 if seen.quantile_noise is None else 1 / (2 * seen.quantile_noise * weight) ** 2
     return steps * (root / (seen.sigma * weight)) ** 2 + indicator
 

@@ -1,4 +1,4 @@
-"""The client of the rogue-server trial: real handlers, policy file and ledger, and a witness in place of its training."""
+"""The client of the rogue-server trial: real handlers, policy file and ledger, with a witness in place of its training."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Crash(BaseException):
 
 @dataclass
 class Witness:
-    """Notes every release that a client makes; what a client says of itself is not asked for."""
+    """Records every release of a client, independently of the client's own statements."""
 
     adversary: str
     unit: str
     seen: list[tuple[str, Release]] = field(default_factory=list)
-    """The digest of the task, and what was released."""
+    """The digest of the task, and the release."""
     crash: str | None = None
     """Where the next release ends the process: before anything is computed, or after it has left."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,7 +82,7 @@ class Client:
         self.base, self.case, self.witness = base, case, Witness(*reader)
         self.records = 100
         self.texts: list[str] = []
-        """What was published so far."""
+        """The tasks published so far."""
         self.events: Counter[str] = Counter()
         self.write_policy()
 
@@ -91,7 +91,7 @@ class Client:
         (self.base / "policy.toml").write_text(tomli_w.dumps(settings | changes))
 
     def send(self, content: RecordDict, kind: str) -> RecordDict:
-        """A message to a fresh process of the client, which may crash on it."""
+        """Send a message to a fresh process of the client, which may crash on it."""
         records = self.records
         app = client.client_app(
             data=lambda _: (np.zeros((records, 3), np.float32), np.arange(records) % 2), network=lambda _: NETWORK
@@ -142,7 +142,7 @@ class Client:
             yield
 
     def begin_with_0_1_0(self, task: Task, most: int) -> None:
-        """A ledger as the first release left it: so many releases were made, or as many as its budget allowed."""
+        """A ledger as the first release wrote it, with `most` releases, or as many as its budget allowed."""
         before = len(self.witness.seen)
         for round_ in range(most):
             self.witness.note(task, 100, Round(round_, 0, None))
@@ -152,10 +152,10 @@ class Client:
         self.texts.append(task.to_json())
 
     def verdict(self) -> str | None:
-        """What was released beyond the grant, if anything was."""
+        """What was released beyond the grant, or None."""
         total = total_epsilon((release for _, release in self.witness.seen), DELTA)
         if total > EPSILON:
-            return f"ε = {total:.4g} was released in {len(self.witness.seen)} releases, and {EPSILON} granted"
+            return f"ε = {total:.4g} was released in {len(self.witness.seen)} releases, but {EPSILON} granted"
         with ClientLedger.held(self.base / "state") as ledger:
             for digest, made in Counter(digest for digest, _ in self.witness.seen).items():
                 accepted = ledger.tasks[digest]
@@ -170,7 +170,7 @@ class Client:
 
 @contextmanager
 def watched(one: Client) -> Iterator[None]:
-    """The client's training is replaced by its witness."""
+    """Replace the client's training by its witness."""
 
     class Watched(LocalTraining):
         def __init__(self, task: Task, network: nn.Module, data: Any, *rest: Any, **named: Any) -> None:

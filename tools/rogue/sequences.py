@@ -1,4 +1,4 @@
-"""Hand-written sequences of the rogue-server trial: each way that was found, or feared, to get more than was granted."""
+"""Hand-written sequences of the rogue-server trial: every known or feared way to get more than was granted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _until_refused(one: Client, digest: str, clip: float | None = None, round_: 
 
 
 def _forms(one: Client, forms: list[str]) -> None:
-    """A task in several written forms, each asked for as long as it gives something, in turn and one after the other."""
+    """A task in several written forms, each requested as long as it yields something, in turn and one after the other."""
     for text in forms:
         one.publish(text)
     for attempt in range(4):
@@ -43,7 +43,7 @@ def _forms(one: Client, forms: list[str]) -> None:
 
 
 def _in_old_forms(one: Client) -> None:
-    """A ledger of version 0.1.0 with a task in two forms, which that version took for one another."""
+    """A ledger of version 0.1.0 with a task in two forms, which that version confused."""
     first = _task(plan="much noise")
     reordered = replace(first, tensors=dict(reversed(first.tensors.items())))
     one.begin_with_0_1_0(first, 2)
@@ -102,7 +102,7 @@ def _at_once(one: Client) -> None:
 
 
 def _quietest_round(one: Client) -> None:
-    """The bound grows under noise that stays: the last round has a third of the noise, and is asked for again and again."""
+    """The bound grows while the noise stays: the last round has a third of the noise, and is requested again and again."""
     task = _task(plan="a bound that grows under noise that stays")
     one.publish(task.to_json())
     _until_refused(one, task.digest(), round_=task.plan.rounds - 1)
@@ -125,7 +125,7 @@ def _stricter_and_back(one: Client) -> None:
 
 
 def _cap_raised(one: Client) -> None:
-    """One reservation after the other for one task, each of a single participation."""
+    """Successive reservations for one task, each for a single participation."""
     task = _task(plan="much noise")
     for most in range(1, 12):
         one.write_policy(participations=most)

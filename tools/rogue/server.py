@@ -1,14 +1,14 @@
-"""The rogue-server trial: a server that tries everything to get more out of a client than ε = 0.25.
+"""The rogue-server trial: a server that tries everything to get more from a client than ε = 0.25.
 
     python -m tools.rogue --sequences 10000 --out results/reliability/rogue_server.json
 
-A sequence is a list of events against one client: its real handlers, policy file, ledger and locks. Tasks are published, in
-their one written form and in others; rounds are asked for in and out of order, again, at once, with wrong clip bounds; the
-client crashes before, between and after its writes; its owner edits the policy and changes the data; some sequences begin
-with a ledger of version 0.1.0. Only the training itself is replaced: by a witness that notes every release that is made.
+A sequence is a list of events against one client: its real handlers, policy file, ledger and locks. Tasks are published in
+their canonical form and in others. Rounds are requested in and out of order, repeatedly, concurrently, and with wrong clip
+bounds. The client crashes before, between and after its writes; its owner edits the policy and changes the data. Some
+sequences begin with a ledger of version 0.1.0. Only the training is replaced: by a witness that records every release.
 
-In the end nothing may have been released beyond the grant: all releases that the witness saw, as `accountant` composes them,
-stay within (0.25, 1e-5), and for no task were there more than the client's ledger has charged and reserved.
+At the end nothing may have been released beyond the grant: all releases that the witness saw, as `accountant` composes them,
+must stay within (0.25, 1e-5), and no task may have more releases than the client's ledger has charged and reserved.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ READERS = [("server", "record")] * 5 + [("server", "client"), ("example", "recor
 
 
 def one_sequence(seed: int, base: Path) -> Client:
-    """The sequence of a seed, played to its end."""
+    """Play the sequence of a seed to its end."""
     case = random.Random(seed)
     reader = case.choice(READERS)
     one = Client(base, reader, case)
@@ -69,7 +69,7 @@ def _publish_again(one: Client) -> None:
 
 
 def _asked(one: Client) -> tuple[str, Round]:
-    """A round of some task that was published: mostly one that may come next."""
+    """A round of some published task: mostly one that may come next."""
     text, case = one.case.choice(one.texts), one.case
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     made = [seen for seen, _ in one.witness.seen].count(digest)
@@ -138,7 +138,7 @@ def hand_written() -> list[dict[str, Any]]:
 
 
 def trial(seeds: range) -> dict[str, Any]:
-    """Play the sequences of some seeds: how many there were, what was released at most, and which went beyond the grant."""
+    """Play the sequences of some seeds: their number, the largest ε released, and the sequences that exceeded the grant."""
     events: Counter[str] = Counter()
     totals, beyond, shared = [], [], "/dev/shm" if Path("/dev/shm").is_dir() else None
     for seed in seeds:
@@ -154,7 +154,7 @@ def trial(seeds: range) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play all sequences, print what came of them, and keep it."""
+    """Play all sequences, print the results, and store them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)

@@ -37,7 +37,7 @@ PLANS = ["plain"] * 4 + ["much noise"] * 3 + list(_SETTINGS)
 
 
 def task_of(case: random.Random, name: str) -> Task:
-    """A task with a run of its own."""
+    """A task with its own run."""
     plan = Plan(**_USUAL | _SETTINGS[name])
     return Task(
         run=f"{case.getrandbits(128):032x}",
@@ -54,7 +54,7 @@ def task_of(case: random.Random, name: str) -> Task:
 
 
 def aliases_of(text: str) -> list[str]:
-    """Other texts that mean the same task, or nearly; some are no JSON any more."""
+    """Other texts that mean the same task, or nearly; some are not valid JSON."""
     try:
         written = json.loads(text)
     except ValueError:

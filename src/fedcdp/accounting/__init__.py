@@ -1,4 +1,4 @@
 """Privacy accounting: ε against each adversary, before, during and after training.
 
-Needs `dp-accounting`; training does not, and writes its ledger all the same.
+Computing an ε needs `dp-accounting`. Training does not; it writes its ledger even without it.
 """

@@ -1,14 +1,14 @@
-"""Who sees what: the adversaries of the threat model, and what each is shown over the rounds of a training.
+"""The adversaries of the threat model, and what each sees over the rounds of a training.
 
 | adversary | reads |
 | --- | --- |
 | `example` (type-2) | every example's gradient as the method releases it inside local training, and whose it is |
-| `update` (type-1) | a client's update before it leaves |
+| `update` (type-1) | a client's update before it is sent |
 | `server` (type-0) | every client's update as received |
 | `model` | the global model after every round, and nothing else |
 
 Units: a `record`, a `client` (all of its records), and `unique`: one person whose record is stored at several clients.
-Relations: `zero-out` (the unit's contribution is replaced by nothing) and `replace-one` (by another's).
+Relations: `zero-out` (the unit's contribution is replaced by nothing) and `replace-one` (by another unit's).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Adversary = Literal["server", "update", "example", "model"]
 Unit = Literal["record", "client", "unique"]
 Relation = Literal["zero-out", "replace-one"]
 
-# A clip bound that decays under noise that stays gives every round its own noise multiplier. Multipliers are rounded down to
-# at most this many values, so that a long run composes few distinct releases. Rounding down makes the printed ε larger.
+# If the clip bound decays and the noise does not, every round has its own noise multiplier. Multipliers are rounded down to
+# at most this many values, so a long run composes few distinct releases. Rounding down makes the printed ε larger.
 _DISTINCT = 24
 _DISTINCT_GAUSSIANS = 4096  # Gaussian releases add up in closed form
 
@@ -42,22 +42,22 @@ class View:
     relation: Relation
     assumption: str
     a_priori: Callable[[float], Release]
-    """Over the choice of the round's clients."""
+    """The release over the random choice of the round's clients."""
     taken: Callable[[float], Release]
-    """If the unit is known to take part."""
+    """The release if the unit is known to take part."""
     hidden: bool = False
-    """Whether `a_priori` rests on nobody knowing who took part, so that it is also what a round has cost."""
+    """Whether `a_priori` assumes that nobody knows who took part; then it is also the cost of a round after the fact."""
     participation: Callable[[float], Release] | None = None
-    """One participation of one client, where `taken` is that of several."""
+    """One participation of one client, if `taken` covers several."""
     at_once: int = 1
     """How many clients that hold the unit may take part in one round."""
     fallback: View | None = None
-    """A row that holds as well; the smaller ε of the two is printed."""
+    """An alternative row that also holds; the smaller ε of the two is printed."""
     others: tuple[View, ...] = ()
     """The same row for clients that hold other numbers of records; the largest ε of all is printed."""
 
     def before(self, multipliers: Iterable[float]) -> Release:
-        """All that rounds with these noise multipliers will show, before it is known who takes part."""
+        """Everything that rounds with these noise multipliers will release, before it is known who takes part."""
         return _over_rounds(self.a_priori, Counter(multipliers))
 
     def worst(self, multipliers: Iterable[float]) -> Release:
@@ -65,7 +65,7 @@ class View:
         return _over_rounds(self.taken, Counter(multipliers))
 
     def used(self, multipliers: Iterable[float], participations: int) -> Release:
-        """What so many participations have shown: those with the least noise, as it is not said which they were."""
+        """What this many participations have released: those with the least noise, since it is not known which they were."""
         if self.hidden:
             return self.before(multipliers)
         counted, left = Counter[float](), participations
@@ -76,10 +76,10 @@ class View:
 
 
 def noise_multipliers(plan: Plan, rounds: int | Iterable[int] | None = None) -> list[float]:
-    """σ_t, noise over the clip bound, of each released round.
+    """σ_t, noise divided by the clip bound, for each released round.
 
-    `rounds` lists the released rounds, and a round that was released twice stands there twice. A number stands for the
-    first so many rounds; the default is all rounds of the plan. A round beyond the plan counts as the costliest.
+    `rounds` lists the released rounds; a round that was released twice is listed twice. A number n means the first n
+    rounds; the default is all rounds of the plan. A round beyond the plan counts as the costliest.
     """
     rounds = plan.rounds if rounds is None else rounds
     released = range(rounds) if isinstance(rounds, int) else list(rounds)
@@ -90,8 +90,8 @@ def noise_multipliers(plan: Plan, rounds: int | Iterable[int] | None = None) -> 
 
 
 def _over_rounds(release: Callable[[float], Release], counted: Counter[float]) -> Release:
-    """The releases of all rounds, one after the other; `counted` holds how many rounds have each noise multiplier."""
-    counted = +counted  # without the multipliers of no round
+    """The releases of all rounds in sequence; `counted` holds the number of rounds with each noise multiplier."""
+    counted = +counted  # drops multipliers with a count of zero
     if not counted:
         return sequence([])
     gaussian = isinstance(release(next(iter(counted))), Gaussian)
@@ -100,7 +100,7 @@ def _over_rounds(release: Callable[[float], Release], counted: Counter[float]) -
 
 
 def _rounded_down(counted: Counter[float], most: int) -> Counter[float]:
-    """The same counts with at most `most` distinct multipliers: each is rounded down to a step of a geometric ladder."""
+    """The same counts with at most `most` distinct multipliers, each rounded down to a geometric grid."""
     if len(counted) <= most:
         return counted
     values = np.array(list(counted))

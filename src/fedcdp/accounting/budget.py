@@ -1,8 +1,8 @@
-"""The budget of a run: what it has released, whether it may release more, and ε as it grows.
+"""The privacy budget of a run: what it has released, whether it may release more, and how ε grows.
 
-`Releases` charges each round to the ledger before anything of it is used. `Budget` says whether one more release keeps
-within a limit, and what has been spent so far. `over_releases` gives the privacy statement round by round, for the report.
-Training does not need dp-accounting; where it is missing, ε is not shown, and a limit is refused.
+`Releases` charges each round to the ledger before its release is used. `Budget` says whether one more release stays
+within a limit, and how much has been spent so far. `over_releases` gives the privacy statement round by round, for the
+report. Training does not need dp-accounting; without it, ε is not shown, and a limit is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Allows = Callable[[tuple[int, ...]], bool]
 
 
 class Releases:
-    """What has been released so far: kept in the run's ledger where there is one, before a release is used."""
+    """The releases so far, recorded in the run's ledger, if there is one, before a release is used."""
 
     def __init__(self, clients: int, ledger: Ledger | None = None) -> None:
         self.charges: list[Charge] = list(ledger.charges) if ledger else []
@@ -46,31 +46,31 @@ class Releases:
         self._ledger = ledger
 
     def charge(self, round_: int, chosen: NDArray[np.int64], bound: float) -> None:
-        """Record a round's release; only then may anything of it be used."""
+        """Record a round's release; only then may it be used."""
         if self._ledger:
             self._ledger.charge(round_, chosen, bound)
-            if self._ledger.rounds_charged == len(self.charges):  # the same release once more, after a crash
+            if self._ledger.rounds_charged == len(self.charges):  # the same release again, after a crash
                 return
         self.charges.append(self._ledger.charges[-1] if self._ledger else Charge(round_, 0, chosen, bound))
         self.participations[chosen] += 1
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """The round of every release so far; one that was released twice stands there twice."""
+        """The round of every release so far; a round that was released twice is listed twice."""
         return tuple(charge.round for charge in self.charges)
 
     @property
     def attempt(self) -> int:
-        """How often the round that was charged last had been released before."""
+        """How often the last charged round had been released before."""
         return self._ledger.charges[-1].attempt if self._ledger and self._ledger.charges else 0
 
     def may_go_on(self, round_: int, allows: Allows | None) -> bool:
-        """Whether a budget allows the releases so far and this round; a round that is charged already costs nothing more."""
+        """Whether a budget allows the releases so far plus this round; an already charged round costs nothing more."""
         charged = self._ledger is not None and self._ledger.noise == "seeded" and self._ledger.rounds_charged > round_
         return allows is None or charged or allows((*self.rounds, round_))
 
 
-_SHARE_OF_TIME = 0.05  # of a training that may go into showing ε
+_SHARE_OF_TIME = 0.05  # of the training time that may be spent on computing ε for display
 
 
 def accounting_is_installed() -> bool:
@@ -89,8 +89,8 @@ def privacy_of_plan(
 ) -> Privacy:
     """ε against every adversary, before a single gradient is computed; `rounds` and `per_round` as in `simulate`.
 
-    Without a `model`, for the paper's network on such data: each layer that is clipped apart counts. A note says so,
-    since a network of more layers has a larger ε.
+    Without a `model`, the paper's network for such data is assumed, since ε depends on the number of layers that are clipped
+    separately. A note says so, because a network with more layers has a larger ε.
     """
     from fedcdp.accounting.statement import state
 
@@ -100,23 +100,23 @@ def privacy_of_plan(
     population = Population.of(federation, Layout.of(network), plan)
     privacy = state(plan, population, mode=mode)
     if model is None and plan.private and plan.clip_mode == "layer" and mode != "paper":
-        assumed = f"for the M = {population.layers} layers of the paper's network: for your own, give model="
+        assumed = f"computed for the M = {population.layers} layers of the paper's network; pass model= for your own"
         return replace(privacy, notes=(*privacy.notes, assumed))
     return privacy
 
 
 class Budget:
-    """What the plan may spend against the chosen adversary, and how it goes on being spent."""
+    """What the plan may spend against the chosen adversary, and what it has spent."""
 
     def __init__(self, experiment: Experiment, population: Population, ledger: Path | None = None) -> None:
-        """With a `ledger`, ε is shown for what it has charged, repeated rounds included."""
+        """With a `ledger`, ε is shown for everything it has charged, including repeated rounds."""
         self._experiment, self._population, self._ledger = experiment, population, ledger
         self._latest = ""
         self._started, self._computing = time.perf_counter(), 0.0
         self._most_rounds: int | None = None
         if not accounting_is_installed():
             if experiment.run.max_epsilon is not None:
-                raise PlanError("max_epsilon: needs dp-accounting; install it with pip install dp-accounting")
+                raise PlanError("max_epsilon: needs dp-accounting; install it with pip install 'dp-accounting>=0.6,<0.7'")
             return
         from fedcdp.accounting.calibrate import Target, rounds_within
 
@@ -125,15 +125,15 @@ class Budget:
         if limit is not None:
             self._most_rounds = rounds_within(plan, population, self._target)
             if self._most_rounds == 0:
-                raise PlanError(f"max_epsilon: {limit:g} is exceeded by the very first round; take more noise")
+                raise PlanError(f"max_epsilon: {limit:g} is exceeded by the very first round; use more noise")
 
     def allows(self, rounds: tuple[int, ...]) -> bool:
-        """Whether releases of these rounds, repeats included, keep within the limit, where there is one."""
+        """Whether releases of these rounds, including repeats, stay within the limit, if there is one."""
         if self._most_rounds is None:
             return True
         plan = self._experiment.plan
         planned = rounds == tuple(range(len(rounds)))
-        if planned or plan.noise_follows_clip:  # none is a repeat, or each costs the same
+        if planned or plan.noise_follows_clip:  # no round is repeated, or all cost the same
             if len(rounds) <= self._most_rounds:
                 return True
             if self._most_rounds < plan.rounds:
@@ -141,7 +141,7 @@ class Budget:
         return self._target.reached(plan, self._population, rounds) <= self._target.epsilon
 
     def shown_after(self, rounds: int) -> str:
-        """ε so far, for people; computed only as often as it costs little beside the training."""
+        """ε so far, for display; recomputed only as often as it costs little compared with training."""
         if not (accounting_is_installed() and self._experiment.plan.private):
             return ""
         started = time.perf_counter()
@@ -158,9 +158,9 @@ _POINTS = 10
 
 
 def over_releases(plan: Plan, population: Population, charges: Sequence[Charge]) -> list[tuple[int, Privacy]]:
-    """The statement after about ten numbers of releases, the last of them all; `charges` are the releases.
+    """The privacy statement at about ten points of a run, the last after all of its releases, which are `charges`.
 
-    `epsilon_used` is then what the most-used client had spent by that time. Without a release there is nothing to state.
+    `epsilon_used` is what the most-used client had spent by that point. Without a release the list is empty.
     """
     from fedcdp.accounting.statement import Usage, state
 
@@ -179,5 +179,5 @@ def over_releases(plan: Plan, population: Population, charges: Sequence[Charge])
 
 
 def _places(releases: int) -> list[int]:
-    """Where ε is computed: it grows fastest at the beginning, so that is where the points are closest."""
+    """The numbers of releases at which ε is computed, closest at the beginning, where ε grows fastest."""
     return sorted({round(releases * (place / _POINTS) ** 1.5) or 1 for place in range(1, _POINTS + 1)})

@@ -1,4 +1,4 @@
-"""From a target to a plan: the noise multiplier that gives an ε, and how many rounds an ε allows."""
+"""From a target to a plan: the noise multiplier that reaches an ε, and the number of rounds that an ε allows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 
-_PRECISION = 1e-3  # relative, of the noise multiplier; always on the safe side
+_PRECISION = 1e-3  # relative, of the noise multiplier; errs on the safe side
 _WEAKEST, _STRONGEST = 1e-2, 1e5
 _SLOTS_TRIED = (1.5, 2.0, 3.0, 4.0, 6.0)  # in batches
 
 
 @dataclass(frozen=True)
 class Target:
-    """An ε that shall not be exceeded: against whom, for which unit, under which relation."""
+    """An ε that must not be exceeded, with its adversary, unit and relation."""
 
     epsilon: float
     adversary: str = "server"
@@ -32,7 +32,7 @@ class Target:
             raise PlanError(f"epsilon: {self.epsilon} is not allowed; it must be a positive number")
 
     def view(self, plan: Plan, population: Population) -> View:
-        """The row of the plan's privacy table that the target is about."""
+        """The row of the plan's privacy table that the target refers to."""
         known = views(plan, population)
         for view in known:
             if (view.adversary, view.unit, view.relation) == (self.adversary, self.unit, self.relation):
@@ -43,14 +43,14 @@ class Target:
     def reached(
         self, plan: Plan, population: Population, rounds: int | Sequence[int] | None = None, mode: Mode = "tight"
     ) -> float:
-        """The ε of a plan after the first so many rounds, or those listed (default: all)."""
+        """The ε of a plan after the first `rounds` rounds, or after the listed ones (default: all)."""
         return epsilon_after(self.view(plan, population), plan, plan.rounds if rounds is None else rounds, mode)
 
 
 def calibrate(
     plan: Plan, population: Population, target: Target, mode: Mode = "tight", precision: float = _PRECISION
 ) -> Plan:
-    """The plan with the smallest noise multiplier that keeps within the target, to a relative `precision`."""
+    """The plan with the smallest noise multiplier that stays within the target, to a relative `precision`."""
 
     def within(sigma: float) -> bool:
         return target.reached(plan.but(noise_multiplier=sigma), population, mode=mode) <= target.epsilon
@@ -74,7 +74,7 @@ def calibrate(
 def calibrate_slots(plan: Plan, population: Population, target: Target, mode: Mode = "tight") -> Plan:
     """Also choose the number of noise slots: the plan whose steps carry the least noise at the same ε."""
     if plan.record_sampling != "poisson" or plan.noise != "example":
-        raise PlanError("slots: auto is for Poisson record sampling with example noise; elsewhere slots cost nothing")
+        raise PlanError("slots: auto needs Poisson record sampling with example noise; otherwise slots cost nothing")
     tried = sorted({math.ceil(share * plan.batch_size) for share in _SLOTS_TRIED})
     plans = [calibrate(plan.but(slots=slots), population, target, mode, precision=0.02) for slots in tried]
     best = min(plans, key=lambda each: each.noise_multiplier * math.sqrt(each.slots))
@@ -82,7 +82,7 @@ def calibrate_slots(plan: Plan, population: Population, target: Target, mode: Mo
 
 
 def rounds_within(plan: Plan, population: Population, target: Target, mode: Mode = "tight") -> int:
-    """How many rounds of a plan keep within the target; all of them if the whole plan does."""
+    """How many rounds of a plan stay within the target; all of them if the whole plan does."""
     if target.reached(plan, population, mode=mode) <= target.epsilon:
         return plan.rounds
     low, high = 0, plan.rounds

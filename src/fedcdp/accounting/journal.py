@@ -1,12 +1,12 @@
-"""Journals: append-only files of lines that are on the disk before anything that they record is used.
+"""Journals: append-only files whose lines are on disk before what they record is used.
 
 Guarantees:
-- A line whose writing has returned is in the file after any crash.
-- A line carries a digest of itself and the digest of the line before, so that lines altered, inserted, reordered or dropped
-  in the middle are noticed. There is no secret in it: this is against accidents and naive tampering, not against someone
-  who writes the whole file anew.
-- What a crash leaves behind the last newline: the beginning of a line was never used, and is passed over (and removed before
-  the next line is written); a whole line counts. Anything else that does not verify is refused.
+- A line whose write has returned is in the file after any crash.
+- A line carries its own digest and the digest of the line before it, so lines altered, inserted, reordered or dropped in the
+  middle are detected. No secret is involved: this protects against accidents and naive tampering, not against someone who
+  rewrites the whole file.
+- A crash may leave bytes after the last newline. An incomplete line was never used; it is skipped, and removed before the
+  next line is written. A complete line counts. Anything else that does not verify is refused.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _LINE = re.compile(rb'(\{.*),"digest":"([0-9a-f]{32})"\}', re.DOTALL)
 
 
 class LineError(Exception):
-    """What is wrong with a line, to be said with its file and number."""
+    """A defect in a line; the journal adds the file and the line number."""
 
 
 class Journal(ABC):
-    """One file of chained lines, a first one and any number of others, for one writer at a time.
+    """One file of chained lines, a header line and any number of others, for one writer at a time.
 
-    What a line may say, and where, is the subclass's: it reads every line as the journal is opened.
+    The subclass decides what a line may contain and where: it reads every line when the journal is opened.
     """
 
     BEGINNINGS: ClassVar[tuple[str, ...]]
-    """How each line but the first may begin."""
+    """How each line except the first may begin."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
@@ -47,44 +47,44 @@ class Journal(ABC):
         *lines, tail = content.split(b"\n")
         whole = b"" if any(_is_cut_short(tail, beginning) for beginning in self.BEGINNINGS) else tail
         if not lines and not _LINE.fullmatch(tail):
-            raise RunError(f"{path} has no whole first line; no crash of this program leaves that, so it is damaged")
+            raise RunError(f"{path} has no complete first line; a crash of fedcdp cannot leave that, so it is damaged")
         for number, line in enumerate(lines + [whole] * bool(whole), start=1):
             try:
                 (self._read_first if number == 1 else self._read_next)(line)
             except LineError as error:
                 raise RunError(f"{path}, line {number}, {error}") from None
             self._previous = line[-34:-2].decode()
-        self._size = len(content)  # what the disk has
-        self._kept = len(content) - len(tail) + len(whole)  # what of it counts
-        self._owed = b"\n" if whole else b""  # what is to be written before the next line
+        self._size = len(content)  # bytes on disk
+        self._kept = len(content) - len(tail) + len(whole)  # bytes that count
+        self._owed = b"\n" if whole else b""  # a missing newline, to be written before the next line
 
     @abstractmethod
     def _read_first(self, line: bytes) -> None:
-        """Take in the first line, or raise `LineError`."""
+        """Read the first line, or raise `LineError`."""
 
     @abstractmethod
     def _read_next(self, line: bytes) -> None:
-        """Take in a further line, or raise `LineError`."""
+        """Read a further line, or raise `LineError`."""
 
     @classmethod
     def _begin(cls, path: Path | str, first: Mapping[str, Any]) -> Self:
-        """Start a journal: whole or not at all, also when killed in here. Refuses a file that exists."""
+        """Start a journal, atomically even if killed in here. Refuses a file that exists."""
         path = Path(path)
         try:
             if path.exists():
-                raise RunError(f"{path} already exists; a ledger is added to, never begun anew")
+                raise RunError(f"{path} already exists; a ledger is appended to, never restarted")
             content = _line(first, "") + b"\n"
             journal = cls(path, content)
             write_atomically(path, content, PRIVATE)
         except OSError as error:
             raise not_written(path, error) from error
         except (TypeError, ValueError) as error:
-            raise RunError(f"{path} cannot be written: a plan and a population are plain values ({error})") from None
+            raise RunError(f"{path} cannot be written: plan and population must be plain values ({error})") from None
         return journal
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Read a journal and verify every line of it. Writes nothing; refuses what is damaged or impossible."""
+        """Read a journal and verify every line. Writes nothing; refuses damaged or impossible content."""
         try:
             content = read_bounded(path, MOST_LINES)
         except OSError as error:
@@ -92,7 +92,7 @@ class Journal(ABC):
         return cls(Path(path), content)
 
     def _verified(self, line: bytes, *allowed: tuple[str, ...]) -> dict[str, Any]:
-        """The content of a line that is what was written, has one of these sets of keys and follows the line before."""
+        """The content of a line that is unaltered, has one of the `allowed` sets of keys and follows the line before it."""
         parts = _LINE.fullmatch(line)
         if not parts:
             raise LineError("is damaged")
@@ -109,24 +109,24 @@ class Journal(ABC):
         return found
 
     def _write_line(self, content: Mapping[str, Any]) -> None:
-        """Add a line: on the disk on return, or the file is as it was before."""
+        """Append a line: on return it is on disk; on failure the file is unchanged."""
         line = _line(content, self._previous)
         self._append(line + b"\n")
         self._previous = line[-34:-2].decode()
 
     def _make_sure(self) -> None:
-        """See that the last line is on the disk: it was found in the file, but may not have got there before a crash."""
+        """Flush the last line to disk: it was read from the file, but a crash may have come before it was flushed."""
         self._append(b"")
 
     def _append(self, line: bytes) -> None:
-        """Add bytes, after mending what a crash left at the end: all on the disk on return, or as it was before."""
+        """Append bytes after repairing the end that a crash left: all on disk on return, or the file is unchanged."""
         content = self._owed + line
         try:
-            sync_directory(self.path.parent)  # a start that was killed inside `_begin` may not have got that far
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # a link may lead to anything
+            sync_directory(self.path.parent)  # a process killed inside `_begin` may not have done this
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # a link may point anywhere
             try:
                 if os.fstat(file).st_size != self._size:
-                    raise StorageError(f"{self.path} was changed by others since it was read")
+                    raise StorageError(f"{self.path} was changed by another process since it was read")
                 self._write(file, content)
             finally:
                 os.close(file)
@@ -139,7 +139,7 @@ class Journal(ABC):
         try:
             if self._size > self._kept:
                 os.ftruncate(file, self._kept)
-                os.fsync(file)  # first, so that no crash can leave a mixture of the old end and the new
+                os.fsync(file)  # before writing, so no crash can leave a mixture of the old end and the new
                 self._size = self._kept
             while content:
                 content = content[os.write(file, content) :]
@@ -151,7 +151,7 @@ class Journal(ABC):
 
 
 def _line(content: Mapping[str, Any], previous: str) -> bytes:
-    """A line without its newline. The digest is over all that stands before it, the line before's digest included."""
+    """A line without its newline. The digest covers everything before it, including the previous line's digest."""
     body = json.dumps({**content, "previous": previous}, separators=(",", ":"), allow_nan=False)[:-1].encode()
     return body + f',"digest":"{_digest(body)}"}}'.encode()
 
@@ -161,12 +161,12 @@ def _digest(body: bytes) -> str:
 
 
 def _is_cut_short(tail: bytes, beginning: str) -> bool:
-    """Whether bytes behind the last newline are a line cut short, rather than a whole or a damaged one."""
+    """Whether the bytes after the last newline are a truncated line, rather than a complete or a damaged one."""
     text = tail.decode(errors="replace")
     if not tail.isascii() or not text.isprintable() or text[: len(beginning)] != beginning[: len(text)]:
         return False
     try:
-        json.JSONDecoder().raw_decode(text)  # a whole line, perhaps with something behind it
+        json.JSONDecoder().raw_decode(text)  # a complete line, perhaps with something after it
         return False
     except (ValueError, RecursionError) as error:
         return isinstance(error, ValueError)

@@ -1,4 +1,4 @@
-"""The ledger: what a run has released, one line a release, on the disk before the release is used.
+"""The ledger: every release of a run, one line each, on disk before the release is used.
 
 ```
 {"ledger":1,"plan":{…},"population":{"clients":K,…},"noise":"seeded","previous":"","digest":"…"}
@@ -6,10 +6,10 @@
 ```
 
 Guarantees:
-- A release whose `charge` has returned is in the ledger after any crash. A release that was charged and never made stays in
+- A release whose `charge` has returned is in the ledger after any crash. A release that was charged but never made stays in
   it: a crash may over-count, never under-count.
-- Lines are chained and mended after a crash as in every `journal`. Lines that are missing at the end show only beside the
-  checkpoint (`check`).
+- Lines are chained, and repaired after a crash, as in every `journal`. Lines missing at the end are detected only by
+  comparison with the checkpoint (`check`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from fedcdp.errors import RunError
 Noise = Literal["seeded", "secure"]
 
 MOST_COUNTED = 2**25
-"""Clients of a run whose participations are counted one by one, in a table of 256 MiB."""
+"""The most clients whose participations are counted individually, in a table of 256 MiB."""
 MOST_LISTED = 2**20
-"""Counts that are listed at most; clients beyond them took part in nothing."""
+"""The most counts that are listed; clients beyond them took part in nothing."""
 _VERSION = 1
 _HEADER_KEYS = ("ledger", "plan", "population", "noise")
 _CHARGE_KEYS = ("round", "attempt", "clients", "bound")
 _ADDED: dict[str, set[str]] = {"plan": set(), "population": {"sizes"}, "noise": set()}
-"""What ledgers of the first release lack. Such a ledger is continued as it is."""
+"""Keys that ledgers of the first release lack. Such a ledger is continued without them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Charge:
-    """One release: the global round (from 0), how often it was released before, who took part, and the clip bound."""
+    """One release: the global round (from 0), how often it was released before, the clients, and the clip bound."""
 
     round: int
     attempt: int
@@ -57,7 +57,7 @@ class Charge:
 
 
 class Ledger(Journal):
-    """An append-only record of releases in one file, for one writer at a time (the run's lock sees to that)."""
+    """An append-only record of releases in one file, for one writer at a time (the run's lock ensures that)."""
 
     BEGINNINGS = ('{"round":',)
 
@@ -67,15 +67,15 @@ class Ledger(Journal):
 
     @staticmethod
     def create(path: Path | str, plan: Mapping[str, Any], population: Mapping[str, Any], noise: Noise) -> Ledger:
-        """Start a ledger: whole or not at all, also when killed in here. Refuses a file that exists."""
+        """Start a ledger, atomically even if killed in here. Refuses a file that exists."""
         header = {"ledger": _VERSION, "plan": dict(plan), "population": dict(population), "noise": noise}
         return Ledger._begin(path, header)
 
     @staticmethod
     def open_or_create(path: Path | str, plan: Mapping[str, Any], population: Mapping[str, Any], noise: Noise) -> Ledger:
-        """The ledger of a run that may have been killed before it had one; refuses that of another run.
+        """The ledger of a run that may have been killed before it had one; another run's ledger is refused.
 
-        A lost ledger is not replaced unnoticed: a new one begins at round 0 and refuses every other first round.
+        A lost ledger is not replaced silently: a new one begins at round 0 and refuses any other first round.
         """
         if not os.path.lexists(path):
             return Ledger.create(path, plan, population, noise)
@@ -85,9 +85,10 @@ class Ledger(Journal):
 
     @staticmethod
     def of_run(path: Path | str, plan: Plan, population: Population, noise: Noise, rounds_done: int) -> Ledger:
-        """The ledger of a run that has come to a checkpoint of `rounds_done` rounds.
+        """The ledger of a run whose checkpoint has `rounds_done` rounds.
 
-        It holds no seed: a ledger may be handed to an accountant, and who was or will be drawn is nobody's to know.
+        It holds no seed: a ledger may be given to an accountant, who must not learn which clients and records were or will
+        be drawn.
         """
         written = {key: value for key, value in plan.written().items() if key != "seed"}
         ledger = Ledger.open_or_create(path, written, population.written(), noise)
@@ -97,34 +98,34 @@ class Ledger(Journal):
     def check(
         self, plan: Mapping[str, Any], population: Mapping[str, Any], noise: Noise, rounds_done: int | None = None
     ) -> None:
-        """Refuse to go on with another plan, population or noise, or with a checkpoint that this ledger does not cover.
+        """Refuse another plan, population or noise, or a checkpoint that this ledger does not cover.
 
-        A checkpoint of `rounds_done` rounds needs as many charged rounds, or one more where a crash came in between.
+        A checkpoint of `rounds_done` rounds needs as many charged rounds, or one more if a crash came in between.
         """
         mine: dict[str, Any] = {"plan": self.plan, "population": self.population, "noise": {"noise": self.noise}}
         for part, given in (("plan", plan), ("population", population), ("noise", {"noise": noise})):
-            now = json.loads(json.dumps(dict(given)))  # as it would have been written
+            now = json.loads(json.dumps(dict(given)))  # in the form in which it would have been written
             for key in sorted((mine[part].keys() | now.keys()) - (_ADDED[part] - mine[part].keys())):
                 if mine[part].get(key) != now.get(key):
                     differs = f"{key} = {mine[part].get(key)!s:.60}, not {now.get(key)!s:.60}"
                     raise RunError(f"{self.path} belongs to another run: its {part} has {differs}")
         if rounds_done is not None and self._next_round not in (rounds_done, rounds_done + 1):
-            raise RunError(f"{self.path} has {self._next_round} rounds and the checkpoint {rounds_done}: they do not fit")
+            raise RunError(f"{self.path} has {self._next_round} rounds and the checkpoint {rounds_done}: they do not match")
 
     # Charging --------------------------------------------------------------------------------------------------------
 
     def charge(self, round: int, clients: ArrayLike, bound: float) -> None:
-        """Record a release; only once this has returned may it be used.
+        """Record a release, which may be used only after this has returned.
 
         | round | seeded noise | secure noise |
         | --- | --- | --- |
         | the one after the last | charged | charged |
-        | the last again, after a crash | the same release: not charged again; refused if it differs | charged again |
+        | the last one again, after a crash | the same release: not charged again; refused if it differs | charged again |
         | any other | refused | refused |
         """
         ids = np.asarray(clients)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise RunError(f"{self.path} cannot be written: the clients of a release are whole numbers")
+            raise RunError(f"{self.path} cannot be written: the clients of a release must be whole numbers")
         round, before = operator.index(round), self._latest_of(round)
         new = Charge(round, before.attempt + 1 if before else 0, np.sort(ids.astype(np.int64)), float(bound))
         if before and self.noise == "seeded":
@@ -147,31 +148,31 @@ class Ledger(Journal):
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """The round of every release, in order; a round that was released twice stands there twice."""
+        """The round of every release, in order; a round that was released twice is listed twice."""
         return tuple(charge.round for charge in self._charges)
 
     @property
     def rounds_charged(self) -> int:
-        """How many releases were charged; a round that was released twice counts twice."""
+        """The number of charged releases; a round that was released twice counts twice."""
         return len(self._charges)
 
     def participations(self) -> NDArray[np.int64]:
         """For each client of the population, the number of charged releases that it took part in."""
         if self.population["clients"] > MOST_COUNTED:
             raise RunError(
-                f"{self.path} is of {self.population['clients']} clients; at most {MOST_COUNTED} are counted apart"
+                f"{self.path} has {self.population['clients']} clients; at most {MOST_COUNTED} can be counted individually"
             )
         everyone = [np.empty(0, np.int64), *(charge.clients for charge in self._charges)]
         return np.bincount(np.concatenate(everyone), minlength=self.population["clients"])
 
     def most_used(self) -> int:
-        """The number of releases of the client that took part most often."""
+        """The number of releases that the most-used client took part in."""
         return int(self.busiest(1)[0])
 
     def busiest(self, count: int) -> NDArray[np.int64]:
-        """The `count` largest numbers of releases of single clients (all, where there are fewer), largest first.
+        """The `count` largest numbers of releases of single clients (all, if there are fewer), largest first.
 
-        Their sum bounds how often a record was used that is stored at `count` clients, whichever these are.
+        Their sum bounds how often a record stored at any `count` clients was used.
         """
         clients = self.population["clients"]
         _, counts = np.unique(
@@ -193,7 +194,7 @@ class Ledger(Journal):
     def _read_first(self, line: bytes) -> None:
         version = re.match(rb'\{"ledger":([^,]*),', line)
         if version and version[1] != b"%d" % _VERSION:
-            raise LineError(f"is of version {version[1].decode(errors='replace')}; this program knows version {_VERSION}")
+            raise LineError(f"has version {version[1].decode(errors='replace')}; this program reads version {_VERSION}")
         header = self._verified(line, _HEADER_KEYS)
         self.plan, self.population, self.noise = header["plan"], header["population"], header["noise"]
         for part, key in (("plan", "rounds"), ("population", "clients")):
@@ -216,14 +217,14 @@ class Ledger(Journal):
         self._accept(new)
 
     def _objection(self, new: Charge) -> str | None:
-        """Why a release cannot come next, if it cannot: the same for one that is read and for one that is charged."""
+        """Why a release cannot come next, or None: the same check for a release that is read and one that is charged."""
         before = self._latest_of(new.round)
         if before is None and new.round != self._next_round:
-            return f"comes where round {self._next_round} is next, and only the last round may be repeated"
+            return f"is out of order: round {self._next_round} is next, and only the last round may be repeated"
         if new.round >= self.plan["rounds"]:
             return f"is beyond the plan, which has {self.plan['rounds']} rounds"
         if before and self.noise == "seeded":
-            return "is there twice, but under seeded noise it is one release"
+            return "occurs twice, but under seeded noise it is one release"
         if new.attempt != (before.attempt + 1 if before else 0):
             return f"has a wrong attempt number, {new.attempt}"
         if not (math.isfinite(new.bound) and new.bound >= 0):

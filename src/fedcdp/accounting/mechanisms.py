@@ -1,9 +1,9 @@
-"""Releases as value objects, and what one participation of a client consists of.
+"""Releases as value objects, and the releases that one participation of a client consists of.
 
-Each release fully describes what an adversary is shown, and nothing of the data. `z` is always the standard deviation of
-the noise on a released sum over that sum's L2 sensitivity. The objects say nothing of how ε is computed: `pld` (privacy loss
-distributions) and `rdp` do that, and refuse what they do not know. `Mechanism` is the noise on what a client releases in a
-participation, `Records` how often and how secretly a record is used in it.
+Each release fully describes what an adversary sees, independently of the data. `z` is always the standard deviation of the
+noise on a released sum divided by that sum's L2 sensitivity. The objects do not say how ε is computed: `pld` (privacy loss
+distributions) and `rdp` do that, and refuse releases that they do not support. `Mechanism` is the noise on a client's
+releases in a participation; `Records` says how often a record is used in it, and how secretly.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fedcdp.mechanism.clipping import sensitivity
 
 @dataclass(frozen=True)
 class Nothing:
-    """No release at all."""
+    """No release."""
 
 
 @dataclass(frozen=True)
 class Unprotected:
-    """A release without a finite guarantee, and why."""
+    """A release without a finite guarantee, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A sum with Gaussian noise, in which the unit takes part for sure."""
+    """A sum with Gaussian noise that certainly includes the unit."""
 
     z: float
 
 
 @dataclass(frozen=True)
 class PoissonGaussian:
-    """A sum with Gaussian noise, in which the unit takes part with probability `rate`, in secret."""
+    """A sum with Gaussian noise that secretly includes the unit with probability `rate`."""
 
     rate: float
     z: float
@@ -49,7 +49,7 @@ class PoissonGaussian:
 
 @dataclass(frozen=True)
 class SlottedPoisson:
-    """Poisson sampling of `records` at `rate` into at most `slots`, those beyond dropped at random; then Gaussian noise."""
+    """Poisson sampling of `records` at `rate` into at most `slots` (the excess dropped at random), then Gaussian noise."""
 
     records: int
     rate: float
@@ -59,11 +59,11 @@ class SlottedPoisson:
 
 @dataclass(frozen=True)
 class OverfullPoisson:
-    """A bound on every `SlottedPoisson` of at most this `rate` whose slots overflow with at most this probability.
+    """A bound on every `SlottedPoisson` of at most this `rate` whose slots overflow with at most the probability `overflow`.
 
-    One such bound covers many clients that hold different numbers of records. In an overflow the record may take another's
-    place. Either that stays secret and moves the sum by two sensitivities, or (`told`) the reader is taken to know whether
-    the record is in, which then moves the sum by one: a zeroed record keeps its place.
+    One such bound covers many clients that hold different numbers of records. In an overflow the record may take another
+    record's place. Either this stays secret and moves the sum by two sensitivities, or (`told`) the adversary is assumed to
+    know whether the record is included, which then moves the sum by one: a zeroed record keeps its place.
     """
 
     rate: float
@@ -74,8 +74,10 @@ class OverfullPoisson:
 
 @dataclass(frozen=True)
 class WithoutReplacement:
-    """A fixed-size sample that holds the unit with probability `rate`, in secret; replacing the unit by another moves the
-    sum by two sensitivities. `half_z` is the noise over that distance."""
+    """A fixed-size sample that secretly includes the unit with probability `rate`.
+
+    Replacing the unit by another moves the sum by two sensitivities; `half_z` is the noise divided by that distance.
+    """
 
     rate: float
     half_z: float
@@ -83,7 +85,7 @@ class WithoutReplacement:
 
 @dataclass(frozen=True)
 class Lottery:
-    """`inner` with probability `rate`, otherwise nothing; which of the two may be known to the adversary."""
+    """`inner` with probability `rate`, otherwise nothing; the adversary may know which."""
 
     inner: Release
     rate: float
@@ -91,7 +93,7 @@ class Lottery:
 
 @dataclass(frozen=True)
 class Draws:
-    """`inner` a random number of times: `probabilities[x]` is that of x times; the number may be known."""
+    """`inner` x times with probability `probabilities[x]`; the adversary may know x."""
 
     inner: Release
     probabilities: tuple[float, ...]
@@ -99,7 +101,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Repeated:
-    """`inner`, afresh, a number of times, each choice of what to show next depending on what was shown."""
+    """`inner` repeated `times` times with fresh randomness; each release may depend on the ones before it."""
 
     inner: Release
     times: int
@@ -107,7 +109,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Several releases, one after the other."""
+    """Several releases in sequence."""
 
     parts: tuple[Release, ...]
 
@@ -128,7 +130,7 @@ Release = (
 
 
 def repeated(inner: Release, times: int) -> Release:
-    """`inner` so many times, in its simplest form."""
+    """`inner`, `times` times, in its simplest form."""
     if times == 0 or isinstance(inner, Nothing):
         return Nothing()
     if times == 1 or isinstance(inner, Unprotected):
@@ -144,9 +146,9 @@ def repeated(inner: Release, times: int) -> Release:
 
 
 def sequence(parts: list[Release]) -> Release:
-    """The releases one after the other, in their simplest form; one without a guarantee leaves the whole without.
+    """The releases in sequence, in their simplest form; one release without a guarantee leaves the whole without one.
 
-    Composition does not depend on the order, so equal releases are gathered and all Gaussian ones become one.
+    Composition does not depend on the order, so equal releases are grouped and all Gaussian releases become one.
     """
     precision, counted = 0.0, dict[Release, int]()
     for part in _flat(parts):
@@ -175,11 +177,11 @@ def _flat(parts: Iterable[Release]) -> Iterator[Release]:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The noise of a plan against a unit: `weight` is the number of noise draws' deviations over the unit's examples.
+    """The noise of a plan against a unit: `weight` is the noise in units of σC, divided by the unit's number of examples.
 
-    A layer's sum then has noise σ·C·draws and moves by C for each of the unit's examples; M layers move together by √M.
-    Where the clip bound follows a quantile, the first step of a round also shows an indicator in [−½, ½] for every example,
-    under noise of its own.
+    A layer's sum carries that noise and moves by C for each of the unit's examples; M layers together move by √M times that.
+    If the clip bound follows a quantile, the first step of a round also releases an indicator in [−½, ½] for every example,
+    under separate noise.
     """
 
     plan: Plan
@@ -199,7 +201,7 @@ class Mechanism:
         return 1 / math.sqrt(1 / z**2 + 1 / indicator**2)
 
     def participation(self, step: Callable[[float], Release], steps: int) -> Callable[[float], Release]:
-        """So many steps of a round, the first of which may show more."""
+        """A round of `steps` steps, the first of which may release more."""
         return lambda sigma: sequence([step(self.first_z(sigma)), repeated(step(self.z(sigma)), steps - 1)])
 
 
@@ -210,9 +212,9 @@ class Records:
     plan: Plan
     held: int
     overflow: float | None = None
-    """Not None: this stands for all clients with at least `held` records; their slots overflow with at most this chance."""
+    """If not None, this covers all clients with at least `held` records; it bounds the probability that slots overflow."""
     told: bool = False
-    """Whether the reader is taken to know who is in where slots overflow (`OverfullPoisson`)."""
+    """Whether the adversary is assumed to know which records are included when slots overflow (`OverfullPoisson`)."""
 
     @property
     def rate(self) -> float:
@@ -221,14 +223,14 @@ class Records:
 
     @property
     def steps(self) -> int:
-        """In how many of a round's steps a record may be used."""
+        """The number of steps of a round in which a record may be used."""
         if self.plan.record_sampling != "partition":
             return self.plan.local_steps
         return min(self.plan.local_steps, -(-self.plan.local_steps * self.plan.batch_size // self.held))
 
     @property
     def assumption(self) -> str:
-        """What the server's row rests on."""
+        """The assumption behind the server's row."""
         if self.plan.record_sampling == "partition":
             return f"a record is used at known steps, at most {self.steps} a round: no amplification"
         if self.rate == 1:
@@ -237,7 +239,7 @@ class Records:
         return f"nobody sees which records a step draws ({how}, at rate {self.rate:.4g}); who takes part may be known"
 
     def hidden(self, z: float) -> Release:
-        """A step's sum, for a reader who does not see which records were drawn."""
+        """A step's sum, for an adversary who does not see which records were drawn."""
         plan = self.plan
         if plan.record_sampling == "partition" or self.rate == 1:
             return Gaussian(z)
@@ -250,7 +252,7 @@ class Records:
         return SlottedPoisson(self.held, self.rate, plan.slots, z)
 
     def seen(self, z: float) -> Release:
-        """A noised gradient, for a reader who sees whether the record was drawn."""
+        """A noised gradient, for an adversary who sees whether the record was drawn."""
         if self.plan.record_sampling == "partition" or self.rate == 1:
             return Gaussian(z)
         return Lottery(Gaussian(z), self.rate)
@@ -260,14 +262,14 @@ _EXACT_SIZES = 5
 
 
 def sizes_that_count(plan: Plan, population: Population) -> list[Records]:
-    """The clients that may be worst off, the one with the fewest records first.
+    """The client sizes that may have the largest ε, the smallest first.
 
-    A record of a smaller client is used more often, so the smallest client is the worst off, with two exceptions:
+    A record of a smaller client is used more often, so the smallest client is the worst case, with two exceptions:
 
-    - Slots of a Poisson step overflow only where a client holds more than S records. Hence some of the smallest above S, and
-      one bound for all others above S, whose rate is that of the smallest among them.
-    - In a sample of fixed size another record may stand in a record's place only where a client holds more than B records.
-      Hence the smallest above B.
+    - Slots of a Poisson step overflow only if a client holds more than S records. The list therefore includes some of the
+      smallest sizes above S, and one bound for all others above S, whose rate is that of the smallest among them.
+    - In a fixed-size sample, another record can take a record's place only if a client holds more than B records. The list
+      therefore includes the smallest size above B.
     """
     smallest, slots = Records(plan, population.records), plan.slots
     if plan.record_sampling == "partition":
@@ -275,7 +277,7 @@ def sizes_that_count(plan: Plan, population: Population) -> list[Records]:
     if plan.record_sampling == "fixed":
         sizes = (population.records, plan.batch_size + 1) if population.sizes is None else population.sizes
         return [smallest, *(Records(plan, size) for size in sizes if size > max(plan.batch_size, population.records))][:2]
-    if population.sizes is None:  # sizes that are not known: all above, with the overflow of the limit of large clients
+    if population.sizes is None:  # unknown sizes: all above, with the overflow probability in the limit of large clients
         overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
         return [smallest, Records(plan, max(population.records, slots) + 1, overflow, told=True)]
     above = [size for size in population.sizes if size > max(slots, population.records)]
@@ -284,10 +286,11 @@ def sizes_that_count(plan: Plan, population: Population) -> list[Records]:
 
 
 def of_any_size(plan: Plan, population: Population) -> Records:
-    """A bound for every client at once: the copies of one person may lie at clients of different size.
+    """One bound for all clients, because copies of one person's record may be stored at clients of different sizes.
 
-    Where the smallest client uses all its records in every step, this is a Gaussian. It bounds the larger clients, too: a
-    zeroed record keeps its place in the sample, so it moves the sum by one sensitivity, whoever knows the sample.
+    If the smallest client uses all its records in every step, this is a Gaussian. It also bounds the larger clients: a
+    zeroed record keeps its place in the sample, so it moves the sum by one sensitivity, even for an adversary who knows the
+    sample.
     """
     smallest, *larger = sizes_that_count(plan, population)
     if not larger or plan.record_sampling != "poisson":
@@ -299,7 +302,7 @@ def of_any_size(plan: Plan, population: Population) -> Records:
 
 
 def _all_of(plan: Plan, sizes: list[int]) -> list[Records]:
-    """One bound for clients that hold so many records each, all above S."""
+    """One bound for clients with these numbers of records, all above S."""
     if not sizes:
         return []
     held = np.array(sizes)

@@ -1,6 +1,6 @@
-"""What the paper prints, for comparison: **not a guarantee**.
+"""The ε that the paper prints, for comparison: **not a guarantee**.
 
-The printed ε come out of the moments accountant of TensorFlow Privacy before 2021, for a mechanism that is not the one
+The printed ε come from the moments accountant of TensorFlow Privacy before 2021, for a mechanism other than the one
 described: a sampling rate of 0.01 whatever the federation, one layer's sensitivity, and one step too many.
 """
 
@@ -24,21 +24,21 @@ _RECORD_RATE, _CLIENT_RATE = 0.01, 0.1  # constants in the authors' scripts
 
 
 def moments_epsilon(rate: float, noise_multiplier: float, steps: int, delta: float) -> float:
-    """The moments accountant as it was: min over orders of rdp + ln(1/δ)/(α − 1)."""
+    """The moments accountant of that time: the minimum over orders of rdp + ln(1/δ)/(α − 1)."""
     event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise_multiplier))
     curve = steps * curve_of_event(event, ORDERS, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     return float(np.min(curve + math.log(1 / delta) / (ORDERS - 1)))
 
 
 def printed_epsilon(plan: Plan) -> float:
-    """The figure that the paper prints for a plan: only the method, T, L, σ and δ count."""
+    """The figure that the paper prints for a plan; it depends only on the method, T, L, σ and δ."""
     if plan.method == "fed-sdp":
         return moments_epsilon(_CLIENT_RATE, plan.noise_multiplier, plan.rounds + 1, plan.delta)
     return moments_epsilon(_RECORD_RATE, plan.noise_multiplier, plan.rounds * plan.local_steps + 1, plan.delta)
 
 
 def tight_epsilon(plan: Plan) -> float:
-    """What a tight accountant makes of the same steps at the same rate. As little a guarantee as the others."""
+    """The ε of a tight accountant for the same steps at the same rate. Not a guarantee either."""
     steps = repeated(PoissonGaussian(_RECORD_RATE, plan.noise_multiplier), plan.rounds * plan.local_steps)
     return pld.epsilon(steps, plan.delta)
 
@@ -46,7 +46,7 @@ def tight_epsilon(plan: Plan) -> float:
 def classical_epsilons(plan: Plan) -> dict[str, float]:
     """The five composition methods of the authors' scripts, at a rate of 0.01 over T·L steps.
 
-    The first three give ε at a total δ of at least steps·q·δ, a hundred or more times the δ that is printed beside them.
+    The first three give ε at a total δ of at least steps·q·δ, a hundred or more times the δ printed next to them.
     """
     steps, sigma, delta, rate = plan.rounds * plan.local_steps, plan.noise_multiplier, plan.delta, _RECORD_RATE
     one = math.sqrt(2 * math.log(1.25 / delta)) / sigma  # the Gaussian mechanism's textbook ε

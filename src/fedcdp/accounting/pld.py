@@ -37,15 +37,15 @@ Distribution: TypeAlias = Any  # pld.PrivacyLossDistribution; the library carrie
 
 _FINEST = 1e-4
 _NEGLIGIBLE = 1e-13
-_POINTS = 8_000  # about how many losses one release is tabulated on: the error stays below one per cent, upwards
-_COARSEST = 1.0  # beyond, a table of losses would cost more ε than the secrecy of sampling saves
-_SHARES = 64  # at least, between which the tail's probability is shared: one for every lottery
+_POINTS = 8_000  # approximate number of losses in the table of one release; overestimates ε by less than one per cent
+_COARSEST = 1.0  # with a coarser grid, the table of losses would cost more ε than secret sampling saves
+_SHARES = 64  # the least number of shares of the tail's probability; every lottery takes one
 _TAIL = 1e-15  # probability that a composition may move to an infinite loss: far below any δ in use
 
 
-@lru_cache(maxsize=4096)  # rows of a statement ask alike; a figure is kept, not the tables behind it, which take megabytes
+@lru_cache(maxsize=4096)  # rows of a statement repeat releases; only ε is cached, since the tables take megabytes
 def epsilon(release: Release, delta: float) -> float:
-    """The smallest ε such that the release is (ε, δ)-differentially private; infinite where there is none."""
+    """The smallest ε such that the release is (ε, δ)-differentially private; infinite if there is none."""
     if isinstance(release, Nothing):
         return 0.0
     if isinstance(release, Unprotected):
@@ -60,20 +60,20 @@ def epsilon(release: Release, delta: float) -> float:
 
 
 def _epsilon_of_gaussians(release: Release, delta: float) -> float:
-    """An ε that gives up the secrecy of sampling: a bound that holds for any noise, however weak.
+    """An ε without amplification by secret sampling: a bound that holds for any noise, however weak.
 
-    Every lottery in the release is drawn at most so often, except with its share of δ/2. What was drawn is then Gaussian.
-    Under zero-out the record keeps its slot, so a slotted sum moves by one sensitivity, also where slots overflow.
+    The number of draws of every lottery in the release is bounded, except with its share of δ/2. The drawn releases are then
+    Gaussian. Under zero-out the record keeps its slot, so a slotted sum moves by one sensitivity, even when slots overflow.
     """
     lotteries = _lotteries(release)
     precision = _precision(release, 1, delta / 2 / max(lotteries, _SHARES))
-    if precision == 0:  # but for δ/2, nothing at all is shown
+    if precision == 0:  # except with probability δ/2, nothing is released
         return 0.0
     return gaussian_epsilon(1 / math.sqrt(precision), delta / 2 if lotteries else delta)
 
 
 def _lotteries(release: Release) -> int:
-    """How many lotteries a release is made of, nested ones included: `_precision` spends one tail for each."""
+    """The number of lotteries in a release, including nested ones: `_precision` spends one tail for each."""
     match release:
         case Lottery(inner):
             return 1 + _lotteries(inner)
@@ -85,7 +85,7 @@ def _lotteries(release: Release) -> int:
 
 
 def _precision(release: Release, times: int, tail: float) -> float:
-    """Σ 1/z² of a release so many times, at most, but for a probability of `tail` for each lottery in it."""
+    """An upper bound on Σ 1/z² of `times` releases, which fails with probability `tail` for each lottery in the release."""
     match release:
         case Gaussian(z) | PoissonGaussian(_, z) | SlottedPoisson(_, _, _, z) | OverfullPoisson(_, _, z, _):
             return times / z**2
@@ -124,7 +124,7 @@ def _gaussian_delta(eps: NDArray[np.float64], mu: float) -> NDArray[np.float64]:
 
 
 def _interval(release: Release) -> float:
-    """How finely the loss is tabulated: a fixed number of points over the range of the widest release."""
+    """The grid spacing of the loss table: a fixed number of points over the range of the widest release."""
     z = _smallest_z(release)
     span = 16 / z + 12 / (z * z)
     return max(_FINEST, span / _POINTS)
@@ -144,7 +144,7 @@ def _smallest_z(release: Release) -> float:
 
 
 def _distribution(release: Release, interval: float) -> Distribution:
-    """Of many releases, composed anew every time: a training that shows its ε as it goes never asks for the same again."""
+    """The privacy loss distribution. Compositions are not cached, because a running training never repeats one."""
     match release:
         case Repeated(inner, times):
             return _distribution(inner, interval).self_compose(times, _TAIL)
@@ -177,9 +177,9 @@ def _of_one(release: Release, interval: float) -> Distribution:
 
 
 def _overfull(rate: float, overflow: float, z: float, told: bool, interval: float) -> Distribution:
-    """Poisson sampling, or, with the probability of an overflow, what that shows.
+    """Poisson sampling, or, with the probability of an overflow, the release in an overflow.
 
-    A record that is drawn and kept although slots overflow is at least drawn, so `rate` bounds that probability, too.
+    A record kept in an overflow must have been drawn, so `rate` also bounds the probability of keeping it.
     """
     plain = pld.from_gaussian_mechanism(z, sampling_prob=rate, value_discretization_interval=interval)
     if told:
@@ -208,9 +208,10 @@ def _without_replacement(rate: float, half_z: float, interval: float) -> Distrib
 
 
 def _draws(inner: Distribution, probabilities: tuple[float, ...], interval: float) -> Distribution:
-    """A mixture over how often `inner` happens, built up one term at a time.
+    """A mixture over the number of times that `inner` happens, built up one term at a time.
 
-    Numbers too small to matter count as the smallest that does, and those too large as a certain loss: both are pessimistic.
+    Negligibly likely small numbers count as the smallest non-negligible one, and large ones as a certain loss: both are
+    pessimistic.
     """
     cumulative = np.cumsum(probabilities)
     least = int(np.searchsorted(cumulative, _NEGLIGIBLE))

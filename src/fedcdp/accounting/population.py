@@ -1,4 +1,4 @@
-"""What the accountant must know of a federation and its network, beside the plan."""
+"""What the accountant must know about a federation and its network, besides the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedcdp.files.tree import Layout
 
 @dataclass(frozen=True)
 class Population:
-    """K clients, N_i records at the client that holds the fewest, R copies of a record, M groups that are clipped apart."""
+    """K clients, N_i records at the smallest client, R copies of a record, M groups that are clipped separately."""
 
     clients: int
     records: int
@@ -32,13 +32,13 @@ class Population:
             if type(value) is not int or not 1 <= value < 2**63:
                 raise PlanError(f"{name}: {str(value)[:40]} is not allowed; it must be a whole number of at least 1")
         if self.copies > self.clients:
-            raise PlanError(f"copies: {self.copies} copies of a record cannot lie at {self.clients} clients, one at each")
+            raise PlanError(f"copies: {self.copies} copies of a record do not fit at {self.clients} clients, one at each")
         if self.sizes is not None:
             object.__setattr__(self, "sizes", self._checked_sizes())
 
     @staticmethod
     def of(federation: Federation, layout: Layout, plan: Plan) -> Population:
-        """That of a federation that trains a network by a plan."""
+        """The population of a federation that trains a network under a plan."""
         layers = len(layout.groups(plan.clip_mode))
         sizes = np.unique(federation.sizes(np.arange(federation.clients))).tolist()
         return Population(
@@ -47,7 +47,7 @@ class Population:
 
     @staticmethod
     def read(stored: Mapping[str, Any]) -> Population:
-        """That of a ledger; the first release wrote only the smallest number of records."""
+        """The population stored in a ledger; the first release stored only the smallest number of records."""
         return Population(**({"sizes": None} | dict(stored)))
 
     def written(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""ε by Rényi differential privacy: looser than `tight`, and known to every reviewer. Refuses what it cannot bound."""
+"""ε by Rényi differential privacy: looser than `tight`, but familiar to reviewers. Refuses releases that it cannot bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDERS: Curve = np.array([1 + x / 10 for x in range(1, 100)] + [*range(11, 64), 
 
 
 def epsilon(release: Release, delta: float) -> float:
-    """An ε such that the release is (ε, δ)-differentially private; infinite where there is none."""
+    """An ε such that the release is (ε, δ)-differentially private; infinite if there is none."""
     if isinstance(release, Nothing):
         return 0.0
     if isinstance(release, Unprotected):
@@ -49,8 +49,8 @@ def _curve(release: Release) -> Curve:
             event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
             return curve_of_event(event, ORDERS, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
         case WithoutReplacement(rate, half_z):
-            # The accountant takes the noise multiplier as it stands: the doubled distance is in `half_z` already. A float is
-            # a fraction of whole numbers, so the rate is passed on as it is, however small.
+            # The accountant uses the noise multiplier as given: `half_z` already includes the doubled distance. A float is a
+            # fraction of whole numbers, so the rate is passed on exactly, however small.
             sample = Fraction(rate)
             event = dp_accounting.SampledWithoutReplacementDpEvent(
                 sample.denominator, sample.numerator, dp_accounting.GaussianDpEvent(half_z)
@@ -66,7 +66,7 @@ def _curve(release: Release) -> Curve:
             return np.asarray(np.sum([_curve(part) for part in parts], axis=0), dtype=np.float64)
         case SlottedPoisson() | OverfullPoisson():
             raise PlanError(
-                "mode: rdp does not know Poisson record sampling with slots; use mode tight, or another record sampling"
+                "mode: rdp does not support Poisson record sampling with slots; use mode tight, or another record sampling"
             )
     raise TypeError(f"{release} has no Rényi divergence")
 

@@ -1,12 +1,13 @@
-"""The privacy statement: ε against every adversary, with what it rests on, for people and for programs.
+"""The privacy statement: ε against every adversary, with its assumptions, for people and for programs.
 
-Only computing an ε needs dp-accounting; it is imported there.
+Only computing an ε needs dp-accounting, which is imported there.
 """
 
 from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,17 +22,17 @@ from fedcdp.errors import PlanError
 Mode = Literal["tight", "rdp", "paper"]
 
 VACUOUS = 50.0
-"""An ε from here on guarantees nothing in practice, and whoever prints one says so."""
+"""An ε of this size or more guarantees nothing in practice; every output that prints one says so."""
 
 
 def format_epsilon(epsilon: float, digits: int = 4, large: Literal["power", "whole", "grouped"] = "power") -> str:
-    """An ε with so many significant digits; an infinite one is ∞.
+    """An ε with `digits` significant digits; an infinite ε is ∞.
 
     Args:
         epsilon: The ε.
         digits: Significant digits.
-        large: How large numbers are written. `power` keeps to `digits`. `whole` and `grouped` write all digits before the
-            point from 1000 on, and two digits with a power of ten from a million on.
+        large: How large numbers are written. `power` uses `digits` throughout. `whole` and `grouped` write all digits before
+            the point from 1000 on, and two digits with a power of ten from a million on.
 
     | ε | power | whole | grouped |
     | --- | --- | --- | --- |
@@ -50,39 +51,39 @@ def format_epsilon(epsilon: float, digits: int = 4, large: Literal["power", "who
 
 @dataclass(frozen=True)
 class Usage:
-    """What a ledger has counted so far."""
+    """The releases that a ledger has counted so far."""
 
     rounds: tuple[int, ...]
-    """Every round that was released; one that was released twice stands here twice."""
+    """Every round that was released; a round that was released twice is listed twice."""
     participations: tuple[int, ...]
     """How often the most-used clients took part, descending."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One ε, with its adversary, its unit, its neighbouring relation and the assumption that it rests on."""
+    """One ε, with its adversary, unit, neighbouring relation and assumption."""
 
     adversary: str
     unit: str
     relation: str
     epsilon: float
-    """Before it is known who takes part in which round."""
+    """ε before it is known who takes part in which round."""
     epsilon_used: float | None
-    """Of the most-used client so far."""
+    """ε spent so far by the most-used client."""
     epsilon_worst: float
-    """Of a client that takes part in every round."""
+    """ε of a client that takes part in every round."""
     assumption: str
 
     def as_json(self) -> dict[str, Any]:
-        """The row for programs: an infinite ε is written as a word, since JSON has no number for it."""
+        """The row for programs: an infinite ε is written as "inf", since JSON has no number for it."""
         return {name: "inf" if value == math.inf else value for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What a plan guarantees against whom: one row for each adversary, unit and relation, all at the same δ.
+    """What a plan guarantees: one row for each adversary, unit and relation, all at the same δ.
 
-    Prints as a table, with what each row rests on.
+    Prints as a table with the assumption of each row.
     """
 
     delta: float
@@ -91,7 +92,7 @@ class Privacy:
     notes: tuple[str, ...] = ()
 
     def row(self, adversary: str, unit: str = "record", relation: str = "zero-out") -> Row:
-        """The row of an adversary, a unit and a relation; a `PlanError` names those that there are."""
+        """The row for an adversary, unit and relation; if there is none, a `PlanError` lists the rows that exist."""
         for row in self.rows:
             if (row.adversary, row.unit, row.relation) == (adversary, unit, relation):
                 return row
@@ -103,7 +104,7 @@ class Privacy:
         return {"delta": self.delta, "mode": self.mode, "rows": [row.as_json() for row in self.rows]}
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The table's cells, as texts."""
+        """The table's cells, as strings."""
         cells = []
         for row in self.rows:
             epsilons = (row.epsilon, row.epsilon_used, row.epsilon_worst)
@@ -113,11 +114,18 @@ class Privacy:
 
     HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "it rests on")
 
+    def assumptions(self) -> list[str]:
+        """The assumptions of all rows, each once; the table refers to them by number."""
+        return list(dict.fromkeys(row.assumption for row in self.rows))
+
     def __str__(self) -> str:
-        lines = [self.HEADINGS, *self.cells()]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.HEADINGS) - 1)]
-        table = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
-        return "\n".join([f"ε at δ = {self.delta:g} ({self.mode})", *table, *(f"note: {note}" for note in self.notes)])
+        numbers = {assumption: str(number) for number, assumption in enumerate(self.assumptions(), start=1)}
+        lines = [(*self.HEADINGS[:-1], "see"), *((*cells, numbers[assumption]) for *cells, assumption in self.cells())]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        below = [f"{number}. {assumption}" for assumption, number in numbers.items()]
+        below += [f"note: {note}" for note in self.notes]
+        return "\n".join([f"ε at δ = {self.delta:g} ({self.mode})", *table, *(textwrap.fill(line, 100) for line in below)])
 
     __repr__ = __str__
 
@@ -136,9 +144,9 @@ def state(
     rounds: int | Sequence[int] | None = None,
     usage: Usage | None = None,
 ) -> Privacy:
-    """The privacy statement of a plan: for all its rounds, the first `rounds`, or the rounds that are listed.
+    """The privacy statement of a plan: for all its rounds, the first `rounds`, or the listed rounds.
 
-    With a ledger's `usage`, also what the most-used client has spent so far.
+    With a ledger's `usage`, it includes what the most-used client has spent so far.
     """
     if mode not in get_args(Mode):
         raise PlanError(f"mode: {mode!r} is not one of {', '.join(get_args(Mode))}")
@@ -155,7 +163,7 @@ def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mod
 
 
 def _epsilon(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
-    """The ε of a row: for each client size the smallest that holds, and of all sizes the largest."""
+    """The ε of a row: the smallest that holds for each client size, and the largest of these over all sizes."""
     from fedcdp.accounting import pld, rdp
 
     epsilon = pld.epsilon if mode == "tight" else rdp.epsilon
@@ -182,7 +190,7 @@ def _row(
         participations = sum(usage.participations[: population.copies if view.unit == "unique" else 1])
         most = _epsilon(view, lambda row: row.worst(charged), plan.delta, mode)
         used = min(most, _epsilon(view, lambda row: row.used(charged, participations), plan.delta, mode))
-    # To take part in every round is the worst that can happen, so its ε holds for anything else, too.
+    # Taking part in every round is the worst case, so its ε holds for all other cases.
     before = _epsilon(view, lambda row: row.before(multipliers), plan.delta, mode)
     return Row(view.adversary, view.unit, view.relation, min(worst, before), used, worst, view.assumption)
 
@@ -209,11 +217,16 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
     records = population.clients * population.records // population.copies
     if plan.private and plan.delta * records >= 1:
         notes.append(
-            f"δ = {plan.delta:g} is not below one in the number of records ({records:,}): a method that publishes a record "
-            "outright could keep such a promise"
+            f"δ = {plan.delta:g} is not below 1 / the number of records ({records:,}): a method that publishes a record "
+            "outright could satisfy it"
         )
     if any(VACUOUS <= row.epsilon < math.inf for row in rows):
         notes.append(f"an ε above {VACUOUS:g} is no protection at all")
+    if any(row.epsilon_used is not None and row.epsilon_used > 1.001 * row.epsilon for row in rows):
+        notes.append(
+            "ε used can be larger than ε: ε holds over the random selection of clients, and ε used is what the client that "
+            "was selected most often has spent, with repeated rounds counted again"
+        )
     if plan.private and plan.compression:
-        notes.append("pruning comes after the noise and costs nothing; other clients' noise is not credited beside it")
+        notes.append("pruning comes after the noise and costs nothing; with it, other clients' noise is not credited")
     return tuple(notes)

@@ -1,12 +1,13 @@
-"""What each method shows to each adversary: a table, one line for each method, placement of the noise, adversary and unit.
+"""What each method shows to each adversary: a table with a line for each method, noise placement, adversary and unit.
 
-A line is a claim that can be checked by itself (docs/guarantees.md has the proofs). It says how far the unit can move what
-is released (`sensitivity`, in units of C·√M), how much noise is on it (`noise`, standard deviation in units of σC), what the
-adversary does not know (`sampling`), where it applies (`where`), and the lemma that turns these into a release.
+Each line is a claim that can be checked on its own (docs/guarantees.md has the proofs). It says how far the unit can move
+the release (`sensitivity`, in units of C·√M), how much noise the release carries (`noise`, standard deviation in units of
+σC), what the adversary does not know (`sampling`), where the line applies (`where`), and the lemma that turns these into a
+release.
 
 z, the noise over the sensitivity, is σ · noise / (sensitivity · √M). S: noise slots of a local step; K_t: clients in a
-round; R: clients that hold a copy of a record and may take part in one round; n: the noise on the sum of a local step by the
-plan's convention (√S for `example`, 1 for `batch`, 1/K_t for `cohort`).
+round; R: clients that hold a copy of a record and may take part in one round; n: the noise on the sum of a local step under
+the plan's convention (√S for `example`, 1 for `batch`, 1/K_t for `cohort`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def views(plan: Plan, population: Population) -> list[View]:
     plan.check_clients(population.clients)
     if plan.secure_aggregation and plan.client_sampling == "poisson":
         raise PlanError(
-            "secure_aggregation: with Poisson client sampling the energy of the noise shows the size of the cohort, so that "
+            "secure_aggregation: with Poisson client sampling the energy of the noise reveals the size of the cohort, so "
             "nothing can be credited; use client_sampling fixed"
         )
     if plan.method in _UNPROTECTED or plan.noise_multiplier == 0:
@@ -63,7 +64,7 @@ _UNPROTECTED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A plan, its population, and the clients that the lines are stated for: those that hold so many records."""
+    """A plan, its population, and the client size for which the lines are stated."""
 
     plan: Plan
     population: Population
@@ -81,7 +82,7 @@ class Setting:
         return copies if self.plan.client_sampling == "poisson" else min(copies, self.plan.per_round)
 
     def lines(self) -> list[Line]:
-        """The lines of the table that apply."""
+        """The lines of the table that apply to this setting."""
         method = "fed-cdp" if self.plan.per_example else "fed-sdp"
         placement = self.plan.noise if self.plan.per_example else self.plan.noise_at
         return [
@@ -89,7 +90,7 @@ class Setting:
         ]
 
     def views(self) -> list[View]:
-        """The rows that they give."""
+        """The rows from these lines."""
         return [self.view(line) for line in self.lines()]
 
     def view(self, line: Line) -> View:
@@ -98,11 +99,11 @@ class Setting:
         return line.sampling(self, line, Mechanism(self.plan, self.population.layers, weight))
 
     def server_row(self, unit: Unit) -> View:
-        """The server's row for a unit: what a reader of the model alone can always be granted."""
+        """The server's row for a unit, which always holds for an adversary who sees only the model."""
         return next(self.view(line) for line in self.lines() if (line.adversary, line.unit) == ("server", unit))
 
     def why_alone(self) -> str | None:
-        """Why the noise of other clients cannot be credited to whoever reads the model alone; None where it can."""
+        """Why other clients' noise cannot be credited against an adversary who sees only the model; None if it can."""
         plan = self.plan
         if plan.per_example and plan.local_steps > 1:
             return "over several local steps a client can repeat what it saw, so other clients' noise does not count"
@@ -142,11 +143,11 @@ Where = Callable[[Setting], bool]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table; see the module's text."""
+    """One line of the table; see the module docstring."""
 
     method: Method
     placement: Placement
-    """Of the noise: Fed-CDP's convention, or who adds it under Fed-SDP."""
+    """Placement of the noise: Fed-CDP's convention, or who adds it under Fed-SDP."""
     adversary: Adversary
     unit: Unit
     relation: Relation
@@ -181,7 +182,7 @@ def all_together(on: Setting) -> bool:
 
 
 def some_together(on: Setting) -> bool:
-    """Other clients' noise counts, and a round has some of the clients."""
+    """Other clients' noise counts, and only some of the clients take part in a round."""
     return on.why_alone() is None and on.rate < 1
 
 
@@ -189,41 +190,41 @@ def some_together(on: Setting) -> bool:
 
 
 def records_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Which records a step draws. Who takes part may be known."""
+    """Unknown: which records a step draws. Who takes part may be known."""
     return _public_choice(on, line, on.records.assumption, mechanism.participation(on.records.hidden, on.records.steps))
 
 
 def copies_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """The same, for copies that lie at clients of any size."""
+    """The same, for copies stored at clients of any size."""
     hidden = of_any_size(on.plan, on.population).hidden
     return _public_choice(on, line, on.records.assumption, mechanism.participation(hidden, on.records.steps))
 
 
 def nothing_in_a_step(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Nothing: each noised gradient is seen, and whose it is. Whether a record is drawn is a public lottery."""
+    """Unknown: nothing. Each noised gradient is seen, and whose it is. Whether a record is drawn is a public lottery."""
     return _public_choice(on, line, _ONE_BY_ONE, mechanism.participation(on.records.seen, on.records.steps))
 
 
 def nothing_of_a_client(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Nothing: all of a client's records are in every slot of every step."""
+    """Unknown: nothing. All of a client's records are in every slot of every step."""
     assumption = "all of a client's records, in every slot of every step"
     return _public_choice(on, line, assumption, mechanism.participation(Gaussian, on.plan.local_steps))
 
 
 def nothing_of_an_update(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Nothing: the update is seen, and whose it is."""
+    """Unknown: nothing. The update is seen, and whose it is."""
     whole = f"{_turned(line)}the whole update of a client is clipped and noised before it leaves"
     return _public_choice(on, line, whole, lambda sigma: Gaussian(mechanism.first_z(sigma)))
 
 
 def as_the_server(on: Setting, line: Line, _: Mechanism) -> View:
-    """Nothing more than the server does not know."""
+    """Unknown: only what the server does not know either."""
     assumption = f"as the server's row: {on.why_alone()}"
     return replace(on.server_row(line.unit), adversary=line.adversary, assumption=assumption)
 
 
 def single_updates(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Single updates. Nothing is chosen, so nothing is amplified."""
+    """Unknown: single updates. No clients are sampled, so there is no amplification."""
 
     def together(sigma: float) -> Release:
         return Gaussian(mechanism.first_z(sigma))
@@ -236,7 +237,7 @@ def single_updates(on: Setting, line: Line, mechanism: Mechanism) -> View:
 
 
 def single_updates_and_cohort(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Single updates, and who took part: another client may stand in the unit's place."""
+    """Unknown: single updates, and who took part. Another client may take the unit's place."""
     chosen = on.rate
     if on.plan.per_example and line.unit == "record" and on.plan.record_sampling != "partition":
         chosen *= on.records.rate  # a batch in a fixed order is used in every participation
@@ -252,7 +253,7 @@ def single_updates_and_cohort(on: Setting, line: Line, mechanism: Mechanism) -> 
 
 
 def cohort_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Who took part; the server is trusted with that and with raw updates."""
+    """Unknown: who took part. The server is trusted with that and with raw updates."""
 
     def update(sigma: float) -> Gaussian:
         return Gaussian(mechanism.first_z(sigma))
@@ -261,7 +262,7 @@ def cohort_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
         z = mechanism.first_z(sigma)
         if on.rate == 1:
             return Gaussian(z)
-        if line.unit == "record":  # its update is another one, in either way of choosing clients: z is over that distance
+        if line.unit == "record":  # zeroing it replaces its client's update, in both samplings; z is over that distance
             return WithoutReplacement(on.rate, z)
         return PoissonGaussian(on.rate, z) if on.plan.client_sampling == "poisson" else WithoutReplacement(on.rate, z / 2)
 
@@ -270,7 +271,7 @@ def cohort_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
 
 
 def copies_together(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Nothing that is credited: any of the clients with a copy may take part together, and all move one sum."""
+    """Unknown: nothing that is credited. All clients with a copy may take part together and move one sum."""
 
     def together(sigma: float) -> Release:
         return Gaussian(mechanism.first_z(sigma))
@@ -280,12 +281,12 @@ def copies_together(on: Setting, line: Line, mechanism: Mechanism) -> View:
 
 
 def raw(on: Setting, line: Line, _: Mechanism) -> View:
-    """Nothing, and what is seen carries no noise: no ε holds."""
+    """Unknown: nothing. What is seen carries no noise, so no ε holds."""
     return _unprotected(line.adversary, line.unit, line.lemma.format(noise=on.plan.noise))
 
 
 def _public_choice(on: Setting, line: Line, assumption: str, taken: Callable[[float], Release]) -> View:
-    """A row whose adversary may know who took part: with probability q_c a participation, otherwise nothing."""
+    """A row whose adversary may know who took part: a participation with probability q_c, otherwise nothing."""
     if line.unit != "unique":
         return View(
             line.adversary, line.unit, line.relation, assumption, lambda sigma: _lottery(taken(sigma), on.rate), taken

@@ -1,4 +1,4 @@
-"""Leakage attacks: what a curious reader of gradients and updates can make of them, measured."""
+"""Leakage attacks: measure what an adversary can recover from gradients and updates."""
 
 from fedcdp.attacks.api import ATTACKS, attack
 from fedcdp.attacks.leaks import Leaks

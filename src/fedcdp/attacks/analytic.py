@@ -1,4 +1,4 @@
-"""Analytic attack: closed-form inversion of a dense first layer. It needs no optimisation and is exact where it works.
+"""Analytic attack: closed-form inversion of a dense first layer. It needs no optimisation and is exact if it succeeds.
 
 Over a batch, the gradient of a layer z = Wx + b is [dW | db] = Dᵀ[X | 1], where D = dL/dZ has one row per example.
 
@@ -29,25 +29,25 @@ from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import ModelError
 
-_EXACT = 1e-3  # the largest residual of a gradient that is called exact
+_EXACT = 1e-3  # largest residual of a gradient that counts as exact
 _RANK, _LOOSE, _TIGHT = 10.0, 100.0, 20.0  # times the rounding: least singular value; zeros before and after a first fit
-_CHUNK, _POOL, _LARGEST = 512, 64, 16  # subsets of rows between two attempts; directions kept; examples at most
+_CHUNK, _POOL, _LARGEST = 512, 64, 16  # row subsets between two attempts; directions kept; maximum number of examples
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """The examples as recovered, and how far the attacker may trust them without knowing the truth."""
+    """The recovered examples, and how far the adversary can trust them without knowing the ground truth."""
 
-    inputs: Tensor  # [examples, n], finite: best guesses unless found, and zero where there is not even a guess
-    found: bool  # the residual is rounding and, for a batch, the consistency is 1
-    residual: float  # the share of the gradient that no `examples` inputs explain: 1e-7 in float32, near 1 with noise
-    consistency: float | None  # of a batch, if weights were given: the worst example's share of units open just as D says
+    inputs: Tensor  # [examples, n], finite: best guesses unless found, zero if there is no guess
+    found: bool  # the residual is at rounding level and, for a batch, the consistency is 1
+    residual: float  # share of the gradient that no `examples` inputs explain: 1e-7 in float32, near 1 with noise
+    consistency: float | None  # for a batch with given weights: the worst example's share of units that are open as D says
     up_to_scale: bool  # without a bias gradient the inputs are unit vectors, of unknown length
 
 
 def first_dense(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, str | None]:
-    """The names of the weight and the bias (None if there is none to train) of the dense layer that sees the example: the
-    module that is registered first, but for `Flatten` and `Identity`."""
+    """The names of the weight and the bias (None if no bias is trained) of the dense layer that receives the example: the
+    first registered module other than `Flatten` and `Identity`."""
     leaves = ((name, module) for name, module in model.named_modules() if next(module.children(), None) is None)
     name, first = next((leaf for leaf in leaves if not isinstance(leaf[1], nn.Flatten | nn.Identity)), ("", model))
     needs = "analytic needs a network whose first layer is dense"
@@ -63,11 +63,11 @@ def invert_dense(
     weight_gradient: Tensor, bias_gradient: Tensor | None, examples: int, *,
     weight: Tensor | None = None, bias: Tensor | None = None, seed: int = 0, tries: int = 20_000,
 ) -> Recovered:  # fmt: skip
-    """The inputs of a dense layer, in no particular order, from its gradient over `examples` of them.
+    """Recover the inputs of a dense layer, in no particular order, from its gradient over `examples` inputs.
 
-    `weight` and `bias` are the layer's own, which whoever serves the model knows; they make a batch surer and let it be
-    judged, and are used if there is a bias just when there is its gradient. At most `tries` subsets of rows are looked at:
-    no gradient takes more time, and none raises an error.
+    `weight` and `bias` are the layer's own, known to any party that serves the model. They make the inversion of a batch
+    more reliable and let it be checked. They are used only if the bias is given exactly when its gradient is. At most
+    `tries` subsets of rows are examined, so the running time is bounded for every gradient, and no gradient raises an error.
     """
     has_bias = bias_gradient is not None
     gradient = _augmented(weight_gradient, bias_gradient)
@@ -99,7 +99,7 @@ def _one_example(gradient: Tensor, has_bias: bool, layer: Tensor | None) -> tupl
         row = gradient[:, -1] @ gradient
     else:
         row = torch.linalg.svd(gradient, full_matrices=False).Vh[0]
-        # Units without bias that have a gradient are open, which tells the sign; without weights, most data are positive.
+        # Units without bias that have a gradient are open, which determines the sign; without weights, assume positive data.
         evidence = row if layer is None else (layer @ row)[gradient.any(dim=1)].sign()
         row = row if evidence.sum() >= 0 else -row
     row = nn.functional.normalize(row, dim=0)
@@ -108,7 +108,7 @@ def _one_example(gradient: Tensor, has_bias: bool, layer: Tensor | None) -> tupl
 
 @dataclass(frozen=True)
 class _Factors:
-    """A batch's gradient: up to scale D = (left Q)ᵀ and [X | 1] = Q⁻¹ basis. A column of the unknown Q is a direction."""
+    """A batch's gradient: up to scale D = (left Q)ᵀ and [X | 1] = Q⁻¹ basis. Each column of the unknown Q is a direction."""
 
     left: Tensor  # [m, rank], orthonormal columns; zero for dead units
     values: Tensor  # [rank], the singular values
@@ -117,10 +117,10 @@ class _Factors:
 
 
 def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Factors, float]:
-    """The factors, of the numerical rank but at most `examples`; and the share of the gradient beyond `examples`."""
+    """The factors, of the numerical rank but at most `examples`; and the share of the gradient beyond rank `examples`."""
     alive, one = gradient.any(dim=1, keepdim=True), gradient.new_ones(())
     norms = gradient.norm(dim=0).where(gradient.any(dim=0), one)
-    # Rounding is relative to an entry, so it is alike for all once columns, then rows have norm 1. Other noise is before.
+    # Rounding is relative to an entry: it is uniform once columns, then rows have norm 1. Other noise is uniform unscaled.
     for columns, rows in ((norms, (gradient / norms).norm(dim=1, keepdim=True).where(alive, one)), (one, one)):
         left, values, right = torch.linalg.svd(gradient / columns / rows, full_matrices=False)
         residual = float(values[examples:].norm() / values.norm())
@@ -133,7 +133,7 @@ def _factorise(gradient: Tensor, examples: int, precision: float) -> tuple[_Fact
 
 
 def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, tries: int) -> tuple[Tensor, float | None]:
-    """The examples [x | 1] up to scale, one for each of the gradient's ranks or none; and the least consistency."""
+    """The examples [x | 1] up to scale, one per rank of the gradient or none; and the least consistency."""
     rank, basis, alive = len(factors.basis), factors.basis, factors.left[factors.left.any(dim=1)]
     rows, pool, consistency = basis[:0], basis.new_empty(0, rank), None
     shut, generator = basis.new_empty(0, len(factors.left), dtype=torch.bool), torch.Generator().manual_seed(seed)
@@ -150,7 +150,7 @@ def _batch(factors: _Factors, has_bias: bool, layer: Tensor | None, seed: int, t
             rows, consistency = examples @ basis, float(shares.min())
             if consistency == 1:
                 break
-            shut = examples @ outputs <= 0  # right once all other directions are, and then it gives the example's own
+            shut = examples @ outputs <= 0  # correct once all other directions are; then it yields the example's own
     return rows, consistency
 
 
@@ -163,20 +163,20 @@ def _sparsest(factors: _Factors, directions: Tensor, shut: Tensor) -> tuple[Tens
 
     for tolerance in (_LOOSE, _TIGHT):
         zeros = torch.cat([vanish(tolerance), shut])
-        # One more zero than a direction may have by chance; and, in the end, zeros that leave no choice of the direction.
+        # Require one more zero than a direction may have by chance and, at the end, enough zeros to determine the direction.
         rows = torch.unique(zeros[zeros.sum(dim=1) > len(factors.basis)], dim=0)[:, :, None] * factors.left
         eigenvalues, vectors = torch.linalg.eigh(rows.mT @ rows)
         single = (eigenvalues[:, 1:2] > (_LOOSE * factors.rounding / factors.values[-1]) ** 2).all(dim=1)
         leverage = ((rows @ vectors[..., 1:]).square() / eigenvalues[:, None, 1:]).sum(dim=2).amax(dim=1)
         directions, solid = vectors[single, :, 0], leverage[single] < 0.999
     zeros = vanish(_TIGHT)
-    # A mixture of two examples vanishes where both do and in any one unit besides; as it stands on that one, it comes last.
+    # A mixture of two examples is zero where both are and in one more unit; it rests on that one unit, so it ranks last.
     order = (zeros.sum(dim=1) + len(factors.left) * solid).argsort(descending=True, stable=True)[:_POOL]
     return directions[order], zeros[order]
 
 
 def _independent(directions: Tensor) -> list[int]:
-    """The first directions that are linearly independent of those before."""
+    """Indices of the directions that are linearly independent of the ones before them."""
     chosen: list[int] = []
     for index in range(len(directions)):
         if len(chosen) < directions.shape[1] and torch.linalg.svdvals(directions[[*chosen, index]])[-1] > 1e-3:
@@ -185,8 +185,8 @@ def _independent(directions: Tensor) -> list[int]:
 
 
 def _improved(pool: Tensor, zeros: Tensor, chosen: list[int], outputs: Tensor, ones: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The examples in the basis, whose outputs are [rank, m] and whose inputs of the bias `ones` [rank]; and how consistent
-    each is, once no exchange of one direction improves their mean."""
+    """The examples in the basis, with outputs [rank, m] and bias inputs `ones` [rank], and the consistency of each, once
+    no exchange of one direction improves the mean consistency."""
 
     def judge(choices: Tensor) -> tuple[Tensor, Tensor]:
         examples, singular = torch.linalg.inv_ex(pool[choices].mT)
@@ -208,7 +208,7 @@ def _improved(pool: Tensor, zeros: Tensor, chosen: list[int], outputs: Tensor, o
 _SCALES_AT_ONCE = 64
 _SHORTEST = 1e-3
 _RULES: tuple[LabelRule, LabelRule] = ("counts", "gradient")
-_FITS = 1e-6  # of the squared norm of what was seen: a length that shows it
+_FITS = 1e-6  # of the squared norm of the observation: largest misfit of a length that explains it
 
 
 def invert(
@@ -220,9 +220,10 @@ def invert(
     public: Dataset | None = None,
     progress: Progress | None = None,
 ) -> Reconstruction:
-    """The examples behind the gradient of the first layer, victim by victim: exact where converged, else a best guess.
+    """Recover the examples behind the gradient of the first layer, per victim: exact if converged, else a best guess.
 
-    Where the layer has no bias, several lengths of an example may show the same: that of the `public` ones is the likeliest.
+    If the layer has no bias, several lengths of an example may explain the same gradient; the length closest to that of the
+    `public` examples is chosen.
     """
     shape = tuple(captured.inputs.shape[2:])
     weight, bias = first_dense(model, shape)
@@ -258,10 +259,10 @@ def invert(
 
 
 def _scaled(recovered: Recovered, captured: Captured, labels: Tensor, usual: float | None) -> Recovered:
-    """Of a layer without bias only the direction is known: take a length that shows what was seen.
+    """Choose a length for inputs known only by direction (layer without bias): one that explains the observation.
 
-    In a network without any bias there may be two, for a longer example shows more, but the network is surer of it. Of
-    those that fit, the one nearest to the `usual` is taken; where that is not known, the shortest.
+    In a network without any bias two lengths may fit, because a longer example produces a larger gradient but also a more
+    confident output. Of those that fit, the one nearest to `usual` is chosen; if `usual` is unknown, the shortest.
     """
 
     def misfits(scales: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`fedcdp.attack`: attack a run, a plan or raw gradients, and say what leaked."""
+"""`fedcdp.attack`: attack a run, a plan or raw gradients, and report what leaked."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def _membership(
     target: object, public: Dataset | None, at_round: int | None, seed: int | None, device: torch.device
 ) -> Membership:
     if not isinstance(target, Run):
-        raise PlanError("attack: membership is inferred from a trained model; give a run")
+        raise PlanError("attack: membership needs a trained model; give a run")
     _leave_out("gradients or updates", at_round=at_round is not None)
     others = public or target.federation.validation
     if others is None:
-        raise DataError("public: the federation has no validation split to compare its members with")
+        raise DataError("public: the federation has no validation split to compare members with; give public examples")
     seed = target.plan.seed if seed is None else seed
     return infer_membership(target.model, target.federation.train, others, seed=seed, device=device)

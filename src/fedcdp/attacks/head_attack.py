@@ -1,4 +1,4 @@
-"""The attack on a linear head: labels, features and inputs in closed form, and which of many candidates it was."""
+"""Attack on a linear head: labels, features and inputs in closed form, and identification among many candidates."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fedcdp.attacks.sightings import Sighting, Sightings
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import ModelError
 
-_FITS = 1e-3  # of what was seen: a residual that is rounding
+_FITS = 1e-3  # share of the observation: a residual at rounding level
 _SAME = 1e-2
-_FEW, _SWEEPS = 16, 3  # examples of which each label is tried, so often
-_UNMODELLED = 1e-4  # of the mean square of what was seen: what class means in the place of features get wrong
+_FEW, _SWEEPS = 16, 3  # largest batch whose labels are tried one by one; number of passes
+_UNMODELLED = 1e-4  # of the mean square of the observation: error of using class means as features
 
 
 @dataclass(frozen=True)
 class HeadFound:
-    """What was found of all victims of a linear head."""
+    """The results for all victims of a linear head."""
 
     found: Reconstruction
     identified: Tensor
-    """[victims, examples]: whether the true example was the likeliest candidate."""
+    """[victims, examples]: whether the true example was the most likely candidate."""
     candidates: int
     feature_errors: Tensor
-    """[victims, examples]: the distance of the features to the true ones, as a share of their norm; NaN where absent."""
+    """[victims, examples]: distance of the recovered features to the true ones, relative to their norm; NaN if absent."""
 
 
 def attack_head(
@@ -44,7 +44,7 @@ def attack_head(
     scored: bool = True,
     progress: Progress | None = None,
 ) -> HeadFound:
-    """Solve every victim for labels and features, turn these into inputs, and pick the true example out of candidates."""
+    """Solve every victim for labels and features, map features to inputs, and identify the true example among candidates."""
     captured = sightings.captured
     victims, most = captured.present.shape
     shape = tuple(captured.inputs.shape[2:])
@@ -85,7 +85,7 @@ def attack_head(
 
 
 def _check_reproduces(sighting: Sighting, features: Tensor, labels: Tensor) -> None:
-    """Refuse a sighting without noise, of one local step, that its own examples do not give by the formula."""
+    """Raise if a noiseless sighting of one local step is not reproduced from its own examples."""
     one_step = bool((sighting.shares.sum(1) <= 1 + 1e-6).all())
     if not one_step or bool((sighting.deviation > 0).any()):
         return
@@ -99,20 +99,20 @@ def _check_reproduces(sighting: Sighting, features: Tensor, labels: Tensor) -> N
 
 
 def _feature_errors(solved: Solved, actual: Tensor) -> Tensor:
-    """For each true example the distance to the nearest features that were found."""
+    """For each true example, the distance to the nearest recovered features."""
     errors: Tensor = torch.cdist(actual, solved.features).amin(1) / actual.norm(dim=1).clamp(min=1e-12)
     return errors
 
 
 def count_labels(sighting: Sighting, prior: FeaturePrior) -> Tensor:
-    """The labels of a batch, as often as they seem to occur: by non-negative least squares in class means."""
+    """The labels of a batch, with estimated multiplicities, by non-negative least squares on class means."""
     from scipy.optimize import nnls
 
     examples, classes = sighting.shares.shape[1], len(prior.means)
     share = sighting.shares.sum(1, keepdim=True) / examples
     seen, columns = sighting.seen, []
     means = prior.means
-    if not bool(means.any()):  # nothing is known: what all rows have in common stands for the features
+    if not bool(means.any()):  # no prior: use the direction common to all rows as features
         means = seen[..., : means.shape[1]].abs().mean((0, 1)).expand_as(means)
     for label in range(classes):
         alone = replace(sighting, shares=share)
@@ -123,7 +123,7 @@ def count_labels(sighting: Sighting, prior: FeaturePrior) -> Tensor:
     wanted, _ = nnls((matrix * weight[:, None]).numpy(), (seen.flatten() * weight).numpy())
     wanted = wanted * examples / max(wanted.sum(), 1e-12)
     labels = []
-    for _ in range(examples):  # the class with the most left, one example at a time
+    for _ in range(examples):  # assign one example at a time to the class with the largest remaining count
         labels.append(int(np.argmax(wanted)))
         wanted[labels[-1]] -= 1
     found = torch.tensor(labels)
@@ -131,7 +131,7 @@ def count_labels(sighting: Sighting, prior: FeaturePrior) -> Tensor:
 
 
 def _refined_labels(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> Tensor:
-    """The labels of a small batch that are likeliest when one is changed at a time, features being draws of the prior."""
+    """The most likely labels of a small batch, changing one label at a time, with features drawn from the prior."""
     best = _likelihood(sighting, prior, labels)
     for _ in range(_SWEEPS):
         before = labels
@@ -147,7 +147,7 @@ def _refined_labels(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> 
 
 
 def _likelihood(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> float:
-    """The log-density of what was seen, up to a constant: along an axis of variance λ its covariance is λAAᵀ + τ²."""
+    """Log-density of the observation, up to a constant: along an axis of variance λ its covariance is λAAᵀ + τ²."""
     means, seen = prior.means[labels], sighting.seen[..., : prior.means.shape[1]]
     rows = coefficients(sighting, means, labels) * sighting.shares[..., None]
     matrix = rows.transpose(1, 2).flatten(0, 1)  # [releases · classes, examples]

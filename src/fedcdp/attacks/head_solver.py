@@ -1,7 +1,7 @@
-"""Solve a linear head for features: what was seen is a sum of rank-one gradients c·(p − y) ⊗ f with known weights.
+"""Solve a linear head for features: the observation is a sum of rank-one gradients c·(p − y) ⊗ f with known weights.
 
-p = softmax(Wf + b) depends on f, so each step takes p from the last estimate, and solves the linear least squares that is
-left, with the prior where there is noise. The clip factor c = min(1, C / (|p − y| |f|)) is the method's own.
+p = softmax(Wf + b) depends on f. Each step therefore takes p from the last estimate and solves the remaining linear least
+squares problem, with the prior if there is noise. The clip factor c = min(1, C / (|p − y| |f|)) is the method's own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _TRIAL, _SINGLE, _JOINT = 3, 8, 12  # fixed-point steps: for each label, for one
 _SHORTER = (1.0, 0.3, 0.1)
 _TINY = 1e-12
 _LENGTHS = 241
-_NEAR = 0.02  # of what was seen: between two of the lengths that are tried, the misfit may fall by this
-_AS_GOOD = 1e-9  # of what was seen: two lengths that fit alike
+_NEAR = 0.02  # of the observation: how much lower the misfit may be between two tried lengths
+_AS_GOOD = 1e-9  # of the observation: two lengths fit equally well
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Solved:
     labels: Tensor
     """[examples]."""
     residual: float
-    """The share of what was seen that they do not explain (of its norm)."""
+    """Share of the observation's norm that the features do not explain."""
 
 
 def coefficients(sighting: Sighting, features: Tensor, labels: Tensor) -> Tensor:
-    """[releases, examples, classes]: c·(p − y), what an example's features are multiplied by in each release."""
+    """[releases, examples, classes]: c·(p − y), the factor of an example's features in each release."""
     weights, biases = sighting.weights, sighting.biases
     logits = torch.einsum("rkd,bd->rbk", weights, features) + biases[:, None]
     error = logits.softmax(2) - F.one_hot(labels, logits.shape[2]).double()
@@ -47,18 +47,18 @@ def coefficients(sighting: Sighting, features: Tensor, labels: Tensor) -> Tensor
 
 
 def shown(sighting: Sighting, features: Tensor, labels: Tensor) -> Tensor:
-    """What a reader would see of these examples without noise, as `Sighting.seen`."""
+    """The noiseless observation of these examples, in the form of `Sighting.seen`."""
     scaled = coefficients(sighting, features, labels) * sighting.shares[..., None]
     whole = torch.cat([features, features.new_ones(len(features), 1)], dim=1) if sighting.has_bias else features
     return torch.einsum("rbk,bd->rkd", scaled, whole)
 
 
 def solve(sighting: Sighting, prior: FeaturePrior, labels: Tensor | None = None) -> Solved:
-    """The features of all examples behind what was seen; the labels of several must be given."""
+    """Recover the features of all examples behind the observation; for several examples, labels must be given."""
     noisy = bool((sighting.deviation > 0).any())
     if sighting.shares.shape[1] > 1 and labels is not None:
         whole, first = (_batch(each, prior, labels, noisy) for each in (sighting, sighting.first()))
-        # Over many rounds the steps may not settle: what the first release gives is the other candidate.
+        # Over many rounds the iteration may not converge: the solution for the first release is the other candidate.
         return min(whole, _solved(sighting, first.features, labels), key=lambda each: each.residual)
     if noisy:
         return _likeliest(sighting, prior)
@@ -84,10 +84,10 @@ def _solved(sighting: Sighting, features: Tensor, labels: Tensor) -> Solved:
 
 
 def _likeliest(sighting: Sighting, prior: FeaturePrior) -> Solved:
-    """Under noise: the features of the largest posterior density for each label, and the label for which it is largest."""
+    """Under noise: maximise the posterior density over features for each label, and choose the best label."""
 
     def climbed(label: int, features: Tensor, steps: int) -> tuple[float, int, Tensor]:
-        """The best on the way: over many rounds a step may lead too far, and is then halved."""
+        """The best point on the way: over many rounds a step may overshoot, and is then halved."""
         labels, best = torch.tensor([label]), _density(sighting, prior, features, label)
         for _ in range(steps):
             move = _step(sighting, prior, features, labels, noisy=True) - features
@@ -113,7 +113,7 @@ def _density(sighting: Sighting, prior: FeaturePrior, features: Tensor, label: i
 
 
 def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
-    """Without noise every row is a multiple of the features: their direction, then label, sign and length that fit."""
+    """Without noise every row is a multiple of the features: find the direction, then the fitting label, sign and length."""
     seen = sighting.seen
     size = sighting.weights.shape[2]
     rows = seen[..., :size].reshape(-1, size)
@@ -143,7 +143,7 @@ def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
     usual = 1.0 if prior.length is None else prior.length
 
     def unlikely(fit: tuple[float, float, int]) -> tuple[bool, float]:
-        """By the length first, then by which sign is nearer to the class's mean."""
+        """Order by length first, then by the sign nearer to the class mean."""
         _, length, label = fit
         towards = float(direction @ prior.means[label]) * length
         return towards < 0, abs(torch.tensor(abs(length) / usual).log().item())
@@ -153,20 +153,20 @@ def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
 
 
 def _misfits_along(sighting: Sighting, direction: Tensor, lengths: Tensor, label: int) -> Tensor:
-    """The misfit of f = length·direction for each length, from inner products alone."""
+    """The misfit of f = length·direction for each length, computed from inner products alone."""
     seen, weights = sighting.seen @ direction, sighting.weights @ direction  # [releases, classes]
     logits = lengths[:, None, None] * weights + sighting.biases  # [lengths, releases, classes]
     error = logits.softmax(2)
     error[..., label] -= 1
     norms = (error.norm(dim=2) * lengths.abs()[:, None]).clamp(min=_TINY)
     scaled = error * (sighting.bound / norms).clamp(max=1.0)[..., None] * (lengths[:, None, None] * sighting.shares[:, :1])
-    # The sum of squares is complete: |G|² − 2⟨G, g⟩ + |g|², where G is the direction's part of what was seen.
+    # This is all of |G|² − 2⟨G, g⟩ + |g|², where G is the observation's component along the direction.
     misfits: Tensor = (seen - scaled).square().sum((1, 2))
     return misfits
 
 
 def _local_minima(values: Tensor) -> list[int]:
-    """Where a value is below the one before and not above the one after; of a plateau, the first."""
+    """Indices where a value is below the one before and not above the one after; the first index of a plateau."""
     inner = (values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])
     return [0, len(values) - 1, *(inner.nonzero()[:, 0] + 1).tolist()]
 
@@ -188,8 +188,8 @@ def _refined(sighting: Sighting, direction: Tensor, length: float, label: int) -
 def _batch(sighting: Sighting, prior: FeaturePrior, labels: Tensor, noisy: bool) -> Solved:
     """Features of a batch, by alternating least squares.
 
-    Where there are enough releases to tell examples apart, they start from a guess that differs within a class; else from
-    the class means, so that those of one class share what is known of their sum.
+    With enough releases to distinguish examples, start from a guess that differs within a class. Otherwise start from the
+    class means, so examples of one class share the information about their sum.
     """
     features, (releases, classes, _) = prior.means[labels], sighting.seen.shape
     if releases * (classes - 1) >= len(labels):
@@ -207,7 +207,7 @@ def _batch(sighting: Sighting, prior: FeaturePrior, labels: Tensor, noisy: bool)
 
 
 def _step(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor, noisy: bool) -> Tensor:
-    """Least squares for the features, with the coefficients of the last ones; in the prior's basis every axis is apart."""
+    """Least squares for the features with the last coefficients; in the prior's basis every axis is independent."""
     size = features.shape[1]
     rows = (coefficients(sighting, features, labels) * sighting.shares[..., None]).transpose(1, 2)
     scale = _squared_deviation(sighting).sqrt()[:, None, None]
@@ -217,7 +217,7 @@ def _step(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Ten
     values, vectors = torch.linalg.eigh(matrix.T @ matrix)
     if noisy:
         precision = 1 / prior.variances
-    else:  # the prior only decides what the releases leave open
+    else:  # the prior only determines what the releases leave undetermined
         finite = torch.where(prior.variances.isfinite(), prior.variances, 1.0)
         precision = _TINY * float(values.max()) * float(finite.max()) / finite
     turned = vectors.T @ ((matrix.T @ (wanted - matrix @ means)) @ prior.basis)

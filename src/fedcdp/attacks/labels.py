@@ -1,4 +1,4 @@
-"""Labels from the gradient of the last layer, before anything is optimised.
+"""Infer labels from the gradient of the last layer, before any optimisation.
 
 With a softmax and cross-entropy, the row of class k in that gradient is Σ_b (p_bk − [y_b = k])·h_b: negative along the
 features of the examples that have this label, positive along all others.
@@ -6,10 +6,10 @@ features of the examples that have this label, positive along all others.
 | rule | needs | finds |
 | --- | --- | --- |
 | `gradient` | nothing | one label: by the bias, if there is one, else by `agnostic`; with two classes `negative-sum` |
-| `agnostic` | three classes | the row whose inner products with all others are the most negative: features of any sign |
+| `agnostic` | three classes | the row with the most negative inner products with all others: features of any sign |
 | `negative-sum` | features ≥ 0 | the row with the most negative sum (iDLG; Zhao et al., 2020) |
-| `counts` | their number | how often each label occurs, by what the network says of the seeds; also in which step |
-| `known` | the truth | what a reader who knows the labels would do |
+| `counts` | their number | how often each label occurs, from the network's outputs on the seeds; also in which step |
+| `known` | the truth | the labels of an adversary who knows them |
 | `joint` | nothing | labels are optimised with the examples (DLG; Zhu et al., 2019) |
 """
 
@@ -26,13 +26,13 @@ from fedcdp.attacks.observe import Captured
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Layout, Tree
 
-_FEW = 16  # examples of which every pair is tried
+_FEW = 16  # largest number of examples for which every pair is tried
 
 LabelRule = Literal["gradient", "agnostic", "negative-sum", "counts", "known", "joint"]
 
 
 def last_layer(layout: Layout, classes: int) -> tuple[str, str | None]:
-    """The names of the last dense layer's weight, with a row a class, and of its bias if it has one."""
+    """The names of the last dense layer's weight, with one row per class, and of its bias if it has one."""
     for name in reversed(list(layout.shapes)):
         shape = layout.shapes[name]
         if len(shape) == 2 and shape[0] == classes:
@@ -44,10 +44,10 @@ def last_layer(layout: Layout, classes: int) -> tuple[str, str | None]:
 
 
 def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tensor, knows: Knows = "gradient") -> Tensor:
-    """The labels [victims, examples] that a reader gives to its dummies, of which the seeds are the first.
+    """The labels [victims, examples] that an adversary assigns to its dummies, which start from the seeds.
 
-    Whoever knows the method refines the counts of several examples by simulating it. The label of a single one is told by
-    the signs of what was seen (under noise, of its rank-one part); a seed in its place could only mislead.
+    An adversary that knows the method refines the counts of several examples by simulating it. The label of a single example
+    follows from the signs of the observation (under noise, of its rank-one part); a seed in its place could only mislead.
     """
     victims, examples = seeds.shape[:2]
     if rule not in get_args(LabelRule) or rule == "joint":
@@ -68,13 +68,13 @@ def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tenso
 def _known(captured: Captured, examples: int) -> Tensor:
     if examples == captured.targets.shape[1]:
         return captured.targets
-    # One dummy for several examples: the label that most of them have.
+    # One dummy for several examples: use their most frequent label.
     present = [targets[real] for targets, real in zip(captured.targets, captured.present, strict=True)]
     return torch.stack([each.mode().values for each in present])[:, None].expand(-1, examples)
 
 
 def _single_scores(seen: Tree, weight: str, bias: str | None, rule: LabelRule, classes: int, noisy: bool = False) -> Tensor:
-    """[victims, classes]: the lowest is the label."""
+    """[victims, classes]: the lowest score marks the label."""
     rows = seen[weight]
     if noisy and rule in ("gradient", "counts") and classes > 2:
         return _denoised_scores(rows, None if bias is None else seen[bias])
@@ -87,9 +87,9 @@ def _single_scores(seen: Tree, weight: str, bias: str | None, rule: LabelRule, c
 
 
 def _denoised_scores(rows: Tensor, bias: Tensor | None) -> Tensor:
-    """Under noise, of the rank-one part alone: the gradient is (p − y) ⊗ h, and |p_y − 1| is the sum of all other |p_k|.
+    """Under noise, use the rank-one part alone: the gradient is (p − y) ⊗ h, and |p_y − 1| is the sum of all other |p_k|.
 
-    The bias, whose own feature is 1, says which sign is which; without one, the longest row is the label's.
+    The bias, whose feature is 1, determines the sign; without a bias, the longest row is the label's.
     """
     whole = rows if bias is None else torch.cat([rows, bias[..., None]], dim=2)
     left, _, right = torch.linalg.svd(whole, full_matrices=False)
@@ -99,10 +99,10 @@ def _denoised_scores(rows: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -> Tensor:
-    """Labels as often as they seem to occur.
+    """Labels with estimated multiplicities.
 
-    If all examples gave the same probabilities p and features h, then count_k = B·(p_k − row_k·h / |h|²). Both are taken
-    from the seeds, labelled so that their own gradient gives them away.
+    If all examples gave the same probabilities p and features h, then count_k = B·(p_k − row_k·h / |h|²). Both are estimated
+    from the seeds, with labels chosen such that their own gradient reveals p and h.
     """
     victims, examples = seeds.shape[:2]
     everyone = torch.ones(victims, examples, dtype=torch.bool, device=seeds.device)
@@ -126,7 +126,7 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -
     base[:, 0] += 1  # the probabilities themselves
     wanted = (base - measured) * captured.present.sum(1, keepdim=True)
     labels = []
-    for _ in range(examples):  # the class with the most left, one example at a time
+    for _ in range(examples):  # assign one example at a time to the class with the largest remaining count
         chosen = wanted.argmax(1)
         labels.append(chosen)
         wanted = wanted.scatter_add(1, chosen[:, None], -torch.ones_like(wanted[:, :1]))
@@ -134,11 +134,11 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -
 
 
 def refine_labels(captured: Captured, labels: Tensor, classes: int, examples: Tensor) -> Tensor:
-    """The labels that fit better: changed one at a time, then swapped, as long as the examples (or seeds in their place),
-    run through the method's own code, come closer to what was seen of the last layer.
+    """Improve labels: change one at a time, then swap, as long as this brings the simulated last-layer gradient closer.
 
-    Where a method clips, or the network learns over several steps, counts alone do not tell; and once the examples are
-    known, this says which of them has which label.
+    The examples (or seeds in their place) are run through the method's own code and compared with the observation of the
+    last layer. If a method clips, or the network learns over several steps, counts alone are not enough. Once the examples
+    are known, this determines which of them has which label.
     """
     weight, bias = last_layer(captured.engine.layout, classes)
     names = [weight] if bias is None else [weight, bias]

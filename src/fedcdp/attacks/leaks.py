@@ -1,4 +1,4 @@
-"""Leaks: what a reconstruction attack got out of its victims, scored, and as files and pictures."""
+"""Leaks: the scored result of a reconstruction attack, also as files and pictures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN_VICTIMS = 8
 _SHOWN_ITERATIONS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200, 300)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Leaks:
     """What an attack got. Scores are of what fitted best by the reader's own measure; it never sees the truth."""
 
@@ -60,6 +60,20 @@ class Leaks:
             return None
         right = rearrange(self.found.labels, self.scores.order) == self._true_labels()
         return float(right[self.scores.present].double().mean())
+
+    def __str__(self) -> str:
+        told = self.summary()
+        head = f"{told['leak']}, attack {told['attack']}, {told['victims']} victims of {told['method']}"
+        if self.scores is None:
+            return f"{head}: the true examples are not known"
+        shares = {"reconstructed exactly": told["success_rate"], "recognisable": told["recognisable_rate"]}
+        shares |= {
+            f"identified among {told['candidates']:,}": told["identified_rate"],
+            "labels right": told["label_accuracy"],
+        }
+        return f"{head}: " + ", ".join(f"{100 * share:.3g} % {what}" for what, share in shares.items() if share is not None)
+
+    __repr__ = __str__
 
     def summary(self) -> dict[str, Any]:
         """All figures; the distance is the MSE of the clamped example over what the network can see of it."""
@@ -190,8 +204,8 @@ class Leaks:
 
 
 def compared_truth(captured: Captured, guesses: Tensor, value_range: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
-    """The examples, labels and filled slots that guesses are compared with: as many of the victim's as there are guesses,
-    the nearest ones."""
+    """The examples, labels and filled slots to compare guesses with: as many of the victim's examples as there are
+    guesses, the nearest ones."""
     count = guesses.shape[1]
     if count == captured.inputs.shape[1]:
         return captured.inputs, captured.targets, captured.present
@@ -204,9 +218,9 @@ def compared_truth(captured: Captured, guesses: Tensor, value_range: tuple[float
 
 @dataclass
 class Observer:
-    """Follows a search: when each victim's examples became exact, and what the first of them looked like on the way.
+    """Follows a search: when each victim's examples became exact, and snapshots of the first victims.
 
-    The observer has the truth; the search does not.
+    The observer has the ground truth; the search does not.
     """
 
     captured: Captured
@@ -221,7 +235,7 @@ class Observer:
         self._latest: Tensor | None = None
 
     def __call__(self, iteration: int, who: Tensor, examples: Tensor) -> None:
-        """Told where the search is (`reconstruct.Watch`)."""
+        """Receive the state of the search (`reconstruct.Watch`)."""
         self._keep(iteration, who, examples)
         pending = ~self.first_exact[who].isfinite()
         if not bool(pending.any()) or examples.shape[1] != self.captured.inputs.shape[1]:
@@ -255,7 +269,7 @@ def judged(
     classes: int,
     seconds: float,
 ) -> Leaks:
-    """Score what an attack found."""
+    """Score the result of an attack."""
     judge, scores = _score(found.examples, captured, observer, public)
     _, last = _score(found.last, captured, observer, public)
     return Leaks(
@@ -267,7 +281,7 @@ def judged(
 def unjudged(
     attack: str, captured: Captured, found: Reconstruction, observer: Observer, classes: int, seconds: float
 ) -> Leaks:
-    """What an attack found where nobody knows the truth."""
+    """The result of an attack when the ground truth is unknown."""
     never = torch.full_like(observer.first_exact, math.inf)
     return Leaks(
         attack, captured, found, None, None, None, classes, observer.value_range, never, observer.snapshots, seconds
@@ -287,7 +301,7 @@ def _short(scores: Scores) -> dict[str, float]:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for every number that JSON does not have: NaN and the infinities."""
+    """The same value with None for numbers that JSON does not support: NaN and the infinities."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
 """Networks whose only trained layer is the last one, and public knowledge about the features in front of it.
 
-The gradient of such a linear head is (p − y) ⊗ features, so it shows the features. The recommended presets train a head of
-this kind on fixed features. At its zero start the network's output does not depend on the input, but its gradient does.
+The gradient of such a linear head is (p − y) ⊗ features, so it reveals the features. The recommended presets train a head
+of this kind on fixed features. At its zero start the network's output does not depend on the input, but its gradient does.
 
-`LinearHead` describes the head. `FeaturePrior` holds what anyone can learn from public examples: how features are spread
-within each class, and which input belongs to which features.
+`LinearHead` describes the head. `FeaturePrior` holds what anyone can learn from public examples: the distribution of
+features within each class, and the map from features to inputs.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class LinearHead:
     weight: str
     """The name of the weight among the trained parameters."""
     bias: str | None
-    """The name of the bias; None where there is none, or where it is not trained."""
+    """The name of the bias; None if there is none, or if it is not trained."""
 
     @property
     def classes(self) -> int:
-        """Rows of the weight."""
+        """Number of rows of the weight."""
         return self.layer.out_features
 
     @torch.no_grad()
     def features(self, inputs: Tensor) -> Tensor:
-        """What the layers before the head make of inputs [n, ...]: [n, D] in float64."""
+        """Output of the layers before the head for inputs [n, ...]: [n, D] in float64."""
         kept: list[Tensor] = []
         hook = self.layer.register_forward_pre_hook(lambda _, given: kept.append(given[0].double().cpu()))
         device = self.layer.weight.device
@@ -54,7 +54,7 @@ class LinearHead:
         return torch.cat(kept)
 
     def gradient(self, tree: Mapping[str, Tensor]) -> Tensor:
-        """[..., classes, D] of a tree; where the bias is trained, D + 1, of which the last column is its gradient."""
+        """[..., classes, D] of a tree; if the bias is trained, D + 1 columns, the last of which is its gradient."""
         weight = tree[self.weight].double().cpu()
         return weight if self.bias is None else torch.cat([weight, tree[self.bias].double().cpu()[..., None]], dim=-1)
 
@@ -68,7 +68,7 @@ class LinearHead:
 
 
 def find_head(network: nn.Module, shape: tuple[int, ...]) -> LinearHead | None:
-    """The linear head of a network for inputs of `shape`; None where more than one last dense layer is trained."""
+    """The linear head of a network for inputs of `shape`; None unless a last dense layer is the only trained layer."""
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     for name, layer in network.named_modules():
         prefix = f"{name}." if name else ""
@@ -82,14 +82,14 @@ def find_head(network: nn.Module, shape: tuple[int, ...]) -> LinearHead | None:
 
 
 def _is_last(head: LinearHead, shape: tuple[int, ...]) -> bool:
-    """Whether the network's answer is the layer's: nothing follows it, and it is used once, on vectors."""
+    """Whether the layer's output is the network's: nothing follows it, and it is used once, on vectors."""
     layer = head.layer
     probe = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
             answers = head.network(probe.to(layer.weight.device)).double().cpu()
         features = head.features(probe)
-    except Exception:  # an engine's check says in a sentence what the network does not take
+    except Exception:  # the engine's own check reports why the network rejects such inputs
         return False
     if features.dim() != 2 or len(features) != len(probe) or not bool(features.isfinite().all()):
         return False
@@ -98,8 +98,8 @@ def _is_last(head: LinearHead, shape: tuple[int, ...]) -> bool:
     return answers.shape == wanted.shape and torch.allclose(answers, wanted, rtol=_SAME, atol=_SAME)
 
 
-_LEAST_SPREAD = 1e-4  # of the largest variance: no direction is taken for impossible
-_RIDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # of the sum of the variances; one is chosen on held-out examples
+_LEAST_SPREAD = 1e-4  # of the largest variance: no direction is treated as impossible
+_RIDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # relative to the sum of variances; chosen on held-out examples
 _FEWEST = 20
 
 
@@ -114,16 +114,16 @@ class FeaturePrior:
     variances: Tensor
     """[D]: its eigenvalues, none of them nearly zero."""
     length: float | None
-    """The median norm of features; None where nothing is known."""
+    """The median norm of features; None if nothing is known."""
     input_means: Tensor
     """[classes, inputs]."""
     inverse: Tensor | None
-    """[D, inputs]: from features less their class mean to inputs less theirs; None: the features are the inputs."""
+    """[D, inputs]: from centred features (class mean subtracted) to centred inputs; None: the features are the inputs."""
     shape: tuple[int, ...]
 
     @staticmethod
     def of(head: LinearHead, public: Dataset | None, shape: tuple[int, ...], victims: Tensor) -> FeaturePrior:
-        """Learn it from public examples, of which none is a victim."""
+        """Learn the prior from public examples, excluding the victims."""
         size = head.layer.in_features
         plain = _are_inputs(head, shape)
         if public is not None:
@@ -144,7 +144,7 @@ class FeaturePrior:
         return FeaturePrior(means, basis, variances.clamp(min=max(least, 1e-12)), length, input_means, inverse, shape)
 
     def inputs(self, features: Tensor, labels: Tensor) -> Tensor:
-        """The likeliest inputs [..., *shape] of features [..., D] with these labels [...]."""
+        """The most likely inputs [..., *shape] for features [..., D] with these labels [...]."""
         if self.inverse is None:
             return features.view(*features.shape[:-1], *self.shape)
         found = self.input_means[labels] + (features - self.means[labels]) @ self.inverse
@@ -152,28 +152,28 @@ class FeaturePrior:
 
 
 def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:
-    """Whether the layers before the head leave an input as it is, but for its shape."""
+    """Whether the layers before the head leave an input unchanged except for its shape."""
     probe = torch.rand(3, *shape, generator=torch.Generator().manual_seed(1))
     features = head.features(probe)
     return features.shape == probe.flatten(1).shape and bool((features - probe.flatten(1)).abs().max() < 1e-6)
 
 
 def _without(public: Dataset, victims: Tensor) -> Dataset:
-    """The public examples that are no victim's: a federation without public data has only its own."""
+    """The public examples without the victims': a federation without public data only has its own."""
     mine = {row.tobytes() for row in victims.flatten(1).float().cpu().numpy()}
     theirs = public.inputs.flatten(1).float().cpu().numpy()
     return public.take(torch.tensor([at for at, row in enumerate(theirs) if row.tobytes() not in mine]).long())
 
 
 def _by_class(values: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The mean of each class (of a class without examples, of all), and all values less that of their class."""
+    """The mean of each class (the overall mean for an empty class), and all values minus their class mean."""
     overall = values.mean(0)
     means = torch.stack([values[targets == k].mean(0) if bool((targets == k).any()) else overall for k in range(classes)])
     return means, values - means[targets]
 
 
 def _ridge(features: Tensor, inputs: Tensor) -> Tensor:
-    """Linear regression of inputs on features, with the ridge that does best on a fifth of the examples, held out."""
+    """Linear regression of inputs on features, with the ridge that performs best on a held-out fifth of the examples."""
     held_out = torch.arange(len(features)) % 5 == 0
     grams, products = zip(
         *((features[some].T @ features[some], features[some].T @ inputs[some]) for some in (~held_out, held_out)),

@@ -1,9 +1,10 @@
-"""Membership inference: was a record among those that a final model was trained on? (Yeom et al., CSF 2018.)
+"""Membership inference: was a record in the training data of the final model? (Yeom et al., CSF 2018.)
 
-The attacker has the model, the record and its label, and scores the record by the confidence in the label on the logit
+The adversary has the model, the record and its label. It scores the record by the confidence in the label on the logit
 scale, log(p_y / (1 − p_y)) (Carlini et al., IEEE S&P 2022): one threshold for all records, no shadow models. The loss of
-Yeom et al., −log p_y, orders records alike, so that figures of the order hold for both; only the logit keeps apart what
-the loss rounds to zero. The attacks differ in the threshold: the mean loss of members, or what was best on known records.
+Yeom et al., −log p_y, gives the same order of records, so rank-based figures hold for both; only the logit distinguishes
+records whose loss rounds to zero. The attacks differ in the threshold: the mean loss of members, or the best threshold on
+known records.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """How well members are told from others. All figures are averages: one record may be far more exposed."""
+    """How well members are told apart from other records. All figures are averages: one record may be far more exposed."""
 
     members: int
     others: int
-    """How many of each were scored."""
+    """Number of scored members, and of others."""
     auc: Estimate
-    """The chance that a member scores above another record, a tie counting half (interval: DeLong et al., 1988)."""
+    """The probability that a member scores above another record, counting ties half (interval: DeLong et al., 1988)."""
     advantage: Estimate
-    """True-positive less false-positive rate, which is 2 · balanced accuracy − 1, at the threshold that was best on one
-    half of the records, measured on the other half (interval: Clopper and Pearson's for both rates at once)."""
+    """True-positive minus false-positive rate, that is 2 · balanced accuracy − 1. The threshold is chosen on one half of the
+    records and evaluated on the other half (interval: Clopper and Pearson's for both rates at once)."""
     advantage_at_mean_loss: Estimate
-    """The same where the threshold is the mean loss of the first half's members (Yeom et al.)."""
+    """The same with the mean loss of the first half's members as threshold (Yeom et al.)."""
     tpr_at_1_percent: Estimate | None
-    """The share of members that is found while at most 1 % of the others is accused. The interval (Clopper and Pearson)
-    is for this threshold, as chosen on the others. None: fewer than 100 others cannot show it."""
+    """The share of members found while at most 1 % of the others are accused. The interval (Clopper and Pearson) is for this
+    threshold, as chosen on the others. None: fewer than 100 others cannot show it."""
     tpr_at_01_percent: Estimate | None
     """The same at 0.1 %; None with fewer than 1,000 others."""
     chance: str = "Guessing has an AUC of 0.5, an advantage of 0, and a true-positive rate equal to the false-positive rate."
 
     def summary(self) -> dict[str, Any]:
-        """All figures; each with its interval."""
+        """All figures, each with its interval."""
         row: dict[str, Any] = {"leak": "model", "attack": "membership", "victims": self.members, "others": self.others}
         for name in ("auc", "advantage", "advantage_at_mean_loss", "tpr_at_1_percent", "tpr_at_01_percent"):
             estimate: Estimate | None = getattr(self, name)
@@ -74,11 +75,11 @@ def infer_membership(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Membership:
-    """Attack a trained model with records that it was trained on, and others from the same source.
+    """Attack a trained model, given records it was trained on and others from the same source.
 
-    At most so many of each are used, drawn by `seed`, which also cuts them into halves. What is not finite in the model's
-    answer to a record counts as no confidence at all. A single output is taken as the logit of class 1. The model is not
-    changed; dropout is off.
+    At most `most` members and others are used, drawn by `seed`, which also splits them into halves. A non-finite output for
+    a record counts as zero confidence. A single output is taken as the logit of class 1. The model is not changed; dropout
+    is off.
     """
     if (fewest := min(len(members), len(others), most)) < 2 or members.shape != others.shape:
         trouble = f"not {fewest}" if fewest < 2 else f"of one shape, not {list(members.shape)} and {list(others.shape)}"
@@ -86,13 +87,13 @@ def infer_membership(
     random = numpy_generator(seed, "membership")
     used = [data.take(torch.from_numpy(random.permutation(len(data))[:most])) for data in (members, others)]
     inputs, targets = torch.cat([data.inputs for data in used]), torch.cat([data.targets for data in used])
-    # Members and others share batches, lest a layer that mixes a batch's examples tell them apart by their company.
+    # Members and others share batches; otherwise a layer that mixes a batch's examples could reveal membership.
     network, scores = copy.deepcopy(model).to(device).eval(), np.empty(len(targets))
     for batch in torch.from_numpy(random.permutation(len(targets))).split(_BATCH):
         with torch.no_grad():
             scores[batch.numpy()] = _confidence(network(inputs[batch].to(device)).cpu(), targets[batch])
     inside, outside = scores[: len(used[0])], scores[len(used[0]) :]
-    # In random order, so that any halves will do: the first for a threshold, the second for what it achieves.
+    # The order is random, so any halves will do: the first chooses a threshold, the second evaluates it.
     learned, held_out = (inside[::2], outside[::2]), (inside[1::2], outside[1::2])
     return Membership(
         members=len(inside),
@@ -106,28 +107,28 @@ def infer_membership(
 
 
 def _confidence(outputs: Tensor, targets: Tensor) -> Numbers:
-    """z_y − log Σ_{j≠y} e^{z_j}: the logit of p_y, with no p_y that could round to 0 or 1 on the way."""
-    if is_binary(outputs):  # one logit, that of class 1: the logit of class 0 is 0
+    """z_y − log Σ_{j≠y} e^{z_j}: the logit of p_y, computed without a p_y that could round to 0 or 1."""
+    if is_binary(outputs):  # one logit, for class 1; the logit of class 0 is 0
         outputs = torch.stack([torch.zeros_like(outputs.flatten()), outputs.flatten()], 1)
     if outputs.dim() != 2 or outputs.shape[1] <= int(targets.max()):
-        raise DataError(f"the network's answer has shape {list(outputs.shape)}, not one number for each class")
+        raise DataError(f"the network's output has shape {list(outputs.shape)}, not one number for each class")
     outputs, own = outputs.double(), targets[:, None]
     score = outputs.gather(1, own)[:, 0] - outputs.scatter(1, own, -torch.inf).logsumexp(1)
     return torch.where(score.isfinite(), score, -torch.inf).numpy()
 
 
 def area_under_curve(inside: Numbers, outside: Numbers) -> Estimate:
-    """The chance that a score inside is above one outside, by ranks; the interval (DeLong et al., 1988) is on the logit
-    scale, so that it stays within 0 and 1."""
+    """The probability that a score inside exceeds one outside, by ranks; the interval (DeLong et al., 1988) is computed on
+    the logit scale, so it stays within 0 and 1."""
     from scipy.special import expit, logit, ndtri
     from scipy.stats import rankdata
 
     m, n = len(inside), len(outside)
     ranks = rankdata(np.concatenate([inside, outside]))
-    beaten = (ranks[:m] - rankdata(inside)) / n  # by each member, the share of others
+    beaten = (ranks[:m] - rankdata(inside)) / n  # share of others that each member beats
     beating = 1 - (ranks[m:] - rankdata(outside)) / m
     auc, variance = float(beaten.mean()), float(beaten.var(ddof=1) / m + beating.var(ddof=1) / n)
-    if variance < 1e-18:  # All pairs compare alike, min(m, n) independent ones among them: what is rarer shows in none.
+    if variance < 1e-18:  # All pairs compare alike; with min(m, n) independent pairs, a rarer outcome shows in none.
         unseen = float(upper_limit(0, min(m, n), (1 - CONFIDENCE) / 2))
         return Estimate(auc, max(0.0, auc - unseen), min(1.0, auc + unseen))
     reach = ndtri((1 + CONFIDENCE) / 2) * np.sqrt(variance) / (auc * (1 - auc))
@@ -135,14 +136,14 @@ def area_under_curve(inside: Numbers, outside: Numbers) -> Estimate:
 
 
 def _best_threshold(inside: Numbers, outside: Numbers) -> float:
-    """The score from which on calling a record a member gains the most."""
+    """The score above which calling a record a member gains the most."""
     candidates = np.unique(np.concatenate([inside, outside]))
     below_inside, below_outside = (np.searchsorted(np.sort(each), candidates) / len(each) for each in (inside, outside))
     return float(candidates[(below_outside - below_inside).argmax()])
 
 
 def _mean_loss_threshold(inside: Numbers) -> float:
-    """The score of a record whose loss is the members' mean: the logit of p_y where −log p_y is that."""
+    """The score of a record with the members' mean loss: the logit of p_y at −log p_y = mean loss."""
     losses = np.logaddexp(0.0, -inside[np.isfinite(inside)])
     return float(-losses.mean() - np.log(-np.expm1(-losses.mean()))) if losses.any() else -np.inf
 
@@ -158,6 +159,6 @@ def _true_positives(inside: Numbers, outside: Numbers, one_in: int) -> Estimate 
 
 
 def _rate(count: int, trials: int, level: float) -> Estimate:
-    """Clopper and Pearson's interval, wrong on either side with a probability of at most `level`."""
+    """Clopper and Pearson's interval; each side is wrong with probability at most `level`."""
     low, high = 1 - upper_limit(trials - count, trials, level), upper_limit(count, trials, level)
     return Estimate(count / trials, float(low), float(high))

@@ -1,9 +1,9 @@
-"""Objectives: what a reader would see of dummy examples, and how far that is from what it saw.
+"""Objectives: what an adversary would observe for dummy examples, and its distance to the actual observation.
 
-`predicted` computes what the reader would see if the victim's examples were the dummies. There are two kinds of readers.
-One takes its observation for a plain gradient. The other knows the method and runs the method's own code, without its noise
-and its pruning. `Objective` measures the distance between prediction and observation; `total_variation` says how smooth an
-image is, as natural images are.
+`predicted` computes the observation that the dummies would produce in place of the victim's examples. There are two kinds
+of adversaries. One treats its observation as a plain gradient. The other knows the method and runs the method's own code,
+without its noise and its pruning. `Objective` measures the distance between prediction and observation; `total_variation`
+measures how smooth an image is, because natural images are smooth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedcdp.methods import METHODS, Moment, take_part
 
 Distance = Literal["squared", "cosine"]
 
-_SHORTEST = 1e-12  # of the product of two lengths: a zero gradient has no direction
+_SHORTEST = 1e-12  # lower bound of the product of two lengths: a zero gradient has no direction
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Objective:
 
     distance: Distance = "squared"
     total_variation: float = 0.0
-    """Weight of the mean absolute difference of neighbouring pixels: small enough, it only chooses among what fits."""
+    """Weight of the mean absolute difference of neighbouring pixels; a small weight only chooses among those that fit."""
     shared_only: bool = False
-    """Compare only where what was seen is not zero: what pruning left out says little."""
+    """Compare only non-zero coordinates of the observation: pruned coordinates carry little information."""
     tensors: tuple[str, ...] | None = None
-    """Compare only these tensors; None: all."""
+    """Compare only these tensors; None: all tensors."""
 
     def __post_init__(self) -> None:
         if self.distance not in get_args(Distance):
@@ -47,22 +47,22 @@ class Objective:
             raise PlanError(f"total_variation: {self.total_variation} is not allowed; it must be 0 or more, and finite")
 
     def only(self, *tensors: str) -> Objective:
-        """The same, over these tensors alone."""
+        """The same objective over these tensors alone."""
         return replace(self, tensors=tensors)
 
     def between(self, shown: Tree, seen: Tree) -> Tensor:
-        """[victims]: how far apart two trees [victims, ...] are."""
+        """[victims]: distance between two trees [victims, ...]."""
         pairs = self._pairs(shown, seen)
         if self.distance == "squared":
             return _total((here - there).square() for here, there in pairs)
         inner = _total(here * there for here, there in pairs)
         squares = [_total(each[side].square() for each in pairs) for side in (0, 1)]
-        # Bounded below before the root is taken, whose slope at 0 is infinite.
+        # Bound from below before taking the root, whose slope at 0 is infinite.
         return 1 - inner / (squares[0] * squares[1]).clamp(min=_SHORTEST**2).sqrt()
 
     def misfit(self, shown: Tree, seen: Tree) -> Tensor:
-        """[victims]: the squared distance less the squared norm of what was seen, a constant that is mostly noise and would
-        leave float32 no digits for the rest."""
+        """[victims]: the squared distance minus the squared norm of the observation. That norm is constant and mostly noise;
+        included, it would use up float32's digits."""
         return _total(here * (here - 2 * there) for here, there in self._pairs(shown, seen))
 
     def _pairs(self, shown: Tree, seen: Tree) -> list[tuple[Tensor, Tensor]]:
@@ -73,7 +73,7 @@ class Objective:
 
 
 def _rows(value: Tensor) -> Tensor:
-    """[victims, ...] as [victims, coordinates]: one, of a scalar."""
+    """[victims, ...] as [victims, coordinates]; a scalar has one coordinate."""
     return value.reshape(len(value), -1)
 
 
@@ -82,7 +82,7 @@ def _total(parts: Iterable[Tensor]) -> Tensor:
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """[victims]: the mean absolute difference of neighbouring pixels; of vectors, 0."""
+    """[victims]: the mean absolute difference of neighbouring pixels; 0 for vectors."""
     if images.dim() < 4:
         return images.new_zeros(len(images))
     down = (images[..., 1:, :] - images[..., :-1, :]).abs().flatten(1).mean(1)
@@ -92,33 +92,33 @@ def total_variation(images: Tensor) -> Tensor:
 
 Knows = Literal["gradient", "method"]
 
-_SAME = 1e-2  # of the norm of what was seen
+_SAME = 1e-2  # of the norm of the observation
 
 
 def predicted(captured: Captured, knows: Knows, inputs: Tensor, targets: Tensor, present: Tensor) -> Tree:
-    """What would be seen of examples [victims, examples, ...] in the captured place, in units of a gradient."""
+    """The noiseless observation of examples [victims, examples, ...] at the captured weights, in units of a gradient."""
     if knows == "method":
         return _by_method(captured, inputs, targets)
     return _plain_gradient(captured, inputs, targets, present)
 
 
 def check_reproduces(captured: Captured) -> None:
-    """Refuse a capture without noise that its own examples do not reproduce: an attack on it would prove nothing."""
+    """Raise if a noiseless capture is not reproduced from its own examples: an attack on it would prove nothing."""
     if captured.deviation or prunes(captured):
         return
     again = predicted(captured, "method", captured.inputs, captured.targets, captured.present)
     layout = captured.engine.layout
     seen, same = layout.flatten(captured.seen, lead=1), layout.flatten(again, lead=1)
     wrong = (seen - same).norm(dim=1) / seen.norm(dim=1).clamp(min=1e-12)
-    if not bool((wrong < _SAME * min(captured.steps, 30)).all()):  # rounding errors grow from step to step
+    if not bool((wrong < _SAME * min(captured.steps, 30)).all()):  # rounding errors grow with each step
         raise ModelError(
             f"the true examples do not give this gradient at these weights (they differ by {float(wrong.max()):.2g} of its "
-            "norm): was the network in another mode, or were the data normalised otherwise?"
+            "norm): was the network in another mode, or were the data normalised differently?"
         )
 
 
 def _plain_gradient(captured: Captured, inputs: Tensor, targets: Tensor, present: Tensor) -> Tree:
-    """The mean gradient of the examples, as often as what was seen is a sum of such means."""
+    """The mean gradient of the examples, times the number of means that the observation sums."""
     victims, examples = present.shape
     weights = captured.weights
     if captured.weights_shared:  # one client with many examples is faster than many clients with the same weights
@@ -131,13 +131,13 @@ def _plain_gradient(captured: Captured, inputs: Tensor, targets: Tensor, present
     mean = {}
     for name, value in gradients.items():
         each = value.reshape(victims, examples, *value.shape[2:])
-        total = each[:, 0] if examples == 1 else masked(each, present).sum(1)  # whoever has one example has its first
+        total = each[:, 0] if examples == 1 else masked(each, present).sum(1)  # a single example is in slot 0
         mean[name] = total * share.view(-1, *(1,) * (total.dim() - 1))
     return mean
 
 
 def _by_method(captured: Captured, inputs: Tensor, targets: Tensor) -> Tree:
-    """What the method's own code releases of the examples, but for its noise and its pruning."""
+    """The method's own release for the examples, without its noise and its pruning."""
     plan = captured.plan.but(compression=0.0, share_fraction=1.0, noise="batch")
     clients = torch.arange(len(inputs), device=inputs.device)
     engine = Unquestioning(captured.engine)
@@ -157,7 +157,7 @@ def _by_method(captured: Captured, inputs: Tensor, targets: Tensor) -> Tree:
 
 
 def _example_by_method(captured: Captured, batch: Batch, at: Moment) -> Tree:
-    if not at.plan.per_example:  # raw in every other method; its code would compute the gradient twice
+    if not at.plan.per_example:  # all other methods release it raw; their code would compute the gradient twice
         return {name: value[:, 0] for name, value in captured.engine.per_example_gradients(captured.weights, batch).items()}
     told: list[Tree] = []
     tapped = replace(at, tap=lambda reader, _, tree: told.append(tree) if reader == "type2" else None)
@@ -166,6 +166,6 @@ def _example_by_method(captured: Captured, batch: Batch, at: Moment) -> Tree:
 
 
 def prunes(captured: Captured) -> bool:
-    """Whether a part of what was seen was left out."""
+    """Whether parts of the observation were pruned."""
     shared = METHODS[captured.plan.method].shared_fraction(captured.plan)
     return captured.leak != "type2" and shared < 1

@@ -1,14 +1,14 @@
-"""Observations: what a reader of each type sees of its victims, produced by the methods' own code.
+"""Observations: what each type of adversary sees of its victims, produced by the methods' own code.
 
-| leak | the reader | sees |
+| leak | the adversary | sees |
 | --- | --- | --- |
 | `type2` | is on the client during local training | one example's gradient, as the method releases it |
-| `type1` | is on the client after local training | the client's update, as the method lets it leave |
+| `type1` | is on the client after local training | the client's update, as it leaves the client |
 | `type0` | is the server | the client's update, as received |
 
-`capture` taps a training and returns `Captured`: the releases, what the reader knows besides, and the truth that scores the
-attack. Observations are in units of a gradient: an update is divided by −η. After one local step it is the mean gradient of
-the batch, after L steps the sum of L such means.
+`capture` taps a training and returns `Captured`: the releases, the adversary's other knowledge, and the ground truth that
+scores the attack. Observations are in units of a gradient: an update is divided by −η. After one local step it is the mean
+gradient of the batch, after L steps the sum of L such means.
 """
 
 from __future__ import annotations
@@ -39,57 +39,57 @@ _BY_VICTIM = ("inputs", "targets", "present", "expected_batch", "slot")
 
 @dataclass(frozen=True)
 class Captured:
-    """What was seen of N victims, what the reader knows besides, and the examples that it came from, to score by."""
+    """Observations of N victims, the adversary's other knowledge, and the true examples for scoring."""
 
     leak: Leak
     plan: Plan
-    """As it was run: `local_steps` is the number of steps that the captured update is made of."""
+    """The plan as run: `local_steps` is the number of steps in the captured update."""
     engine: Engine
     round: int
     seen: Tree
-    """[victims, ...] in units of a gradient; the mean over the releases where there are several."""
+    """[victims, ...] in units of a gradient; the mean over releases if there are several."""
     weights: Tree
-    """[victims, ...]: where the gradient was taken, or the local training started."""
+    """[victims, ...]: the weights at which the gradient was taken, or local training started."""
     weights_shared: bool
-    """Whether these are the same for all victims."""
+    """Whether the weights are the same for all victims."""
     inputs: Tensor
-    """[victims, examples, ...]: the distinct examples behind what was seen."""
+    """[victims, examples, ...]: the distinct examples behind the observation."""
     targets: Tensor
     present: Tensor
-    """[victims, examples]: a victim may have fewer examples than another."""
+    """[victims, examples]: which slots hold an example; victims may have different numbers of examples."""
     uses: Tensor
     """[steps, victims, slots]: which of its examples a victim used in each step."""
     used: Tensor
     """[steps, victims, slots]: whether the slot was filled."""
     expected_batch: Tensor
-    """[victims]: what the sum over a step is divided by (1 for a single example)."""
+    """[victims]: divisor of the sum over a step (1 for a single example)."""
     deviation: float
-    """Standard deviation of the noise on a coordinate of `seen` that the method promises there; 0 where it adds none."""
+    """Standard deviation of the noise that the method promises on each coordinate of `seen`; 0 if it adds none."""
     releases: int
     current_clip: float | None
     slot: Tensor
-    """[victims]: the place of the example in its client's batch, for `type2`."""
+    """[victims]: for `type2`, the position of the example in its client's batch."""
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     @property
     def steps(self) -> int:
-        """Local steps behind what was seen."""
+        """Number of local steps behind the observation."""
         return len(self.uses)
 
     @property
     def means(self) -> Tensor:
-        """[victims]: how many mean gradients of a victim's examples were added up: the steps, if every batch was full."""
+        """[victims]: number of mean gradients summed over a victim's examples; the step count if every batch was full."""
         return self.used.sum((0, 2)) / self.expected_batch
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device that holds the tensors."""
         return self.inputs.device
 
     def take(self, who: Tensor) -> Captured:
-        """What was seen of some of the victims, in that order."""
+        """The observations of some victims, in the given order."""
         taken: dict[str, Any] = {name: getattr(self, name)[who] for name in _BY_VICTIM}
         seen = {name: value[who] for name, value in self.seen.items()}
         if self.weights_shared:
@@ -99,12 +99,12 @@ class Captured:
         return replace(self, seen=seen, weights=weights, uses=self.uses[:, who], used=self.used[:, who], **taken)
 
     def clip_bound(self) -> float:
-        """C where it was captured."""
+        """The clip bound C in the captured round."""
         return self.plan.clip_at(self.round, self.current_clip)
 
 
 def join(parts: list[Captured]) -> Captured:
-    """The victims of all parts, in that order."""
+    """The victims of all parts, in order."""
     most = {name: max(getattr(part, name).shape[1] for part in parts) for name in ("inputs", "targets", "present")}
     slots = max(part.uses.shape[2] for part in parts)
 
@@ -127,7 +127,7 @@ def join(parts: list[Captured]) -> Captured:
 
 
 def widen(value: Tensor, axis: int, length: int) -> Tensor:
-    """The value with zeros at the end of an axis, so that it has this length."""
+    """Pad an axis with zeros at its end to this length."""
     missing = length - value.shape[axis]
     if not missing:
         return value
@@ -136,12 +136,12 @@ def widen(value: Tensor, axis: int, length: int) -> Tensor:
     return torch.cat([value, value.new_zeros(shape)], dim=axis)
 
 
-_USUAL = 100  # victims, where there are as many
-_MEMORY = {"cpu": 2**28, "cuda": 2**32}  # bytes for what is released of one chunk of clients
+_USUAL = 100  # default number of victims, if there are that many
+_MEMORY = {"cpu": 2**28, "cuda": 2**32}  # bytes for the releases of one chunk of clients
 
 
 def state_at(simulator: Simulator, state: State, round_: int) -> State:
-    """The state at the beginning of a round, by running the rounds before it."""
+    """The state at the beginning of a round, computed by running the rounds before it."""
     while state.round < round_:
         chosen = choose_clients(simulator.plan, simulator.data.federation.clients, state.round)
         state = simulator.round(state, torch.from_numpy(chosen))
@@ -150,27 +150,27 @@ def state_at(simulator: Simulator, state: State, round_: int) -> State:
 
 @dataclass(frozen=True)
 class Look:
-    """Where a reader looks, and in which world."""
+    """Where and under which conditions an adversary observes a round."""
 
     leak: Leak
     step: int = 0
     """The local step, for `type2`."""
     releases: int = 1
-    """How often the same round is run with fresh noise; the reader averages. Its best case, in which the weights stand still
-    between participations."""
+    """How often the same round is run with fresh noise; the adversary averages. This is the adversary's best case, in which
+    the weights do not change between participations."""
     first: int = 0
-    """The number of the first of them: releases of different numbers have independent noise (0: the plan's own)."""
+    """The number of the first release: releases with different numbers have independent noise (0: the plan's own)."""
     without_example: bool = False
-    """The world without the victim's first example: zeroed out, as the privacy statement compares."""
+    """The world without the victim's first example: zeroed out, as in the privacy statement's neighbouring relation."""
     silent: bool = False
-    """Without the method's noise: what whoever knows the examples expects to see."""
+    """Without the method's noise: the observation that an adversary who knows the examples expects."""
 
 
 def capture(simulator: Simulator, state: State, look: Look, victims: int | None = None) -> Captured:
-    """What a reader sees of so many victims in the round that `state` is at the beginning of.
+    """Observe victims in the round that begins at `state`.
 
-    Victims are clients, drawn from the plan's seed; for `type2`, one example each (more where there are fewer clients than
-    victims). Without a number, up to a hundred.
+    Victims are clients, drawn from the plan's seed; for `type2`, one example per client (more if there are fewer clients
+    than victims). Without a number, up to 100 victims are observed.
     """
     wanted = _USUAL if victims is None else victims
     _check(simulator.plan, look, wanted)
@@ -198,15 +198,15 @@ def _check(plan: Plan, look: Look, victims: int) -> None:
         if value < least:
             raise PlanError(f"{name}: {value} is not allowed; it must be at least {least}")
     if look.step >= plan.local_steps:
-        raise PlanError(f"step: {look.step} is not allowed; a client takes {plan.local_steps} local steps, from 0")
+        raise PlanError(f"step: {look.step} is not allowed; a client takes {plan.local_steps} local steps, counted from 0")
     if look.leak != "type2" and look.step:
-        raise PlanError(f"step: {look.step} is for type2; a reader of {look.leak} sees whole updates")
+        raise PlanError(f"step: {look.step} is for type2; a {look.leak} adversary sees whole updates")
 
 
 def promised_deviation(plan: Plan, leak: Leak, state: State, batch: int) -> float:
-    """Standard deviation of the noise that a method adds to what a reader sees, in units of a gradient.
+    """Standard deviation of the noise that a method adds to the observation, in units of a gradient.
 
-    For an update of several steps it leaves out what noise in one step does to the gradients of the next.
+    For an update of several steps, this ignores how noise in one step changes the gradients of later steps.
     """
     if leak == "type2":
         return plan.noise_scale_at(state.round, state.clip) if plan.per_example and plan.noise == "example" else 0.0
@@ -218,29 +218,29 @@ def promised_deviation(plan: Plan, leak: Leak, state: State, batch: int) -> floa
 
 
 def _accumulated(plan: Plan) -> float:
-    """What independent noise of deviation 1 in every local step becomes over all of them: √L, more with momentum."""
+    """Standard deviation of the sum of unit noise added in every local step: √L, or more with momentum."""
     moved, squares = 0.0, 0.0
-    for _ in range(plan.local_steps):  # the last step's noise moves the weights once, one before it also by momentum
+    for _ in range(plan.local_steps):  # noise of the last step moves the weights once; earlier noise also through momentum
         moved = 1 + plan.momentum * moved
         squares += moved**2
     return math.sqrt(squares)
 
 
 def _victim_clients(simulator: Simulator, victims: int) -> Tensor:
-    """Clients in a random order, the same however many are wanted; more than enough, for some may have drawn no record."""
+    """Clients in a random order that does not depend on `victims`; more than needed, because some may draw no record."""
     order = numpy_generator(simulator.plan.seed, "victims").permutation(simulator.data.federation.clients)
     return torch.from_numpy(order[: 4 * victims + 64])
 
 
 def _clients_at_once(simulator: Simulator, look: Look) -> int:
-    # Released gradients are held about eight times over: raw, clipped, noised, summed, and as random words.
+    # Released gradients are held about eight times: raw, clipped, noised, summed, and as random words.
     single = look.leak == "type2" or simulator.plan.per_example
     values = simulator.engine.layout.size * (simulator.plan.slots if single else 2)
     return int(max(1, min(1024, _MEMORY.get(simulator.data.device.type, 2**28) // (8 * 4 * values))))
 
 
 def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor) -> Captured | None:
-    """What is seen of these clients; None if none of them drew a record."""
+    """The observation of these clients; None if none of them drew a record."""
     table, sizes = simulator.data.records_of(clients)
     at = simulator.moment(state, clients.to(simulator.data.device), sizes)
     draw = simulator.data.draw(at, table, sizes)
@@ -274,9 +274,9 @@ def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor)
 
 
 def _in_world(records: Tensor, present: Tensor, drawn: list[tuple[Tensor, Tensor]], look: Look) -> Tensor:
-    """Which slots are filled: without the victim's example, where that is asked for.
+    """Which slots are filled; the victim's example is removed if `without_example` is set.
 
-    For `type2` every example of the step is a victim, hence zeroed out; for the others, the client's first example.
+    For `type2` every example of the step is a victim and is zeroed out; otherwise, only the client's first example.
     """
     if not look.without_example:
         return present
@@ -289,7 +289,7 @@ def _in_world(records: Tensor, present: Tensor, drawn: list[tuple[Tensor, Tensor
 def _release(
     simulator: Simulator, state: State, look: Look, batches: list[Batch], at: Moment, number: int
 ) -> tuple[Tree, Tree]:
-    """One run of the round: what the reader sees, and the weights that it knows."""
+    """Run the round once: the adversary's observation, and the weights it knows."""
     told: dict[tuple[str, int], Tree] = {}
 
     def tap(reader: str, moment: Moment, tree: Tree) -> None:
@@ -308,7 +308,7 @@ def _release(
 
 
 def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Every example of the step as a victim of its own."""
+    """Every example of the step as a separate victim."""
     records, present = drawn
     client, slot = present.nonzero(as_tuple=True)
     example = records[client, slot][:, None]
@@ -326,7 +326,7 @@ def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, T
 
 
 def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Moment) -> dict[str, Tensor]:
-    """Every client that drew a record as a victim, with the distinct examples that its local steps used."""
+    """Every client that drew a record as a victim, with the distinct examples used in its local steps."""
     slots = max(records.shape[1] for records, _ in drawn)
     records = torch.stack([widen(each, 1, slots) for each, _ in drawn])
     used = torch.stack([widen(present, 1, slots) for _, present in drawn])

@@ -5,7 +5,7 @@
   number of operations launched does not grow with the history.
 - Adam (Kingma and Ba, 2015): optionally on the sign of the gradient, with the decay of Geiping et al., 2020.
 
-A problem that is done leaves by `keep`; the others go on as if it had never been there.
+A problem that is done is removed by `keep`; the others continue as if it had never been there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(points [n, D], which of the problems they belong to [n]) to losses [n] and gradients [n, D]."""
+"""(points [n, D], the problem that each belongs to [n]) to losses [n] and gradients [n, D]."""
 
-_SMALLEST_CURVATURE = 1e-10  # as in torch: a pair with less is not stored
+_SMALLEST_CURVATURE = 1e-10  # as in torch: a pair with less curvature is not stored
 
 
 @dataclass(frozen=True)
 class LBFGS:
-    """The settings, named and preset as in `torch.optim.LBFGS`; one step is up to `inner` moves."""
+    """Settings with the names and defaults of `torch.optim.LBFGS`; one step is up to `inner` moves."""
 
     learning_rate: float = 1.0
     inner: int = 20
@@ -33,12 +33,12 @@ class LBFGS:
     tolerance_change: float = 1e-9
 
     def begin(self, start: Tensor) -> LockstepLBFGS:
-        """Minimisers at their starting points [n, D]."""
+        """Start the minimisers at points [n, D]."""
         return LockstepLBFGS(self, start)
 
 
 class LockstepLBFGS:
-    """Minimisers on their way. All tensors have the problems on their leading axis."""
+    """Running minimisers. All tensors have the problems on their leading axis."""
 
     def __init__(self, settings: LBFGS, start: Tensor) -> None:
         count, size = start.shape
@@ -49,21 +49,21 @@ class LockstepLBFGS:
         self._move = torch.zeros_like(start)
         self._scale = start.new_ones(count)
         self._moves = torch.zeros(count, dtype=torch.int64, device=start.device)
-        # A ring of pairs each: moves s, changes of the gradient y, and all products s_i·y_j and y_i·y_j.
+        # One ring of pairs per problem: moves s, changes of the gradient y, and all products s_i·y_j and y_i·y_j.
         self._pairs = torch.zeros(count, dtype=torch.int64, device=start.device)
-        self._stored = 0  # as many as any of them holds, or has held, at most
+        self._stored = 0  # maximum number of pairs that any ring holds or has held
         self._s = start.new_zeros(count, 0, size)
         self._y = start.new_zeros(count, 0, size)
         self._sy, self._yy = start.new_zeros(count, 0, 0), start.new_zeros(count, 0, 0)
 
     def keep(self, index: Tensor) -> None:
-        """Go on with these problems only."""
+        """Continue with these problems only."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value[index])
 
     def step(self, evaluate: Evaluate) -> tuple[Tensor, Tensor]:
-        """Up to `inner` moves of every problem: the losses before them, and which problems moved at all."""
+        """Up to `inner` moves of every problem: the losses before them, and which problems moved."""
         everyone = torch.arange(len(self.point), device=self.point.device)
         loss, gradient = evaluate(self.point, everyone)
         first_loss = loss
@@ -105,7 +105,7 @@ class LockstepLBFGS:
         return loss.index_copy(0, who, some_loss), gradient.index_copy(0, who, some_gradient)
 
     def _direction(self, gradient: Tensor, alive: Tensor) -> Tensor:
-        """The direction of the next move of those that are alive, after storing what the last one taught."""
+        """The direction of the next move of the live problems, after storing the pair of the last move."""
         change = gradient - self._gradient
         curvature = (change * self._move).sum(1)
         learned = (alive & (self._moves > 0) & (curvature > _SMALLEST_CURVATURE)).nonzero()[:, 0]
@@ -119,7 +119,7 @@ class LockstepLBFGS:
             self._stored += 1
         if self._stored == 0:
             return -gradient
-        # Three vectors at once: the stored ones are read from memory only once for all.
+        # Three vectors at once, so the stored pairs are read from memory only once.
         vectors = torch.stack([gradient, self._move, change], dim=1)
         with_s, with_y = self._s @ vectors.mT, self._y @ vectors.mT
         self._sy[learned, :, place] = with_s[learned, :, 2]
@@ -146,7 +146,7 @@ class LockstepLBFGS:
         return self._scale[:, None] * (-gradient - (alpha[:, None] @ self._y)[:, 0]) + (beta[:, None] @ self._s)[:, 0]
 
     def _make_room(self) -> None:
-        """More places in the rings, doubled as the fullest needs them."""
+        """Double the capacity of the rings when the fullest one needs it."""
         places = self._s.shape[1]
         if min(self._stored + 1, self.settings.history) <= places:
             return
@@ -156,7 +156,7 @@ class LockstepLBFGS:
         self._sy, self._yy = pad(self._sy, (0, more, 0, more)), pad(self._yy, (0, more, 0, more))
 
     def _by_age(self) -> Tensor | None:
-        """For each ring its places, oldest first; None as long as no ring has come around, and they are in that order."""
+        """The places of each ring, oldest first; None while no ring has wrapped around and they are in that order."""
         history = self.settings.history
         if self._stored <= history:
             return None
@@ -165,13 +165,13 @@ class LockstepLBFGS:
 
 
 def _rearranged(products: Tensor, order: Tensor) -> Tensor:
-    """The rows and the columns of every matrix in this order."""
+    """The rows and columns of every matrix in this order."""
     rows = products.gather(1, order[:, :, None].expand_as(products))
     return rows.gather(2, order[:, None, :].expand_as(products))
 
 
 def _masked(products: Tensor, filled: Tensor, diagonal: float) -> Tensor:
-    """The products of pairs that are there; for the others zeros, and this on the diagonal."""
+    """The products of existing pairs; zeros for the others, with `diagonal` on the diagonal."""
     absent = torch.diag_embed((~filled).to(products.dtype) * diagonal)
     return torch.where(filled[:, :, None] & filled[:, None, :], products, absent)
 
@@ -191,15 +191,15 @@ class Adam:
     beta2: float = 0.999
 
     def begin(self, start: Tensor) -> LockstepAdam:
-        """Minimisers at their starting points [n, D]."""
+        """Start the minimisers at points [n, D]."""
         return LockstepAdam(self, start)
 
 
 class LockstepAdam:
-    """Minimisers on their way.
+    """Running minimisers.
 
-    Not a wrapper of `torch.optim.Adam`: that would be no shorter, and it rounds differently, which the sign of a gradient
-    near zero turns into other trajectories of the same seed.
+    This does not wrap `torch.optim.Adam`. A wrapper would be no shorter, and it rounds differently: through the sign of a
+    gradient near zero, the same seed would follow other trajectories.
     """
 
     def __init__(self, settings: Adam, start: Tensor) -> None:
@@ -210,7 +210,7 @@ class LockstepAdam:
         self._moves = 0
 
     def keep(self, index: Tensor) -> None:
-        """Go on with these problems only."""
+        """Continue with these problems only."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value[index])

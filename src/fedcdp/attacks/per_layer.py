@@ -1,4 +1,4 @@
-"""One tensor at a time: does any part of what is released carry less noise than promised, and what does it give away?"""
+"""One tensor at a time: does any released tensor carry less noise than promised, and what does it leak?"""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from fedcdp.attacks.reconstruct import Progress, reconstruct
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 
-_MUCH_LESS = 0.5  # of the promised deviation: a tensor with less noise than that was not sanitised
-_BY_CHANCE = 1e-6  # unless so little noise is likelier than this, as it is of a few numbers
+_MUCH_LESS = 0.5  # of the promised deviation: a tensor with less noise was not sanitised
+_BY_CHANCE = 1e-6  # unless so little noise has at least this probability, as it has for a few numbers
 
 
 @dataclass(frozen=True)
 class LayerLeak:
-    """What one tensor gave away on its own."""
+    """What one tensor leaks on its own."""
 
     tensor: str
     noise_deviation: float
-    """Measured: the root mean square of what was seen less what the method shows without noise."""
+    """Measured: the root mean square of the observation minus the method's noiseless release."""
     unsanitised: bool
-    """The method promises noise here, and this tensor has far less of it, or none."""
+    """The method promises noise here, but this tensor has far less noise, or none."""
     distance_median: float
     success_rate: float
 
 
 @dataclass(frozen=True)
 class LayerLeaks:
-    """What every tensor gave away on its own."""
+    """What every tensor leaks on its own."""
 
     method: str
     leak: str
@@ -46,11 +46,11 @@ class LayerLeaks:
 
     @property
     def unsanitised(self) -> tuple[str, ...]:
-        """The tensors that the method left without its noise."""
+        """The tensors without the method's noise."""
         return tuple(layer.tensor for layer in self.layers if layer.unsanitised)
 
     def summary(self) -> dict[str, Any]:
-        """All figures; the success rate is that of the most telling tensor."""
+        """All figures; the success rate is that of the tensor that leaks most."""
         worst = min(self.layers, key=lambda layer: layer.distance_median)
         return {
             "method": self.method,
@@ -84,7 +84,7 @@ def layer_by_layer(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LayerLeaks:
-    """Measure the noise on every tensor, and attack with that tensor alone (the label is still inferred from the last)."""
+    """Measure the noise on every tensor, and attack with that tensor alone (labels are still inferred from the last)."""
     started = time.perf_counter()
     seen = capture(simulator, state, look, victims)
     silent = capture(simulator, state, Look(look.leak, look.step, silent=True), victims)
@@ -109,7 +109,7 @@ def layer_by_layer(
 
 
 def _much_less(measured: float, promised: float, numbers: int) -> bool:
-    """Whether the root mean square of so many numbers is far below the deviation of the noise that was promised on them."""
+    """Whether the root mean square of `numbers` values is far below the promised deviation of their noise."""
     from scipy.stats import chi2
 
     if measured >= _MUCH_LESS * promised:
@@ -118,7 +118,7 @@ def _much_less(measured: float, promised: float, numbers: int) -> bool:
 
 
 def _nearest(guesses: Tensor, captured: Captured, visible: Tensor, value_range: tuple[float, float]) -> Tensor:
-    """[victims]: the MSE of the guess that is nearest to an example of the victim."""
+    """[victims]: the lowest MSE of a guess to any example of the victim."""
     clean = guesses.nan_to_num(value_range[0]).clamp(*value_range)[..., visible].double()
     truth = captured.inputs[..., visible].double()
     distances = torch.cdist(clean, truth).square() / clean.shape[-1]

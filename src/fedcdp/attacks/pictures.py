@@ -1,7 +1,7 @@
-"""Grids of pictures: the truth beside what attacks made of it.
+"""Grids of pictures: the originals next to their reconstructions.
 
-The same pictures and titles give the same file, to the byte, with the same Pillow: its own font is used, and a PNG carries
-neither time nor metadata. That font knows little beyond ASCII, so other signs are spelt (σ: sigma).
+The same pictures and titles give a byte-identical file with the same Pillow version: Pillow's own font is used, and a PNG
+holds neither time nor metadata. That font has little beyond ASCII, so other characters are spelt out (σ: sigma).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fedcdp.attacks.scores import cleaned
 from fedcdp.errors import PlanError
 from fedcdp.files.disk import atomic_write
 
-_CELL = 96  # pixels, about: a picture is enlarged by a whole factor
-_GAP, _MARGIN, _PADDING = 8, 20, 12  # between pictures, round the page, between pictures and titles
-_ROW_TITLE, _CAPTION = 160, 320  # the widest that a row's title becomes, and the narrowest page that has a caption
+_CELL = 96  # approximate size in pixels: a picture is enlarged by an integer factor
+_GAP, _MARGIN, _PADDING = 8, 20, 12  # between pictures, around the page, between pictures and titles
+_ROW_TITLE, _CAPTION = 160, 320  # maximum width of a row title, and minimum width of a page with a caption
 _SIZE, _LINE = 14, 18
 _INK, _FAINT, _EDGE, _PAGE = "#1a1a1a", "#5c5c5c", "#c8c8c8", "#ffffff"
 _SPELT = {"×": "x", "–": "-", "—": "-", "−": "-", "≤": "<=", "≥": ">=", "→": "->", "√": "sqrt", "∞": "inf", "ß": "ss"}
-_DRAWN = "·±…“”‘’"  # beyond ASCII, all the font has of what a title may need
+_DRAWN = "·±…“”‘’"  # the non-ASCII characters of titles that the font has
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -35,10 +35,10 @@ def grid(
     row_titles: Sequence[str],
     caption: str = "",
 ) -> Image.Image:
-    """A white page of pictures [C, H, W] or [H, W], C 1 or 3, values clamped to [0, 1], in rows under their titles.
+    """A white page of pictures [C, H, W] or [H, W] in rows under their titles; C is 1 or 3, values are clamped to [0, 1].
 
-    Where a row is short or holds None, the page stays blank. Long titles are wrapped; nothing is ever clipped. No titles
-    at all, `[]`, take no room.
+    If a row is short or holds None, that cell stays blank. Long titles are wrapped; nothing is ever clipped. An empty list
+    of titles takes no space.
     """
     columns = max(map(len, rows), default=0)
     for name, titles, wanted in (("column_titles", column_titles, columns), ("row_titles", row_titles, len(rows))):
@@ -51,16 +51,16 @@ def grid(
 
 
 def save(picture: Image.Image, path: Path) -> None:
-    """Write a picture as a PNG file, whole or not at all."""
+    """Write a picture as a PNG file, atomically."""
     with atomic_write(path) as file:
         picture.save(file, format="PNG", optimize=True)
 
 
 def _picture(image: Tensor) -> Image.Image:
-    """One image in colour, enlarged by the whole factor that brings it nearest to the size of a cell."""
+    """One image in colour, enlarged by the integer factor that brings it nearest to the cell size."""
     channels = image[None] if image.dim() == 2 else image
     if channels.dim() != 3 or channels.shape[0] not in (1, 3) or not channels.numel():
-        raise PlanError(f"rows: an image of shape {list(image.shape)} cannot be shown; [H, W], [1, H, W] or [3, H, W] can")
+        raise PlanError(f"rows: an image of shape {list(image.shape)} is not [H, W], [1, H, W] or [3, H, W]")
     bright = cleaned(channels.detach().float().cpu(), 0.0, 1.0).mul(255).round().to(torch.uint8)
     factor = max(1, round(_CELL / max(channels.shape[1:])))
     large = bright.expand(3, -1, -1).repeat_interleave(factor, 1).repeat_interleave(factor, 2)
@@ -68,7 +68,7 @@ def _picture(image: Tensor) -> Image.Image:
 
 
 class _Page:
-    """Where everything goes: row titles, then the columns of pictures below their titles, then the caption."""
+    """Layout of the page: row titles, then the columns of pictures below their titles, then the caption."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Page:
         self.pictures = pictures
         shown = [picture for row in pictures for picture in row if picture]
         self.height = max((picture.height for picture in shown), default=_CELL)
-        # Wide enough for the longest word of a title, within reason, so that words are not broken.
+        # Wide enough for the longest word of a title, up to a limit, so words are not broken.
         words = [self.font.getlength(word) for title in column_titles for word in _plain(title).split()]
         wide = max((picture.width for picture in shown), default=_CELL)
         self.width = max(wide, min(round(max(words, default=0)) + 1, 2 * _CELL))
@@ -101,7 +101,7 @@ class _Page:
             self.bottom += _PADDING + _LINE * len(self.below)
 
     def drawn(self) -> Image.Image:
-        """The page itself."""
+        """The rendered page."""
         page = Image.new("RGB", (self.right, self.bottom), _PAGE)
         draw = ImageDraw.Draw(page)
         for column, lines in enumerate(self.above):
@@ -117,7 +117,7 @@ class _Page:
         return page
 
     def _places(self) -> Iterator[tuple[Image.Image, int, int]]:
-        """Every picture and its upper left corner, so that it stands in the middle of its cell."""
+        """Every picture and its upper left corner, centred in its cell."""
         for row, pictures in enumerate(self.pictures):
             for column, picture in enumerate(pictures):
                 if picture:
@@ -129,7 +129,7 @@ class _Page:
             draw.text((round(x), round(y) + number * _LINE), line, fill=colour, font=self.font, anchor=anchor)
 
     def _wrapped(self, text: str, width: int) -> list[str]:
-        """The text in lines no wider than `width`, broken between words, and within a word only if it must be."""
+        """The text in lines no wider than `width`, broken between words, and within a word only if necessary."""
         lines = [""]
         for word in _plain(text).split():
             joined = f"{lines[-1]} {word}".strip()
@@ -145,7 +145,7 @@ class _Page:
 
 
 def _plain(text: str) -> str:
-    """The text in signs that the font has."""
+    """The text in characters that the font has."""
     return "".join(sign if sign.isascii() or sign in _DRAWN else _spelt(sign) for sign in text)
 
 
@@ -153,5 +153,5 @@ def _spelt(sign: str) -> str:
     name = unicodedata.name(sign, "")
     if name.startswith("GREEK ") and " LETTER " in name:
         return name.partition(" LETTER ")[2].split()[0].lower()
-    # An accent is dropped; what has no ASCII form at all shows as a question mark.
+    # An accent is dropped; a character without an ASCII form becomes a question mark.
     return _SPELT.get(sign) or unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode() or "?"

@@ -1,10 +1,10 @@
 """Attacks by name, and the strongest of them for a plan.
 
-`Attempts` runs one attack on a scene and does what all attacks have in common, from the capture to the score.
+`Attempts` runs one attack on a scene, with the steps that all attacks share, from capturing to scoring.
 
-`strongest` runs several. A failed attack says little, and a weak attack that fails says nothing. So `best` tries every kind
-of attack that can succeed against what is read, cheap ones first. It stops when one has recovered everything, and reports
-the result of each. The truth decides which attack is best, because an auditor wants to know the worst case.
+`strongest` runs several attacks. A failed attack says little, and a weak attack that fails says nothing. So `best` tries
+every kind of attack that can succeed against the observation, cheap ones first. It stops when one has recovered everything,
+and reports the result of each. The ground truth decides which attack is best, because an auditor wants the worst case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedcdp.attacks.sightings import Sightings, sighted_once, sighted_throughout
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 
 ONCE = "a single look"
-FINE = 1000  # steps of progress in one of several parts
+FINE = 1000  # progress steps per part
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Attempts:
     criteria: Criteria
     seed: int
     throughout: bool = True
-    """Whether a linear head is read in all rounds of its training, where these can be read."""
+    """Whether a linear head is observed in all rounds of its training, if these can be observed."""
 
     @cached_property
     def captured(self) -> Captured:
-        """What the reader sees in one look."""
+        """The adversary's observation of a single round."""
         seen = self.scene.captured(self.look, self.victims)
         if self.scene.scored:
             check_reproduces(seen)
@@ -58,13 +58,13 @@ class Attempts:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Which coordinates are compared."""
+        """Mask of the compared coordinates."""
         return self.scene.visible()
 
     def run(
         self, name: str, recipe: Recipe | None = None, progress: Progress | None = None
     ) -> Leaks | Presence | LayerLeaks:
-        """One attack, by its name or by a recipe of the caller's own."""
+        """Run one attack, by its name or by a custom recipe."""
         if name in ("matched-filter", "per-layer"):
             return self._known_noise(name, progress)
         if name == "linear-head":
@@ -99,7 +99,7 @@ class Attempts:
     def _linear_head(self, progress: Progress | None) -> Leaks:
         scene, head = self.scene, self.scene.head
         if head is None:
-            raise ModelError("attack: linear-head needs a network whose last dense layer alone is trained, by cross-entropy")
+            raise ModelError("attack: linear-head needs a network that trains only its last dense layer, by cross-entropy")
         started = time.perf_counter()
         sightings = self._sightings(head, part_of(progress, 0, 2))
         captured = sightings.captured
@@ -115,16 +115,16 @@ class Attempts:
         course, leak = self.scene.course, self.look.leak
         if course is None or not self.throughout or course.rounds < 1:
             if prunes(self.captured):
-                raise ModelError("attack: linear-head reads whole updates; these are pruned")
+                raise ModelError("attack: linear-head needs unpruned updates; these are pruned")
             return sighted_once(self.captured, head, ONCE)
         if leak != "type2" and (course.plan.compression or course.plan.method == "dssgd"):
-            raise ModelError("attack: linear-head reads whole updates; these are pruned")
+            raise ModelError("attack: linear-head needs unpruned updates; these are pruned")
         return sighted_throughout(course, head, leak, self.victims, progress)
 
     def _known_noise(self, name: str, progress: Progress | None) -> Presence | LayerLeaks:
         scene, look = self.scene, self.look
         if scene.simulator is None or scene.state is None:
-            raise PlanError(f"attack: {name} needs a run or a plan, whose noise it can know; these are raw gradients")
+            raise PlanError(f"attack: {name} needs a run or a plan to know the noise; these are raw gradients")
         if name == "matched-filter":
             return matched_filter(
                 scene.simulator, scene.state, look.leak, self.victims, step=look.step, releases=look.releases,
@@ -137,7 +137,7 @@ class Attempts:
 
 
 def _with_figures(leaks: Leaks, sightings: Sightings, got: HeadFound) -> Leaks:
-    """Also: how many releases of which training were read, the error of the features, and the likeliest candidate."""
+    """Add the number and source of the observed releases, the error of the features, and the identification rate."""
     counts = torch.tensor([float(len(each.seen)) for each in sightings.victims])
     about = {"source": sightings.source, "releases_mean": float(counts.mean())}
     if leaks.scores is None:
@@ -154,14 +154,14 @@ def part_of(progress: Progress | None, number: int, parts: int) -> Progress | No
     return lambda done, total: progress(number * FINE + done * FINE // max(total, 1), parts * FINE)
 
 
-_FITS = 1e-3  # of the squared norm of what was seen: it is explained
-_MOST_SEARCHED = 16  # examples of a batch
-_MOST = 8  # attacks at most, for the progress
+_FITS = 1e-3  # of the squared norm of the observation: a misfit below this explains it
+_MOST_SEARCHED = 16  # largest batch to search, in examples
+_MOST = 8  # maximum number of attacks, for the progress display
 _FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc")
 
 
 def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
-    """Try the attacks that suit the scene until one has recovered everything; the best, with all that were tried."""
+    """Try the attacks that suit the scene until one has recovered everything; return the best, with all results."""
     results: list[Leaks] = []
     tried: list[dict[str, Any]] = []
     refusals: list[FedcdpError] = []
@@ -192,14 +192,14 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
 
 
 def _needs_no_search(found: Leaks) -> bool:
-    """The features hold all that the gradient of a linear head tells of one example: a search finds them no better. Of a
-    batch it might, but not of a large one."""
+    """Whether a search is pointless: for one example of a linear head, the features hold all that the gradient reveals. A
+    search might find more for a batch, but not for a large one."""
     examples = found.captured.inputs.shape[1]
     return examples == 1 or examples > _MOST_SEARCHED
 
 
 def closed_forms(scene: Scene) -> list[str]:
-    """The attacks that compute their answer; they take seconds."""
+    """The attacks with a closed form; they take seconds."""
     names = [] if scene.head is None else ["linear-head"]
     try:
         first_dense(scene.network, scene.shape)
@@ -209,7 +209,7 @@ def closed_forms(scene: Scene) -> list[str]:
 
 
 def searches(attempts: Attempts) -> list[str]:
-    """The attacks that search, the likeliest to succeed first: those that know the method where it changes a gradient."""
+    """The search attacks, most promising first: those that know the method, if it changes a gradient."""
     captured = attempts.captured
     single = captured.inputs.shape[1] == 1 and captured.steps == 1
     if captured.deviation:
@@ -220,26 +220,26 @@ def searches(attempts: Attempts) -> list[str]:
 
 
 def filters(attempts: Attempts) -> list[str]:
-    """Under noise: the test that says what a reader can tell at all."""
+    """Under noise: the test that shows what an adversary can tell at all."""
     known = attempts.scene.simulator is not None and len(attempts.captured) > 1
     return ["matched-filter"] if known and attempts.captured.deviation else []
 
 
 def trial(summary: dict[str, Any]) -> dict[str, Any]:
-    """What an attack came to, in a few figures."""
+    """A few figures of an attack's result."""
     told = {"attack": summary["attack"], "success_rate": summary.get("success_rate")}
     return told | {name: summary[name] for name in _FIGURES if summary.get(name) is not None}
 
 
 def _recovered_all(found: Leaks) -> bool:
-    """Every example exactly; without the truth: what was found explains what was seen."""
+    """Whether every example is exact or, without the ground truth, the observation is explained."""
     if found.scores is not None:
         return bool(found.scores.exact[found.scores.present].all())
     return _misfit(found) < _FITS
 
 
 def _rank(found: Leaks) -> tuple[float, ...]:
-    """Exact ones first, then recognisable, identified, and the distance; without the truth, how well it fits."""
+    """Exact ones first, then recognisable, identified, and the distance; without the ground truth, the misfit."""
     if found.scores is None:
         return (-_misfit(found),)
     row = found.scores.summary()
@@ -247,7 +247,7 @@ def _rank(found: Leaks) -> tuple[float, ...]:
 
 
 def _misfit(found: Leaks) -> float:
-    """How much of what was seen the examples do not explain: the share of its squared norm, the median over victims."""
+    """Share of the observation's squared norm that the examples do not explain; median over victims."""
     captured, objective = found.captured, Objective()
     present = captured.present[:, : found.found.examples.shape[1]]
     shown = predicted(captured, "gradient", found.found.examples, found.found.labels, present)

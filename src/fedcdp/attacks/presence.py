@@ -1,13 +1,13 @@
-"""The matched filter: is a given example in what was seen, and which of many candidates is?
+"""The matched filter: is a given example in the observation, and which of many candidates is?
 
-An adversary who knows the weights and a candidate x knows what would be seen with and without x. If R releases carry
+An adversary who knows the weights and a candidate x can compute the observation with and without x. If R releases carry
 independent Gaussian noise of standard deviation τ, the likelihood ratio of the two worlds is
 ⟨mean of the releases − midpoint, difference⟩·R/τ². By Neyman and Pearson no other test, and hence no reconstruction, tells
 more. If the worlds are a distance d apart, the AUC is Φ(d·√R / (√2·τ)). For one example's gradient g under Fed-CDP,
 d = |g| ≤ C·√M and τ = σC.
 
 `matched_filter` runs the test on captured releases. For a network with a linear head, `Candidates` compares the likelihood
-ratios of many candidates over all releases that were seen.
+ratios of many candidates over all observed releases.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _CANDIDATES_AT_ONCE = 100
 
 @dataclass(frozen=True)
 class Presence:
-    """How well a reader tells that a victim's example is there, and which of many it is."""
+    """How well an adversary detects a victim's example, and identifies it among many."""
 
     method: str
     leak: str
     attack: str
     victims: int
     success_rate: float | None
-    """The share of victims whose example was picked out of `candidates`; None for updates."""
+    """Share of victims whose example was identified among `candidates`; None for updates."""
     candidates: int | None
     auc: Estimate
-    """The chance that a victim's score exceeds that of a victim whose example was zeroed out."""
+    """The probability that a victim scores above a victim whose example was zeroed out."""
     auc_predicted: float | None
-    """The same by the formula, from the distances between the worlds; None where there is no noise."""
+    """The AUC predicted by the formula from the distances between the worlds; None if there is no noise."""
     distance_between_worlds: float
-    """Mean norm of what one example changes, in units of a gradient."""
+    """Mean norm of the change caused by one example, in units of a gradient."""
     noise_deviation: float
     releases: int
     steps: int
@@ -77,9 +77,9 @@ def matched_filter(
     candidates: int = 1000,
     progress: Progress | None = None,
 ) -> Presence:
-    """Test so many victims for their own first example, which is there or zeroed out; both by the method's own code."""
+    """Test victims for their own first example, present or zeroed out; both worlds come from the method's own code."""
     if victims is not None and victims < 2:
-        raise PlanError(f"victims: {victims} is not allowed; the matched filter compares at least 2")
+        raise PlanError(f"victims: {victims} is not allowed; the matched filter needs at least 2")
     if releases < 1:
         raise PlanError(f"releases: {releases} is not allowed; it must be at least 1")
     started = time.perf_counter()
@@ -125,14 +125,15 @@ def matched_filter(
 
 
 def _predicted(distance: Tensor, deviation: float) -> float:
-    """The AUC that is to be expected: the scores of a victim that is there and of another that is not differ by
-    (d² + d'²)/2 on average, with a variance of (d² + d'²)·τ²."""
+    """The expected AUC: the scores of a present victim and of another, absent one differ by (d² + d'²)/2 on average, with a
+    variance of (d² + d'²)·τ²."""
     squares = distance.square()
     return float(torch.special.ndtr((squares[:, None] + squares).sqrt() / (2 * deviation)).mean())
 
 
 def _identify(there: Captured, seen: Tensor, public: Dataset, candidates: int) -> tuple[float, int]:
-    """How often the victim's own example is the most likely one, and among how many: itself and public ones that differ."""
+    """How often the victim's own example is the most likely candidate, and the number of candidates (with differing public
+    ones)."""
     order = numpy_generator(there.plan.seed, "candidates").permutation(len(public))[: candidates - 1]
     pool = public.take(torch.from_numpy(order))
     scores = [_likelihood(there, seen, pool.inputs[who], pool.targets[who]) for who in _chunks(len(pool))]
@@ -146,7 +147,7 @@ def _identify(there: Captured, seen: Tensor, public: Dataset, candidates: int) -
 
 
 def _likelihood(there: Captured, seen: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-    """[victims, candidates]: ⟨what was seen, what the candidate would show⟩ − |the latter|² / 2."""
+    """[victims, candidates]: ⟨observation, noiseless release of the candidate⟩ − |the latter|² / 2."""
     first = there.take(torch.zeros(len(inputs), dtype=torch.int64, device=there.device))
     inputs, targets = inputs.to(there.device)[:, None], targets.to(there.device)[:, None]
     with torch.no_grad():
@@ -163,7 +164,7 @@ _LEAST = 1e-18
 
 
 class Candidates:
-    """Public examples among which a victim's own is looked for."""
+    """Public examples among which a victim's own example is searched."""
 
     def __init__(self, head: LinearHead, public: Dataset, candidates: int, seed: int) -> None:
         order = numpy_generator(seed, "candidates").permutation(len(public))[: candidates - 1]
@@ -179,7 +180,7 @@ class Candidates:
     def picks(
         self, sighting: Sighting, prior: FeaturePrior, solved: Solved, own: Tensor, features: Tensor, labels: Tensor
     ) -> Tensor:
-        """[examples]: whether each of the victim's own examples is likelier than every candidate that differs from it."""
+        """[examples]: whether each of the victim's own examples is more likely than every candidate that differs from it."""
         if len(own) == 1:
             mine = matched_filter_scores(sighting, features, coefficients(sighting, features, labels))
             others = matched_filter_scores(sighting, self._features, self._coefficients(sighting))
@@ -190,7 +191,7 @@ class Candidates:
         return mine > others.expand(len(own), -1).masked_fill(same, -torch.inf).amax(1)
 
     def _coefficients(self, sighting: Sighting) -> Tensor:
-        """Those of all candidates: computed once for victims that were seen at the same weights."""
+        """The coefficients of all candidates, computed once for victims observed at the same weights."""
         at = (sighting.weights, sighting.biases, sighting.bound)
         if self._at is None or not all(torch.equal(one, other) for one, other in zip(at, self._at, strict=True)):
             self._at, self._errors = at, coefficients(sighting, self._features, self._labels)
@@ -203,13 +204,13 @@ def _rows(inputs: Tensor) -> list[bytes]:
 
 
 def matched_filter_scores(sighting: Sighting, features: Tensor, errors: Tensor) -> Tensor:
-    """Σ (⟨G, g(x)⟩ − |g(x)|²/2) / τ² over all releases G: the exact log-likelihood of single examples, but for a constant.
+    """Σ (⟨G, g(x)⟩ − |g(x)|²/2) / τ² over all releases G: the exact log-likelihood of single examples, up to a constant.
 
-    `errors` are their `coefficients` [releases, candidates, classes].
+    `errors` holds their `coefficients` [releases, candidates, classes].
     """
     whole = torch.cat([features, features.new_ones(len(features), 1)], dim=1) if sighting.has_bias else features
     variance = torch.where(sighting.deviation > 0, sighting.deviation, 1.0).square()[:, None]
-    # In float32: one product for all releases, by far the most of the work.
+    # In float32: one product for all releases, which is most of the work.
     along = whole.float() @ sighting.seen.float().flatten(0, 1).T
     inner = (along.view(len(features), *sighting.seen.shape[:2]).permute(1, 0, 2) * errors).sum(2)
     scores: Tensor = ((inner - errors.square().sum(2) * whole.square().sum(1) / 2) / variance).sum(0)
@@ -217,10 +218,11 @@ def matched_filter_scores(sighting: Sighting, features: Tensor, errors: Tensor) 
 
 
 def scores_among_others(sighting: Sighting, prior: FeaturePrior, batch: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-    """The log-likelihood ratio of a candidate in a batch with these labels, whose other examples are draws of the prior.
+    """The log-likelihood ratio of a candidate in a batch with these labels, whose other examples are drawn from the prior.
 
-    Others of a class y are taken to have the same coefficients a_y, those of its mean. Along each axis of the prior, of
-    variance λ, what was seen has the covariance Σ_y n_y λ a_y a_yᵀ + τ². The class means leave τ² unexplained.
+    The other examples of class y are assumed to have the same coefficients a_y, those of the class mean. Along each axis of
+    the prior, with variance λ, the observation has the covariance Σ_y n_y λ a_y a_yᵀ + τ². The class means leave τ²
+    unexplained.
     """
     size = features.shape[1]
     present, counts = batch.unique(return_counts=True)
@@ -238,9 +240,9 @@ def scores_among_others(sighting: Sighting, prior: FeaturePrior, batch: Tensor, 
     tau = max(float(outside.square().sum()) / max(1, (len(seen) - len(present)) * size), _LEAST)
     spread = classes * counts.double().sqrt()
     values, vectors = torch.linalg.eigh(spread.T @ spread)
-    inside = spread @ vectors / values.clamp(min=_LEAST).sqrt()  # an orthonormal basis of what the others move
+    inside = spread @ vectors / values.clamp(min=_LEAST).sqrt()  # an orthonormal basis of the subspace that the others span
     shrink = 1 / tau - 1 / (tau + values.clamp(min=0)[:, None] * prior.variances)  # [present, D]
-    # One unknown example of the class becomes the candidate: the expected sight moves by a_x f_x − a_y μ_y.
+    # The candidate replaces one unknown example of its class: the expected observation moves by a_x f_x − a_y μ_y.
     mine, typical = columns(features, labels), columns(prior.means[labels], labels)
     along, back = features @ prior.basis, prior.means[labels] @ prior.basis
     left = left @ prior.basis

@@ -1,4 +1,4 @@
-"""Recipes: a reconstruction attack as seed × labels × what the reader knows × objective × optimiser × space.
+"""Recipes: a reconstruction attack as seed × labels × adversary knowledge × objective × optimiser × space.
 
 A point [victims, D] of a `Space` stands for examples [victims, examples, ...]: pixels, or principal components of public
 examples. A `Seed` draws the starting examples. Its choice decides how often an attack succeeds (Wei et al., ESORICS 2020).
@@ -21,7 +21,7 @@ from fedcdp.mechanism.randomness import normals, stream_key, words
 
 
 class Space(Protocol):
-    """A way to write examples as points, with what is likely and what is allowed there."""
+    """Represents examples as points, with a prior over the points and the set of allowed ones."""
 
     has_prior: bool
 
@@ -34,7 +34,7 @@ class Space(Protocol):
         ...
 
     def penalty(self, points: Tensor) -> Tensor:
-        """[victims]: −log of how likely the points are, up to a constant."""
+        """[victims]: negative log-likelihood of the points, up to a constant."""
         ...
 
     def project(self, points: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Space(Protocol):
 
 @dataclass(frozen=True)
 class Pixels:
-    """Every coordinate on its own; with a `box`, within these bounds."""
+    """Each coordinate is free; with a `box`, within these bounds."""
 
     shape: tuple[int, ...]
     box: tuple[float, float] | None = None
@@ -69,12 +69,12 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Subspace:
-    """The principal components of public examples, with the Gaussian prior that they have there."""
+    """Principal components of public examples, with the Gaussian prior fitted to them."""
 
     shape: tuple[int, ...]
     mean: Tensor
     basis: Tensor
-    """[components, size]: orthogonal directions, each as long as one standard deviation."""
+    """[components, size]: orthogonal directions, each one standard deviation long."""
     has_prior = True
 
     @staticmethod
@@ -127,7 +127,7 @@ class Seed:
             raise PlanError(f"tiles: {self.tiles} is not allowed; it must be at least 1")
 
     def draw(self, victims: Tensor, examples: int, shape: tuple[int, ...], seed: int, restart: int = 0) -> Tensor:
-        """[victims, examples, *shape]; a victim's seed depends on its number, not on who is attacked with it."""
+        """[victims, examples, *shape]; a victim's seed depends only on its number, not on the other victims."""
         lead, size = (len(victims), examples), torch.Size(shape).numel()
         key = stream_key(seed, "attack-seed")
         if self.kind == "zeros":
@@ -135,9 +135,9 @@ class Seed:
         if self.kind == "normal":
             return normals(key, victims, restart, 0, examples * size).view(*lead, *shape)
         tiles = self.tiles if self.kind == "pattern" else 1
-        sides = min(2, len(shape))  # of an image both its height and its width are tiled, of a vector its length
+        sides = min(2, len(shape))  # tile both height and width of an image, or the length of a vector
         patch = [*shape[:-sides], *(-(-side // tiles) for side in shape[-sides:])]
-        # 24 bits are what a float32 below 1 holds: with more, the largest would be rounded to 1.
+        # A float32 below 1 holds 24 bits; with more bits, the largest value would round to 1.
         drawn = (words(key, victims, restart, 0, examples * torch.Size(patch).numel()) >> 8).float() / 2**24
         tiled = drawn.view(*lead, *patch).tile((tiles,) * sides)
         for axis, side in enumerate(shape[-sides:]):
@@ -147,29 +147,29 @@ class Seed:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to look for the examples behind what was seen. Attributes are independent of each other."""
+    """How to search for the examples behind an observation. Attributes are independent of each other."""
 
     seed: Seed = field(default_factory=Seed)
     labels: LabelRule = "gradient"
     dummies: Literal["one", "all"] = "one"
-    """Fit one dummy, whatever was seen (the paper), or as many as the victim has examples."""
+    """Fit a single dummy example (as in the paper), or as many as the victim has examples."""
     knows: Knows = "gradient"
-    """Take what was seen for a plain gradient, or run the method's own code on the dummies, without its noise."""
+    """Treat the observation as a plain gradient, or run the method's own code on the dummies, without its noise."""
     objective: Objective = field(default_factory=Objective)
     optimiser: LBFGS | Adam = field(default_factory=LBFGS)
     space: Literal["free", "box", "components"] = "free"
-    """Any values; those that an input can have; or principal components of public examples, with their prior."""
+    """Any values; values an input can have; or principal components of public examples, with their prior."""
     components: int = 60
     iterations: int = 300
-    """At most; one iteration is one step of the optimiser, of up to `inner` evaluations."""
+    """Maximum number of iterations; one iteration is one optimiser step of up to `inner` evaluations."""
     restarts: int = 1
-    """Seeds to try for each victim; the reader keeps what fits best."""
+    """Number of seeds to try for each victim; the adversary keeps the best fit."""
 
     def __post_init__(self) -> None:
         for name in ("components", "iterations", "restarts"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}: {getattr(self, name)} is not allowed; it must be at least 1")
-        if isinstance(self.optimiser, Adam):  # its rate falls over all of its moves, however many there are
+        if isinstance(self.optimiser, Adam):  # its learning rate decays over the total number of moves
             lasting = replace(self.optimiser, total=self.iterations * self.optimiser.inner)
             object.__setattr__(self, "optimiser", lasting)
 
@@ -179,17 +179,17 @@ class Recipe:
 
 
 CPL = Recipe()
-"""Wei et al., ESORICS 2020, as the paper ran it."""
+"""Wei et al., ESORICS 2020, as run in the paper."""
 
 KNOWING = CPL.but(labels="counts", dummies="all", knows="method", objective=Objective(shared_only=True))
-"""A reader who knows the method: fits its clipped gradients, and the update of all its local steps."""
+"""An adversary that knows the method: fits its clipped gradients, and the update over all its local steps."""
 
 ONE_TENSOR = CPL.but(iterations=100)
-"""For one tensor at a time, of which there are many."""
+"""For attacks on one tensor at a time, which run many searches."""
 
 RECIPES: dict[str, Recipe] = {
     "cpl": CPL,
-    # Zhu, Liu, Han, NeurIPS 2019: labels are unknowns, too.
+    # Zhu, Liu, Han, NeurIPS 2019: labels are optimised as well.
     "dlg": Recipe(seed=Seed("normal"), labels="joint", dummies="all"),
     # Zhao, Mopuri, Bilen, 2020.
     "idlg": Recipe(seed=Seed("normal"), labels="negative-sum"),
@@ -202,9 +202,9 @@ RECIPES: dict[str, Recipe] = {
         optimiser=Adam(signed=True),
         space="box",
     ),
-    # Without it, clipping alone looks like a defence.
+    # Without knowledge of the method, clipping alone looks like a defence.
     "clip-aware": KNOWING,
-    # What keeps several images apart is that each is smooth.
+    # Total variation keeps several images apart, because each of them is smooth.
     "batch": CPL.but(labels="counts", dummies="all", objective=Objective(total_variation=0.02)),
     "unrolled": KNOWING.but(objective=Objective(shared_only=True, total_variation=0.02)),
     # Maximum a posteriori in a subspace of likely images, from the mean of many releases.

@@ -1,4 +1,4 @@
-"""Reconstruction: follow a recipe against many victims at once, in lockstep, until each is done."""
+"""Reconstruction: run a recipe against many victims at once, in lockstep, until each is done."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from fedcdp.engine.runtime import deferred_interrupts, stop_if_asked
 from fedcdp.errors import DataError
 from fedcdp.mechanism.randomness import stream_key
 
-_FITS = 1e-12  # of what showing nothing would lose: nothing is left to gain
-_LOST = 1e6  # of a coordinate, in units of an input's range: nothing comes back from there
-_LEAST_NOISE = 1e-3  # a prior needs some: otherwise it never counts
-_WORTH_KEEPING = 0.6  # of the victims that a recorded evaluation computes
+_FITS = 1e-12  # of the loss of a zero prediction: nothing is left to gain
+_LOST = 1e6  # size of a coordinate, in units of the input range, beyond which a search has diverged
+_LEAST_NOISE = 1e-3  # a prior needs some noise; without noise it has no weight
+_WORTH_KEEPING = 0.6  # share of a recording's victims that must be live to keep the recording
 _MEMORY = {"cpu": 2 * 2**30, "cuda": 32 * 2**30}  # bytes for one chunk of victims
 
 Watch = Callable[[int, Tensor, Tensor], None]
-"""Told after an iteration which victims are still at work, and where their examples are [those, examples, ...]."""
+"""Called after an iteration with the live victims and their current examples [those, examples, ...]."""
 Progress = Callable[[int, int], None]
 
 
 @dataclass
 class Reconstruction:
-    """What an attack made of N victims."""
+    """The result of an attack on N victims."""
 
     examples: Tensor
-    """[victims, dummies, ...]: what fitted best, by the reader's own measure."""
+    """[victims, dummies, ...]: the best fit by the adversary's own measure."""
     last: Tensor
-    """Where the search ended."""
+    """The state at the end of the search."""
     seeds: Tensor
     labels: Tensor
     """[victims, dummies]."""
     loss: Tensor
     """[victims]: the objective at `examples`."""
     iterations: Tensor
-    """[victims]: taken in all."""
+    """[victims]: total number of iterations taken."""
     outcome: Tensor
     """[victims]: 0 out of iterations, 1 nothing left to gain, 2 diverged."""
     evaluations: int = field(default=0, repr=False)
     features: Tensor | None = field(default=None, repr=False)
-    """[victims, dummies, D]: what the layers before a linear head make of the examples, where the attack reads that."""
+    """[victims, dummies, D]: features of the examples before a linear head, if the attack reads them."""
 
     CONVERGED = 1
     DIVERGED = 2
@@ -66,10 +66,10 @@ def reconstruct(
     watch: Watch | None = None,
     progress: Progress | None = None,
 ) -> Reconstruction:
-    """Look for the examples behind what was seen.
+    """Search for the examples behind an observation.
 
-    `public` are examples like the victims' that anyone can have: for the principal components, where the recipe asks for
-    them. The victims' own examples are not used, but for their number.
+    `public` are examples like the victims' that anyone can have; the recipe may need them for principal components. Of the
+    victims' own examples, only their number is used.
     """
     space = _space(captured, recipe, value_range, public)
     everyone = torch.arange(len(captured), device=captured.device)
@@ -86,7 +86,7 @@ def reconstruct(
         found = _join(parts)
         best = found if best is None else _better(best, found)
     if best is None:
-        raise DataError("victims: there are none to attack")
+        raise DataError("victims: there are no victims to attack")
     if progress is not None:
         progress(total, total)
     return best
@@ -105,7 +105,7 @@ def _attack(
     before: int,
     total: int,
 ) -> Reconstruction:
-    """One chunk of victims from one seed each."""
+    """One chunk of victims, from one seed each."""
     part = captured.take(who)
     dummies = part.inputs.shape[1] if recipe.dummies == "all" else 1
     seeds = recipe.seed.draw(who, dummies, tuple(part.inputs.shape[2:]), seed, restart)
@@ -175,7 +175,7 @@ class Problem:
             self._targets = infer_labels(captured, recipe.labels, classes, seeds, recipe.knows)
         nothing = {name: torch.zeros_like(value) for name, value in captured.seen.items()}
         self.scale = recipe.objective.between(nothing, captured.seen)
-        if space.has_prior:  # its least value is not known
+        if space.has_prior:  # its minimum is not known
             self.scale = torch.full_like(self.scale, -torch.inf)
         self.evaluations = 0
         self._graph: Graphed | None = None
@@ -184,10 +184,10 @@ class Problem:
         self.focus(torch.arange(len(seeds), device=seeds.device))
 
     def focus(self, who: Tensor) -> None:
-        """Go on with these victims of the chunk."""
+        """Continue with these victims of the chunk."""
         self._who = who
         if self._graph is not None and len(who) > _WORTH_KEEPING * len(self._recorded):
-            return  # a new recording would cost more than computing a few victims in vain
+            return  # a new recording would cost more than computing a few finished victims
         self._part = self._all.take(who)
         self._recorded, self._graph = who, None
         if self._can_record:
@@ -195,7 +195,7 @@ class Problem:
             self._can_record = self._graph is not None
 
     def examples(self, points: Tensor) -> Tensor:
-        """What the points stand for."""
+        """The examples that the points stand for."""
         return self._space.examples(points[:, : self._size])
 
     def labels(self, points: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Problem:
         return torch.cat([self._space.project(points[:, : self._size]), points[:, self._size :]], dim=1)
 
     def evaluate(self, points: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses and gradients at points of those victims (numbered among the ones in focus)."""
+        """Losses and gradients at points of those victims (indices among the victims in focus)."""
         stop_if_asked()
         self.evaluations += len(who)
         names = self._who[who]
@@ -240,7 +240,7 @@ def _space(captured: Captured, recipe: Recipe, value_range: tuple[float, float],
     if recipe.space != "components":
         return Pixels(shape, value_range if recipe.space == "box" else None)
     if public is None:
-        raise DataError("public: this attack needs public examples for its principal components; there are none")
+        raise DataError("public: this attack needs public examples for its principal components, and there are none")
     return Subspace.of(public, recipe.components, captured.device)
 
 
@@ -259,7 +259,7 @@ def _join(parts: list[Reconstruction]) -> Reconstruction:
 
 
 def _better(one: Reconstruction, other: Reconstruction) -> Reconstruction:
-    """For each victim what fits better; the work is that of both."""
+    """For each victim the better fit; iterations are summed."""
     wins = other.loss < one.loss
     chosen = {
         name: torch.where(wins.view(-1, *(1,) * (getattr(one, name).dim() - 1)), getattr(other, name), getattr(one, name))

@@ -1,4 +1,4 @@
-"""A training once more, round by round, for whoever reads all of it: a seeded one to the bit, others by their plan."""
+"""Replay a training round by round for an adversary that observes all of it: bit-exact for seeded runs, else by its plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRESH = "a fresh training of the run's plan: its secure noise cannot be replayed
 
 @dataclass(frozen=True)
 class Course:
-    """A whole training: the untrained network, the data and the plan, and the run that it was where there is one."""
+    """A whole training: the untrained network, the data, the plan, and the run, if there is one."""
 
     network: nn.Module
     federation: Federation
@@ -40,28 +40,28 @@ class Course:
 
     @property
     def rounds(self) -> int:
-        """How many rounds there are to read."""
+        """Number of rounds to observe."""
         return self.plan.rounds if self.run is None else self.run.rounds
 
     @property
     def is_replay(self) -> bool:
-        """Whether the rounds will be the run's own."""
+        """Whether the replayed rounds are the run's own."""
         return self.run is not None and not (self.plan.secure_noise and self.plan.private)
 
     @property
     def source(self) -> str:
-        """What the rounds are, in words."""
+        """Description of where the rounds come from."""
         return REPLAYED if self.is_replay else PLAN if self.run is None else FRESH
 
     def begin(self) -> tuple[Simulator, State]:
-        """The simulator and the state before round 0, computing as the run did where that is known."""
+        """The simulator and the state before round 0; computes as the run did, if that is known."""
         engine, chunk = self._computing()
         prepared = Prepared.of(self.network, self.federation, self.plan)
         network = prepared.network.to(self.device)
         return begin(prepared, network, device=self.device, loss=self.loss, engine=engine, chunk=chunk, per_example=True)
 
     def states(self, simulator: Simulator, state: State) -> Iterator[tuple[State, Tensor]]:
-        """The state at the beginning of each round, and its clients; at the end, the run's own model must come out."""
+        """The state at the beginning of each round, and its clients; raises unless the replay ends at the run's model."""
         for _ in range(self.rounds):
             stop_if_asked()
             chosen = torch.from_numpy(choose_clients(simulator.data.draws, self.federation.clients, state.round))
@@ -71,7 +71,7 @@ class Course:
             _require_same(state.average or state.weights, self.run)
 
     def _computing(self) -> tuple[EngineName, int | None]:
-        """The engine and the chunk of the run: another one rounds differently."""
+        """The engine and chunk size of the run: other ones round differently."""
         if self.run is None:
             return "auto", None
         name, chunk = self.run.engine, self.run.chunk
@@ -85,12 +85,12 @@ class Course:
 
 
 def _require_same(weights: Tree, run: Run) -> None:
-    """Refuse a replay that does not end at the run's own weights, to the bit."""
+    """Raise unless the replay ends at exactly the run's own weights."""
     trained = {name: p.detach().cpu() for name, p in run.model.named_parameters()}
     wrong = [(value.cpu() - trained[name]).abs().max() for name, value in weights.items()
              if not torch.equal(value.cpu(), trained[name])]  # fmt: skip
     if wrong:
         raise RunError(
-            f"replay: it ends at other weights than the run (they differ by up to {float(max(wrong)):.2g}): was the run "
+            f"replay: it ends at other weights than the run (difference up to {float(max(wrong)):.2g}): was the run "
             "made on another machine, device or version? Attack its plan instead, without --run"
         )

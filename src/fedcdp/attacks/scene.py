@@ -1,6 +1,6 @@
-"""What is attacked: the network, what can be read of it, and what anyone knows of the data.
+"""The target of an attack: the network, the observations, and public knowledge about the data.
 
-A scene is a plan, a run, or raw gradients from anywhere: a user's own training loop, another library, a file.
+A scene is a plan, a run, or raw gradients from any source: a user's own training loop, another library, a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RawGradients = Mapping[str, Tensor] | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Scene:
-    """What is attacked: the network, what was or will be captured of it, and what anyone knows of the data."""
+    """The target of an attack: the network, its past or future observations, and public knowledge about the data."""
 
     plan: Plan
     network: nn.Module
@@ -51,33 +51,33 @@ class Scene:
     scored: bool = True
     loss: Loss = F.cross_entropy
     course: Course | None = None
-    """The whole training, where it can be read from its beginning."""
+    """The whole training, if it can be observed from its beginning."""
 
     def __post_init__(self) -> None:
         if self.public is not None and self.public.shape != self.shape:
             raise DataError(
-                f"public: inputs of shape {list(self.public.shape)} are not like the victims', {list(self.shape)}"
+                f"public: inputs of shape {list(self.public.shape)} do not match the victims' shape {list(self.shape)}"
             )
 
     def captured(self, look: Look, victims: int | None) -> Captured:
-        """What the reader sees."""
+        """The adversary's observation."""
         if self.simulator is not None and self.state is not None:
             return capture(self.simulator, self.state, look, victims)
         if self.given is None:
-            raise PlanError("there is nothing to attack")
+            raise PlanError("target: there is nothing to attack; give a run, a plan or gradients")
         return self.given
 
     def visible(self) -> Tensor:
-        """Which coordinates of an input the network can see.
+        """Mask of the input coordinates that affect the network's output.
 
-        At some weights, such as a zero last layer, the answer is the same for all inputs although gradients are not: then it
-        is asked again at other weights.
+        At some weights, such as a zero last layer, the output is the same for all inputs although gradients differ. The mask
+        is then computed at other weights.
         """
         for moved in (0.0, 1.0):
             seen = self._visible_at(moved)
             if bool(seen.any()):
                 return seen
-        raise ModelError("model: its answer does not depend on its inputs; there is nothing to reconstruct")
+        raise ModelError("model: its output does not depend on its inputs; there is nothing to reconstruct")
 
     def _visible_at(self, moved: float) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -92,10 +92,10 @@ class Scene:
             )
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            raise ModelError(f"model: its answer cannot be differentiated by its inputs: {reason}") from error
+            raise ModelError(f"model: its output cannot be differentiated with respect to its inputs: {reason}") from error
 
     def public_examples(self) -> Dataset:
-        """Examples that anyone has; where there are none, the middle of the range that inputs have."""
+        """Public examples; if there are none, a single example at the middle of the input range."""
         if self.public is not None:
             return self.public
         middle = torch.full((1, *self.shape), sum(self.value_range) / 2)
@@ -103,7 +103,7 @@ class Scene:
 
     @cached_property
     def head(self) -> LinearHead | None:
-        """The last layer, where it alone is trained, by the cross-entropy."""
+        """The last layer, if it is the only trained layer and the loss is the cross-entropy."""
         return find_head(self.network, self.shape) if self.loss is F.cross_entropy else None
 
 
@@ -119,12 +119,12 @@ def simulated(
     loss: Loss,
     public: Dataset | None,
 ) -> Scene:
-    """A run at its trained weights, or a plan at the beginning of a round that is simulated up to there."""
+    """A run at its trained weights, or a plan simulated up to the beginning of a round."""
     if isinstance(target, Run):
         if at_round is not None and model is None:
-            raise PlanError("at_round: a run holds only its trained network; give the untrained one as model, too")
+            raise PlanError("at_round: a run holds only its trained network; also give the untrained one as model")
         if federation is not None:
-            raise PlanError("federation: a run has its own; leave it out")
+            raise PlanError("federation: a run has its own federation; leave it out")
         plan, federation, network = target.plan, target.federation, target.model if model is None else model
         network = target.model if at_round is None else network
     elif model is None or federation is None:
@@ -133,7 +133,7 @@ def simulated(
         plan, network = target, model
     _check_place(plan, leak, at_round, step, steps)
     _check_apart(network)
-    # The rounds before are the plan's own; only in the captured one does a client take as many steps as are asked for.
+    # Earlier rounds follow the plan; only in the captured round does a client take the requested number of steps.
     ready = prepare(network, plan, device)
     engine = FunctionalEngine(ready, loss)
     weights = {name: p.detach() for name, p in ready.named_parameters() if p.requires_grad}
@@ -153,7 +153,7 @@ def simulated(
     course = None
     if at_round is None and model is not None:
         _check_untrained(model, network)
-    if at_round is None and model is not None and plan.per_round <= federation.clients:  # else it cannot be trained
+    if at_round is None and model is not None and plan.per_round <= federation.clients:  # else training is impossible
         course = Course(model, federation, plan, device, loss, target if isinstance(target, Run) else None)
     return Scene(
         looked_at, ready, engine, federation.train.shape, federation.train.classes, device,
@@ -163,22 +163,22 @@ def simulated(
 
 
 def _check_untrained(model: nn.Module, trained: nn.Module) -> None:
-    """Refuse a network that cannot be the run's own before its training."""
+    """Raise unless `model` can be the run's network before training."""
     shapes = [{name: p.shape for name, p in each.named_parameters()} for each in (model, trained)]
     if shapes[0] != shapes[1]:
-        raise PlanError("model: it is not the run's network; give that, untrained, or leave it out")
+        raise PlanError("model: it is not the run's network; give the run's untrained network, or leave it out")
 
 
 def _check_apart(model: nn.Module) -> None:
-    """Refuse a network in which one example's gradient is not its own."""
+    """Reject a network whose per-example gradients depend on other examples of the batch."""
     for name, layer in mixing_layers(model):
         kind = type(layer).__name__
         raise ModelError(f"model: layer {name or '(the network itself)'} is {kind}, which mixes the examples of a batch; "
-                         "what a reader sees of one of them is not defined")  # fmt: skip
+                         "the gradient of a single example is not defined")  # fmt: skip
 
 
 def _check_place(plan: Plan, leak: Leak, at_round: int | None, step: int, steps: int) -> None:
-    """Refuse to read where the plan has nothing to read."""
+    """Reject a round or step that the plan does not have."""
     if at_round is not None and not 0 <= at_round < plan.rounds:
         raise PlanError(f"at_round: {at_round} is not allowed; the plan has rounds 0 to {plan.rounds - 1}")
     if not 1 <= steps <= plan.local_steps:
@@ -187,10 +187,10 @@ def _check_place(plan: Plan, leak: Leak, at_round: int | None, step: int, steps:
         raise PlanError(f"step: {step} is not allowed; the plan has local steps 0 to {plan.local_steps - 1}")
     if leak == "type2" and steps != 1:
         raise PlanError(
-            f"steps: {steps} is for type0 and type1; a reader of type2 sees single examples, at local step `step`"
+            f"steps: {steps} is for type0 and type1; a type2 adversary sees single examples, at local step `step`"
         )
     if leak != "type2" and step != 0:
-        raise PlanError(f"step: {step} is for type2; a reader of {leak} sees whole updates, of `steps` local steps")
+        raise PlanError(f"step: {step} is for type2; a {leak} adversary sees whole updates, of `steps` local steps")
 
 
 def given_gradients(
@@ -203,11 +203,12 @@ def given_gradients(
     loss: Loss,
     public: Dataset | None,
 ) -> Scene:
-    """Gradients from anywhere, at the model's own weights."""
+    """Gradients from any source, taken at the model's own weights."""
     if model is None:
-        raise PlanError("model: an attack on gradients needs the network that they are of")
+        raise PlanError("model: an attack on gradients needs the network they were computed with")
     _check_apart(model)
-    # A large step, for little of a gradient may be lost where the method's code adds it to the weights and takes them off.
+    # A large learning rate: the method's code adds the gradient to the weights and subtracts them again, which would round
+    # a small step away.
     plan = Plan(method="nonprivate", local_steps=1, record_sampling="partition", learning_rate=constant(1e3))
     ready = prepare(model, plan, device)
     engine = FunctionalEngine(ready, loss)
@@ -235,7 +236,7 @@ def given_gradients(
 
 def _require_finite(answers: Tensor) -> None:
     if not bool(answers.isfinite().all()):
-        raise ModelError("model: its answers are not finite, so that its gradients tell nothing; did its training diverge?")
+        raise ModelError("model: its outputs are not finite, so its gradients show nothing; did its training diverge?")
 
 
 def raw_gradients(
@@ -248,7 +249,7 @@ def raw_gradients(
     examples: int,
     device: torch.device,
 ) -> Captured:
-    """What was seen, as if captured: each gradient is the mean over its examples, at the model's weights."""
+    """The gradients as an observation: each is the mean over its examples, at the model's weights."""
     seen = _by_name(gradients, engine, device)
     victims = len(next(iter(seen.values())))
     inputs, targets = _examples(truth, victims, input_shape, examples, device)
@@ -281,13 +282,13 @@ def _by_name(gradients: Mapping[str, Tensor] | Sequence[Tensor], engine: Engine,
     named = _named(gradients, tuple(shapes))
     for name in (*shapes, *named):
         if name not in named or name not in shapes:
-            lacks = "have one, and the network has no such parameter to train" if name in named else "have none"
-            raise ModelError(f"gradients: they do not belong to this network: for {name} they {lacks}")
+            lacks = "is not one of its trained parameters" if name in named else "is missing"
+            raise ModelError(f"gradients: they do not match this network: {name} {lacks}")
     seen: Tree = {}
     for name, shape in shapes.items():
         value = _tensor(f"gradients: {name}", named[name]).detach().to(device=device, dtype=torch.float32)
         if not bool(value.isfinite().all()):
-            raise ModelError(f"gradients: {name} has values that are not finite")
+            raise ModelError(f"gradients: {name} contains values that are not finite")
         lead = value.dim() - len(shape)
         if lead not in (0, 1) or value.shape[lead:] != shape:
             raise ModelError(
@@ -296,19 +297,19 @@ def _by_name(gradients: Mapping[str, Tensor] | Sequence[Tensor], engine: Engine,
         seen[name] = value if lead else value[None]
     counts = {len(value) for value in seen.values()}
     if len(counts) != 1 or counts == {0}:
-        raise PlanError(f"victims: the gradients are of {sorted(counts)} victims; one number above 0 is needed")
+        raise PlanError(f"victims: the gradients are of {sorted(counts)} victims; all must have the same number, at least 1")
     return seen
 
 
 def _named(gradients: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """The gradients by name, without those of frozen parameters, which PyTorch gives as None."""
+    """Gradients by name, without those of frozen parameters, for which PyTorch returns None."""
     if isinstance(gradients, Mapping):
         return {name: value for name, value in gradients.items() if value is not None}
     if not isinstance(gradients, Sequence) or isinstance(gradients, str):
-        raise PlanError(f"target: {type(gradients).__name__} is not a run, a plan, or gradients in a list or by name")
+        raise PlanError(f"target: {type(gradients).__name__} is not a run, a plan, or gradients as a list or by name")
     given = [value for value in gradients if value is not None]
     if len(given) != len(names):
-        raise ModelError(f"gradients: {len(given)} tensors do not belong to a network that trains {len(names)}")
+        raise ModelError(f"gradients: {len(given)} tensors do not match a network that trains {len(names)}")
     return dict(zip(names, given, strict=True))
 
 
@@ -330,7 +331,7 @@ def _examples(
         unknown = torch.zeros(victims, examples, *shape, device=device)
         return unknown, torch.zeros(victims, examples, dtype=torch.int64, device=device)
     if not isinstance(truth, tuple | list) or len(truth) != 2:
-        raise PlanError("truth: give a pair, the inputs and their labels")
+        raise PlanError("truth: give a pair of inputs and labels")
     inputs, targets = (
         _tensor(f"truth: {name}", value).to(device) for name, value in zip(("inputs", "labels"), truth, strict=True)
     )
@@ -339,5 +340,5 @@ def _examples(
         several = victims > 1
         inputs, targets = (inputs[:, None], targets[:, None]) if several else (inputs[None], targets[None])
     if targets.dim() != 2 or inputs.shape[:2] != targets.shape or len(targets) != victims or not targets.numel():
-        raise PlanError(f"truth: {given} are not of {victims} victims with as many examples each")
+        raise PlanError(f"truth: {given} do not match {victims} victims with the same number of examples each")
     return inputs.float(), targets.long()

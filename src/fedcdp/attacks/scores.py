@@ -1,12 +1,12 @@
-"""Scores: how close reconstructions come to the truth, and what trivial guesses score on the same victims.
+"""Scores: how close reconstructions are to the ground truth, and how trivial guesses score on the same victims.
 
 A `Judge` holds the true examples [victims, examples, ...]. It scores reconstructions of them, and the baselines. `psnr` and
-`ssim` measure how alike two images are. Only the inputs that the network can see (`visible_inputs`) are compared.
+`ssim` measure the similarity of two images. Only inputs that affect the network (`visible_inputs`) are compared.
 
 | in a reconstruction | scored as |
 | --- | --- |
 | a value outside [low, high], also ±infinity | the nearer end |
-| NaN | low (of an image: black) |
+| NaN | low (for an image: black) |
 | an absent slot | NaN; no success; left out of every summary |
 | the examples of a batch, in any order | matched to the truth by the Hungarian method on MSE |
 | no error at all | PSNR 138.5 dB: that of a relative error of float32's resolution, and the maximum |
@@ -31,26 +31,27 @@ from fedcdp.mechanism.randomness import numpy_generator
 
 @dataclass(frozen=True, kw_only=True)
 class Criteria:
-    """When an attack counts as a success."""
+    """Success criteria of an attack."""
 
     exact_mse: float = option(1e-3, "Exact: an MSE below this.")
     recognisable_psnr: float = option(15.0, "Recognisable: a PSNR of at least this (dB), and closer than the class mean.")
-    candidates: int = option(1000, "Identified: the true example is the nearest of so many.")
+    candidates: int = option(1000, "Identified: the true example is the nearest of this many.")
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.exact_mse <= 0:
-            raise PlanError(f"exact_mse: {self.exact_mse} is not positive")
+            raise PlanError(f"exact_mse: {self.exact_mse} is not allowed; it must be positive")
         if self.candidates < 2:
-            raise PlanError(f"candidates: {self.candidates} is too few to identify one among; at least 2 are needed")
+            raise PlanError(f"candidates: {self.candidates} is not allowed; it must be at least 2")
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """One value for each true example [victims, examples], in the truth's order; `ssim` is NaN where there are no images.
+    """One value for each true example [victims, examples], in the truth's order; `ssim` is NaN unless inputs are images.
 
-    `order` says which reconstruction was matched to each; `coordinates`, over how many an example was compared;
-    `candidates`, among how many it was looked for, itself included (the fewest, where they differ).
+    `order` is the index of the reconstruction matched to each example; `coordinates`, the number of compared coordinates of
+    an example; `candidates`, the number of candidates for identification, including the example itself (the minimum if they
+    differ).
     """
 
     mse: Tensor
@@ -66,7 +67,7 @@ class Scores:
     candidates: int
 
     def summary(self) -> dict[str, float]:
-        """One row of a table: of the examples that are present, the means, the medians and the shares of success."""
+        """One row of a table: means, medians and success rates over the examples that are present."""
         row: dict[str, float] = {"examples": int(self.present.sum())}
         for name in ("mse", "rmse", "psnr", "ssim"):
             values = getattr(self, name)[self.present]
@@ -78,7 +79,7 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Baselines:
-    """What knowing nothing scores: a black example (`low` everywhere), the public mean, the public mean of its class."""
+    """Scores without any knowledge: a black example (`low` everywhere), the public mean, the public mean of its class."""
 
     black: Scores
     dataset_mean: Scores
@@ -87,12 +88,12 @@ class Baselines:
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """The victims' true inputs [victims, examples, ...] and labels [victims, examples], and all they are compared with.
+    """The victims' true inputs [victims, examples, ...] and labels [victims, examples], and what they are compared with.
 
-    `public` gives the means, and the examples among which the true one is looked for: drawn from `seed` for each victim
-    apart, all there are where `public` is small, and never one that equals the truth in all that is visible. `present`
-    [victims, examples] marks the slots that hold an example; `visible`, in the shape of one input, what is compared. Both
-    are everything unless given. MSE is in the data's own unit, PSNR relative to high − low.
+    `public` gives the means and the candidates for identification. Candidates are drawn from `seed` separately for each
+    victim; if `public` is small, all of it is used. A candidate never equals the truth in all visible coordinates. `present`
+    [victims, examples] marks the slots that hold an example; `visible`, in the shape of one input, the compared coordinates.
+    Both default to everything. MSE is in the data's own unit, PSNR relative to high − low.
     """
 
     truth: Tensor
@@ -110,18 +111,18 @@ class Judge:
         for name, wanted in (("labels", lead), ("present", lead), ("visible", shape)):
             given = getattr(self, name)
             whole = torch.ones(wanted, dtype=torch.bool) if given is None else given
-            _require(whole.shape == wanted, f"{name}: shape {list(whole.shape)} is not {list(wanted)}, as the truth's is")
+            _require(whole.shape == wanted, f"{name}: shape {list(whole.shape)} is not the truth's, {list(wanted)}")
             object.__setattr__(self, name, whole.to(self.truth.device))
         _require(self.public.shape == shape, f"public: shape {list(self.public.shape)} is not the truth's, {list(shape)}")
         _require(bool(self.present.any()), "present: no victim has an example")
-        _require(bool(self.visible.any()), "visible: no coordinate is compared")
-        _require(-math.inf < self.low < self.high < math.inf, f"low, high: {self.low} to {self.high} is no finite range")
+        _require(bool(self.visible.any()), "visible: no coordinate is visible")
+        _require(-math.inf < self.low < self.high < math.inf, f"low, high: {self.low} to {self.high} is not a finite range")
         known = self.truth[self.present]
         inside = bool(((known >= self.low) & (known <= self.high)).all())
         _require(inside, f"truth: not every value lies between low, {self.low}, and high, {self.high}")
 
     def score(self, reconstructions: Tensor) -> Scores:
-        """Score reconstructions, in the shape of the truth; those of one victim may come in any order."""
+        """Score reconstructions, in the shape of the truth; those of one victim may be in any order."""
         shapes = list(reconstructions.shape), list(self.truth.shape)
         _require(shapes[0] == shapes[1], f"reconstructions: shape {shapes[0]} is not the truth's, {shapes[1]}")
         guesses = cleaned(reconstructions.to(self.truth.device), self.low, self.high)
@@ -129,7 +130,7 @@ class Judge:
         return self._scores(rearrange(guesses, order), order)
 
     def baselines(self) -> Baselines:
-        """The scores of black and of the means. Each example is given its own class's mean: nothing is matched."""
+        """The scores of black and of the means. Each example gets its own class's mean: nothing is matched."""
         overall = self.public.inputs.mean(0).to(self.truth.device)
         order = torch.arange(self.truth.shape[1], device=self.truth.device).expand(self.present.shape)
         guesses = (torch.full_like(overall, self.low), overall, self._class_means)
@@ -179,7 +180,7 @@ class Judge:
 
     @cached_property
     def _class_means(self) -> Tensor:
-        """For each victim's example the public mean of its class; of a class without public examples, of all."""
+        """For each victim's example the public mean of its class; the overall mean for a class without public examples."""
         inputs, targets, overall = self.public.inputs, self.public.targets, self.public.inputs.mean(0)
         known = {label: inputs[targets == label].mean(0) for label in targets.unique().tolist()}
         means = [known.get(label, overall) for label in self.labels.flatten().tolist()]
@@ -191,7 +192,7 @@ class Judge:
 
     @cached_property
     def _others(self) -> dict[tuple[int, ...], Tensor]:
-        """For each example that is present, at (victim, slot), the public examples that it must stand out from."""
+        """For each present example, at (victim, slot), the public examples that it is identified among."""
         return {place: self._draw(place) for place in map(tuple, self.present.nonzero().tolist())}
 
     def _draw(self, place: tuple[int, ...]) -> Tensor:
@@ -199,14 +200,14 @@ class Judge:
         order = numpy_generator(self.seed, "candidates", *place).permutation(len(self._pool))
         left = torch.from_numpy(order).to(truth.device)
         drawn = left[:0]
-        while len(drawn) < wanted and len(left):  # by blocks: to compare with all that is public would take long
+        while len(drawn) < wanted and len(left):  # in blocks: comparing with all public examples would take long
             block, left = left[:wanted], left[wanted:]
             drawn = torch.cat([drawn, block[_distances(truth, self._pool.index_select(0, block))[0] > 0]])
         return drawn[:wanted]
 
 
 def _distances(points: Tensor, others: Tensor) -> Tensor:
-    # Not by a matrix product, which is faster but rounds small distances away.
+    # A matrix product would be faster, but it rounds small distances away.
     return torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -216,14 +217,14 @@ def _require(met: bool, sentence: str) -> None:
 
 
 def cleaned(reconstructions: Tensor, low: float, high: float) -> Tensor:
-    """Every value between low and high: NaN becomes low, all else the nearest value there is."""
+    """Every value between low and high: NaN becomes low, any other value the nearest allowed one."""
     return reconstructions.nan_to_num(low, high, low).clamp(low, high)
 
 
 def match(reconstructions: Tensor, truth: Tensor, present: Tensor) -> Tensor:
-    """Which reconstruction of a victim goes with each true example [victims, examples], so that the mean MSE is least.
+    """Match the reconstructions of a victim to its true examples [victims, examples] such that the mean MSE is least.
 
-    Both are [victims, examples, ...] and finite where present. A slot that is not `present` goes with itself.
+    Both are [victims, examples, ...] and finite where present. A slot that is not `present` is matched to itself.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -236,12 +237,12 @@ def match(reconstructions: Tensor, truth: Tensor, present: Tensor) -> Tensor:
 
 
 def rearrange(values: Tensor, order: Tensor) -> Tensor:
-    """The values [victims, examples, ...] (reconstructions, labels) in the order that `match` or `Scores.order` gives."""
+    """The values [victims, examples, ...] (reconstructions, labels) in the order of `match` or `Scores.order`."""
     return values[torch.arange(len(order), device=values.device)[:, None], order.to(values.device)]
 
 
 def chance_interval(trials: int, probability: float, confidence: float = 0.99) -> tuple[float, float]:
-    """The shares of success between which pure chance falls with at least this confidence: the central binomial interval."""
+    """Success rates that pure chance reaches with at least this confidence: the central binomial interval."""
     from scipy.stats import binom
 
     if trials < 1 or not 0 <= probability <= 1 or not 0 < confidence < 1:
@@ -253,25 +254,25 @@ def chance_interval(trials: int, probability: float, confidence: float = 0.99) -
 _RESOLUTION = torch.finfo(torch.float32).eps
 _C1, _C2 = 0.01**2, 0.03**2  # of SSIM, for images in [0, 1]
 _PROBES, _QUIET_ROUNDS = 128, 4
-_NOTICED = 1e-5  # of the largest gradient of a probe
+_NOTICED = 1e-5  # share of a probe's largest gradient below which an input is invisible
 
 
 def psnr(mse: Tensor, span: float = 1.0) -> Tensor:
-    """The peak signal-to-noise ratio in dB, of data that spans `span`; at most 138.5, whatever the MSE."""
+    """The peak signal-to-noise ratio in dB for data that spans `span`; at most 138.5, whatever the MSE."""
     return -10 * (mse / span**2).clamp(min=_RESOLUTION**2).log10()
 
 
 def ssim(first: Tensor, second: Tensor, visible: Tensor | None = None, window: int = 11) -> Tensor:
     """Structural similarity of images [..., C, H, W] in [0, 1] (Wang et al., 2004): a Gaussian window, σ = 1.5.
 
-    The mean over channels and over the windows that lie in the image and, where `visible` [C, H, W] is given, hold nothing
-    invisible; NaN where there is none. In smaller images the window is the largest odd one that fits.
+    The mean over channels and over the windows inside the image that, if `visible` [C, H, W] is given, hold nothing
+    invisible; NaN if there is none. In smaller images the window is the largest odd one that fits.
     """
     height, width = first.shape[-2:]
     window = min(window, height - 1 + height % 2, width - 1 + width % 2)
     offsets = torch.arange(window, device=first.device).double() - window // 2
     bell = torch.softmax(-offsets.square() / (2 * 1.5**2), 0)
-    # In float64, also because a GPU may round the float32 inputs of a convolution to ten bits.
+    # In float64, not least because a GPU may round the float32 inputs of a convolution to ten bits.
     x, y = (images.double().reshape(-1, 1, height, width) for images in (first, second))
     down = functional.conv2d(torch.cat([x, y, x * x, y * y, x * y]), bell.view(1, 1, -1, 1))
     mean_x, mean_y, xx, yy, xy = functional.conv2d(down, bell.view(1, 1, 1, -1)).chunk(5)
@@ -285,10 +286,11 @@ def ssim(first: Tensor, second: Tensor, visible: Tensor | None = None, window: i
 def visible_inputs(
     function: Callable[[Tensor], Tensor], shape: tuple[int, ...], device: torch.device | str = "cpu", seed: int = 0
 ) -> Tensor:
-    """Which coordinates of an input of `shape` can change what `function` makes of a batch of inputs: a mask [*shape].
+    """Mask [*shape] of the coordinates of an input of `shape` that can change the output of `function` on a batch of inputs.
 
     Gradients of random combinations of the outputs are taken at random inputs, uniform and normal in turn, until several
-    hundred more show nothing new. What is marked is visible; what a network reacts to only rarely might be missed.
+    hundred more reveal no new coordinate. Marked coordinates are visible; one that the network rarely reacts to might be
+    missed.
     """
     generator = torch.Generator().manual_seed(seed)
     seen, quiet, draws = torch.zeros(shape, dtype=torch.bool, device=device), 0, (torch.rand, torch.randn)
@@ -299,7 +301,7 @@ def visible_inputs(
             outputs = function(inputs)
         weights = torch.randn(outputs.shape, generator=generator).to(device)
         (gradient,) = torch.autograd.grad(outputs, inputs, weights, materialize_grads=True)
-        # Not "other than zero": the fast convolutions of a GPU leave rounding errors where nothing is seen.
+        # Not "non-zero": the fast convolutions of a GPU leave rounding errors at coordinates that have no effect.
         found = seen | (gradient.abs() > _NOTICED * gradient.abs().amax()).any(0)
         quiet, seen = (quiet + 1 if torch.equal(found, seen) else 0), found
     return seen

@@ -1,4 +1,4 @@
-"""Sightings: all that a reader sees of its victims over a whole training, for a network with a linear head."""
+"""Sightings: all observations of victims over a whole training, for a network with a linear head."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from fedcdp.methods.base import Tap
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 
-_USUAL, _USUAL_EXAMPLES = 100, 1000  # victims; of updates, no more than have so many examples together, but two
+_USUAL, _USUAL_EXAMPLES = 100, 1000  # default victims; for updates, at most so many examples in total, but two victims
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What was seen of one victim, release by release."""
+    """The observations of one victim, release by release."""
 
     seen: Tensor
-    """[releases, classes, D], or D + 1 where the bias is trained, in units of a gradient."""
+    """[releases, classes, D], or D + 1 if the bias is trained, in units of a gradient."""
     weights: Tensor
-    """[releases, classes, D]: where the gradient was taken."""
+    """[releases, classes, D]: the weights at which the gradient was taken."""
     biases: Tensor
     """[releases, classes]."""
     deviation: Tensor
-    """[releases]: of the noise on a coordinate."""
+    """[releases]: standard deviation of the noise on a coordinate."""
     bound: Tensor
-    """[releases]: the clip bound of a single example's gradient; ∞ where it is not clipped."""
+    """[releases]: the clip bound of a single example's gradient; ∞ if it is not clipped."""
     shares: Tensor
-    """[releases, examples]: how often an example's gradient is in what was seen."""
+    """[releases, examples]: multiplicity of an example's gradient in the observation."""
     has_bias: bool
 
     def first(self) -> Sighting:
@@ -50,22 +50,22 @@ class Sighting:
         return replace(self, **{name: getattr(self, name)[:1] for name in names})
 
     def in_float64(self) -> Sighting:
-        """The same in the precision to compute with; kept in float32, it takes half of the memory."""
+        """The same in float64 for computing; storing float32 takes half the memory."""
         return replace(self, seen=self.seen.double(), weights=self.weights.double(), biases=self.biases.double())
 
 
 @dataclass(frozen=True)
 class Sightings:
-    """What was seen of all victims; `captured` holds their examples, and what was seen of each first."""
+    """The observations of all victims; `captured` holds their examples, and the first observation of each."""
 
     captured: Captured
     victims: list[Sighting]
     source: str
-    """What training it was seen in."""
+    """Description of the observed training."""
 
 
 def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings:
-    """A single look, or the mean of several at the same weights, as a sighting of one release."""
+    """A single observation, or the mean of several at the same weights, as a sighting of one release."""
     seen, (weights, biases) = head.gradient(captured.seen), head.weights(captured.weights)
     plan, most = captured.plan, captured.present.shape[1]
     bound = _bound(plan, captured.leak, captured.round, captured.current_clip, most if captured.steps == 1 else 0)
@@ -82,7 +82,7 @@ def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings
 
 
 def _bound(plan: Plan, leak: Leak, round_: int, current: float | None, examples: int) -> float:
-    """The clip bound of an example's gradient; of a clipped update of one example, the same in units of a gradient."""
+    """The clip bound of an example's gradient; for a clipped update of one example, in units of a gradient."""
     if plan.per_example:
         return plan.clip_at(round_, current)
     if plan.method == "fed-sdp" and plan.noise_at == "client" and leak != "type2" and examples == 1:
@@ -91,7 +91,7 @@ def _bound(plan: Plan, leak: Leak, round_: int, current: float | None, examples:
 
 
 def _shares(captured: Captured) -> Tensor:
-    """[victims, examples]: how often each example is in what was seen, over what a step's sum is divided by."""
+    """[victims, examples]: multiplicity of each example in the observation, over the divisor of a step's sum."""
     counts = torch.zeros(captured.present.shape, dtype=torch.float64, device=captured.device)
     for uses, used in zip(captured.uses, captured.used, strict=True):
         counts.scatter_add_(1, uses, used.double())
@@ -101,11 +101,11 @@ def _shares(captured: Captured) -> Tensor:
 def sighted_throughout(
     course: Course, head: LinearHead, leak: Leak, victims: int | None, progress: Callable[[int, int], None] | None = None
 ) -> Sightings:
-    """Everything that a reader sees of its victims in all rounds in which they take part.
+    """All observations of the victims in the rounds in which they take part.
 
-    The weights are those of the training itself. A reader of type 2 sees an example's gradient in every local step that
-    draws it, released by the method's own code; one of type 1 or 0, every update of a client. Noise on single examples is
-    drawn from the plan's own stream.
+    The weights are those of the training itself. A type-2 adversary sees an example's gradient in every local step that
+    draws it, released by the method's own code. A type-1 or type-0 adversary sees every update of a client. Noise on single
+    examples is drawn from the plan's own stream.
     """
     simulator, state = course.begin()
     spy = _Spy(simulator, head, leak, _victims(course, simulator, leak, victims))
@@ -117,7 +117,7 @@ def sighted_throughout(
 
 
 def _victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | None) -> list[tuple[int, list[int]]]:
-    """Clients that take part, in a random order, each with its records that are victims (of updates: all of them)."""
+    """Participating clients in a random order, each with the records that are victims (for updates: all of them)."""
     clients = course.federation.clients
     took_part = {int(c) for r in range(course.rounds) for c in choose_clients(simulator.data.draws, clients, r)}
     order = [int(c) for c in numpy_generator(course.plan.seed, "victims").permutation(clients) if int(c) in took_part]
@@ -139,13 +139,13 @@ def _victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | Non
 
 
 def _all_drawn(course: Course, records: int) -> bool:
-    """Whether a client uses each of its records in every round."""
+    """Whether a client uses all of its records in every round."""
     plan = course.plan
     return plan.record_sampling == "partition" and plan.batch_size * plan.local_steps >= records
 
 
 def _drawn(course: Course, simulator: Simulator, clients: list[int], wanted: int) -> dict[int, list[int]]:
-    """Records of these clients that some local step draws: of as many clients as do, until so many are known."""
+    """Records of these clients that some local step draws; stops once every client has one and `wanted` are known."""
     found: dict[int, dict[int, None]] = {client: {} for client in clients}
     for round_ in range(course.rounds):
         chosen = choose_clients(simulator.data.draws, course.federation.clients, round_).tolist()
@@ -162,7 +162,7 @@ def _drawn(course: Course, simulator: Simulator, clients: list[int], wanted: int
 
 
 class _Spy:
-    """Looks at the victims' clients in every round."""
+    """Observes the victims' clients in every round."""
 
     def __init__(self, simulator: Simulator, head: LinearHead, leak: Leak, victims: list[tuple[int, list[int]]]) -> None:
         self._simulator, self._head, self._leak = simulator, head, leak
@@ -171,7 +171,7 @@ class _Spy:
         self._releases: dict[tuple[int, int], list[dict[str, Tensor | float]]] = {key: [] for key in keys}
 
     def look(self, state: State, chosen: Tensor) -> None:
-        """See one round."""
+        """Observe one round."""
         mine = torch.tensor([c for c in chosen.tolist() if c in self._records], dtype=torch.int64)
         for clients in mine.split(self._simulator.chunk) if len(mine) else ():
             table, sizes = self._simulator.data.records_of(clients)
@@ -228,18 +228,18 @@ class _Spy:
         })  # fmt: skip
 
     def told(self, source: str, wanted: int | None) -> Sightings:
-        """All of it, without the victims of which nothing was seen."""
+        """All observations, without victims that were never observed."""
         seen = {key: releases for key, releases in self._releases.items() if releases}
         if not seen or (wanted is not None and len(seen) < wanted):
             raise PlanError(
-                f"victims: {wanted or 1} is not allowed; {self._leak} has at most {len(seen)} here, of those that take part"
+                f"victims: {wanted or 1} is not allowed; {self._leak} has at most {len(seen)} here, of those taking part"
             )
         found = [_sighting(releases, self._head.bias is not None) for releases in seen.values()]
         records = [[r] if r >= 0 else self._records[c] for c, r in seen]
         return Sightings(self._captured(found, records), found, source)
 
     def _captured(self, found: list[Sighting], records: list[list[int]]) -> Captured:
-        """The victims with their examples; what was seen is that of the first release."""
+        """The victims with their examples; the observation is that of the first release."""
         simulator, most = self._simulator, max(map(len, records))
         train = simulator.data.federation.train
         padded = torch.tensor([each + each[:1] * (most - len(each)) for each in records])
@@ -264,7 +264,7 @@ class _Spy:
 
 
 def _kept_in(told: list[Tree]) -> Tap:
-    """A tap that keeps what a reader of type 2 sees."""
+    """A tap that keeps what a type-2 adversary sees."""
     return lambda reader, _, tree: told.append(tree) if reader == "type2" else None
 
 

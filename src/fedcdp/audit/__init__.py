@@ -1,4 +1,4 @@
-"""The audit: a lower bound on ε by attack, beside what the accountant states."""
+"""The audit: an empirical lower bound on ε, to compare with the accountant's statement."""
 
 from fedcdp.audit.lower_bound import ADVERSARIES, UNITS, Audit, audit
 

@@ -1,4 +1,4 @@
-"""The canary: a network in which a record's gradient is whatever one wants, and trials of what is released of it."""
+"""The canary: a network in which a record can have any gradient, and trials that observe what is released about it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fedcdp.methods import Method, Moment, train_locally
 from fedcdp.methods.aggregation import Aggregate, server_update
 
 _FEWEST_TRIALS, _MOST_TRIALS = 5_000, 4_000_000
-_BUDGET = 7e6  # microseconds, roughly, that a world's default number of trials may take
+_BUDGET = 7e6  # approximate microseconds for the default number of trials in one world
 _VALUES_AT_ONCE = 2**20
-_MOST_FITTED = 256  # coordinates, beyond which no discriminant is fitted
+_MOST_FITTED = 256  # coordinates; with more, no discriminant is fitted
 
 
 class _Linear(nn.Module):
-    """A network that is linear in its weights, all zero: an input is the gradient of its own loss, to the bit."""
+    """A network that is linear in its weights, all zero: an example's input equals the gradient of its loss, to the bit."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Linear(nn.Module):
 
 @dataclass
 class Laboratory:
-    """Independent trials of a plan: each is a client of its own, for `model` a cohort of its own."""
+    """Independent trials of a plan: each has its own client, or, for `model`, its own cohort."""
 
     plan: Plan
     method: Method
@@ -51,13 +51,13 @@ class Laboratory:
     participations: int
     relation: str = "zero-out"
     clients: int | None = None
-    """How many there are of which a round's are drawn; None: the canary's client takes part in every round."""
+    """The number of clients from which a round is drawn; None: the canary's client takes part in every round."""
     copies: int = 1
-    """At how many clients of the cohort the canary is."""
+    """The number of clients of the cohort that hold the canary."""
     others: int | None = None
-    """Records at each of the cohort's other clients; None: as many as at the canary's."""
+    """Records at each of the cohort's other clients; None: as many as at the canary's client."""
     width: int = 3
-    """Inputs of each layer."""
+    """The number of inputs of each layer."""
     exposures: int = 0
 
     def __post_init__(self) -> None:
@@ -70,9 +70,10 @@ class Laboratory:
         counts_vary = plan.record_sampling == "poisson" and plan.method != "fed-sdp"
         drawn = self.clients is not None and self.clients > plan.per_round
         self.is_mixture = drawn or (by_chance and (self.unit == "record" or counts_vary))
-        # A direction of norm 1 in every group, with no two coordinates alike, so that noise that some of them share can be
-        # told from it; and a length far beyond the clip bound, also for the update that is made of it.
-        # Where updates are pruned, one coordinate in every group: a long entry outlives pruning, others' noise does not.
+        # A direction of norm 1 in every group, with no two coordinates alike, so noise shared by several coordinates can be
+        # distinguished from it; and a length far beyond the clip bound, even for the resulting update.
+        # If updates are pruned, one coordinate in every group: a large entry survives pruning, other clients' noise does
+        # not.
         uneven = self.layout.unflatten(torch.tensor([(-1.0) ** k * (k + 1) for k in range(self.layout.size)]))
         if plan.compression:
             firsts = {group[0] for group in self.layout.groups(plan.clip_mode)}
@@ -84,14 +85,17 @@ class Laboratory:
         self.length = 1e4 * largest_bound / min(1.0, max(smallest_step, 1e-6))
 
     def affordable_trials(self) -> int:
-        """How many fit the budget of time, by a rough measure of their cost."""
+        """The number of trials that fit the time budget, by a rough estimate of their cost."""
         a_step = 1 + 0.4 * self.plan.slots + (0.05 * self.records if self.plan.record_sampling != "partition" else 0.0)
         a_trial = self.cohort * self.plan.local_steps * a_step + (1000 if self.adversary == "model" else 0)
         return int(min(_MOST_TRIALS, max(_FEWEST_TRIALS, _BUDGET / (self.participations * a_trial))))
 
     def observations(self, world: bool, trials: int, seed: int) -> Iterator[Tensor]:
-        """What the adversary sees in so many trials, in chunks [trials, coordinates]: the sum over the rounds, each
-        weighted as in the likelihood ratio of Gaussian releases, by its clip bound over its variance."""
+        """What the adversary sees in `trials` trials, in chunks [trials, coordinates].
+
+        This is the sum over the rounds, each weighted by its clip bound over its variance, as in the likelihood ratio of
+        Gaussian releases.
+        """
         plan = self.plan.but(seed=seed)
         a_trial = self.cohort * max(plan.slots * self.layout.size, self.records)
         for numbers in torch.arange(trials).split(max(1, _VALUES_AT_ONCE // a_trial)):
@@ -104,7 +108,7 @@ class Laboratory:
             yield total
 
     def _release(self, plan: Plan, numbers: Tensor, round_: int, world: bool) -> tuple[Tensor, Tensor]:
-        """What a round shows of each trial, as a sum of gradients; and in how many releases the canary was."""
+        """What a round reveals about each trial, as a sum of gradients, and how many releases contained the canary."""
         clients = (numbers[:, None] * self.cohort + torch.arange(self.cohort)).flatten()
         at_canary = clients % self.cohort < self.copies
         sizes = torch.where(at_canary, self.records, self.others or self.records)
@@ -127,24 +131,24 @@ class Laboratory:
         read = {"update": self._tapped_update, "server": self._update, "model": self._models}[self.adversary]
         scale = -plan.batch_size / (plan.learning_rate_at(round_) or 1.0)
         seen = (scale * read(batches(), at)).unflatten(0, (len(numbers), -1)).sum(1)
-        if self.clients is not None and self.adversary != "model":  # who took part is known, and speaks for neither world
+        if self.clients is not None and self.adversary != "model":  # who took part is known, but favours neither world
             middle = self.direction * (at.clip_bound * self._usual_uses() * (0.5 if self.relation == "zero-out" else 0.0))
             seen = torch.where(takes_part[:, None], seen - middle, 0.0)
         return seen, takes_part.double()
 
     def _takes_part(self, plan: Plan, numbers: Tensor, round_: int) -> Tensor:
-        """In which trials the round draws the canary's client, by the plan's own way of drawing."""
+        """The trials in which the round draws the canary's client, by the plan's own sampling."""
         if self.clients is None:
             return torch.ones(len(numbers), dtype=torch.bool)
-        rounds = (number * self.participations + round_ for number in numbers.tolist())  # each trial has its own
+        rounds = (number * self.participations + round_ for number in numbers.tolist())  # distinct for each trial
         drawn = (choose_clients(plan, self.clients, each) for each in rounds)
         return torch.tensor([bool(len(chosen)) and int(chosen[0]) == 0 for chosen in drawn])
 
     def _gradients(self, world: bool) -> tuple[Tensor, Tensor]:
-        """The canary's gradient, and that of the other records of its client.
+        """The gradient of the canary, and that of its client's other records.
 
-        Zeroed out, the canary has none; replaced, it has the opposite one. Where a client's whole update is clipped, one
-        record can turn it around: there, the others pull the other way, and the canary is the stronger.
+        A zeroed-out canary has no gradient; a replaced one has the opposite gradient. If a client's whole update is clipped,
+        one record can reverse it: there, the other records pull the other way, and the canary is stronger.
         """
         towards = self.direction * self.length
         if self.plan.method == "fed-sdp" and self.unit == "record":
@@ -153,15 +157,17 @@ class Laboratory:
         return towards * (1.0 if world else {"zero-out": 0.0, "replace-one": -1.0}[self.relation]), 0 * towards
 
     def _usual_uses(self) -> float:
-        """How many gradients of the canary there are in a round, on average: for an attack's sense of the middle alone."""
+        """The average number of canary gradients in a round; used only to centre the attack's statistic."""
         if self.plan.method == "fed-sdp":
             return 1.0
         steps = self.plan.local_steps * (1.0 if self.unit == "record" else self.plan.batch_size)
         return steps * min(1.0, self.plan.batch_size / self.records)
 
     def _examples(self, batches: Iterator[Batch], carriers: list[Tensor], at: Moment) -> tuple[Tensor, Tensor]:
-        """The canary's gradients, less half of what they are at the clip bound (so that not having been drawn speaks for
-        neither world); and those in the other slots of the same steps, lest they share the noise."""
+        """The canary's gradients, and the gradients in the other slots of the same steps, in case they share its noise.
+
+        Half of the canary's value at the clip bound is subtracted, so a canary that was not drawn favours neither world.
+        """
         half = self.direction * (at.clip_bound / 2 if self.relation == "zero-out" else 0.0)
         seen = torch.zeros(len(at.clients), 2 * self.layout.size)
 
@@ -185,7 +191,7 @@ class Laboratory:
         return self.layout.flatten(train_locally(self.method, self.weights, batches, at), lead=1)
 
     def _models(self, batches: Iterator[Batch], at: Moment) -> Tensor:
-        """How far each cohort moved the model, times K_t. A server draws once a round: each trial has a seed there."""
+        """How far each cohort moved the model, times K_t. A server draws noise once a round, so each trial has a seed."""
         admitted = self.method.admit(train_locally(self.method, self.weights, batches, at), at)
         nobody = torch.zeros(0, dtype=torch.int64)
         moved = []
@@ -199,10 +205,11 @@ class Laboratory:
         return torch.stack(moved) * (at.plan.per_round / at.plan.server_learning_rate)
 
     def attacks(self, absent: Numbers, present: Numbers) -> tuple[list[str], Tensor]:
-        """Directions [coordinates, attacks] to project what is seen on, and their names.
+        """Directions [coordinates, attacks] on which observations are projected, and their names.
 
-        All tensors, the likelihood ratio of a sound release; each tensor alone, to find one without noise; and Fisher's
-        linear discriminant, fitted here in a small network, to find noise that is uneven or can be subtracted.
+        There is one for all tensors, the likelihood ratio of a sound release; one for each tensor alone, to find a tensor
+        without noise; and, for a small network, Fisher's linear discriminant, fitted here, to find noise that is uneven or
+        can be subtracted.
         """
         alone = [{each: torch.full_like(w, each == name) for each, w in self.weights.items()} for name in self.weights]
         parts = [self.direction, *(self.direction * self.layout.flatten(tree, lead=0) for tree in alone)]
@@ -217,5 +224,5 @@ class Laboratory:
 
 
 def _first_alone(value: Tensor) -> Tensor:
-    """Its first entry, all others zero."""
+    """Keep the first entry and set all others to zero."""
     return torch.where(torch.arange(value.numel()).view_as(value) == 0, value, 0.0)

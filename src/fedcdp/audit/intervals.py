@@ -1,4 +1,4 @@
-"""What the errors of an attack prove of ε."""
+"""The lower bound on ε that an attack's error rates prove."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbers = NDArray[np.float64]
 
 
 def choose_attack(absent: Numbers, present: Numbers, held_out: int, delta: float) -> tuple[int, float]:
-    """The attack and the threshold that promise the most for so many held-out trials."""
+    """The attack and threshold with the largest expected bound for `held_out` held-out trials."""
     best, chosen = -math.inf, (0, 0.0)
     for attack, (low, high) in enumerate(zip(np.sort(absent.T), np.sort(present.T), strict=True)):
         pooled = np.sort(np.concatenate([low, high]))
@@ -22,7 +22,7 @@ def choose_attack(absent: Numbers, present: Numbers, held_out: int, delta: float
         places = np.concatenate([ends - 1, len(pooled) - 1 - ends, [np.diff(pooled).argmax()]])
         thresholds = (pooled[places] + pooled[places + 1]) / 2
         counts = (len(low) - np.searchsorted(low, thresholds, "right"), np.searchsorted(high, thresholds, "right"))
-        # Rates somewhat worse than counted, so that a lucky tail is not mistaken for a good one.
+        # Rates somewhat worse than counted, so a lucky tail is not mistaken for a good one.
         rates = [upper_limit(count, len(low), 0.05) for count in counts]
         promised = epsilon_of_errors(rates[0] * held_out, rates[1] * held_out, held_out, delta)
         if promised.max() > best:
@@ -31,7 +31,7 @@ def choose_attack(absent: Numbers, present: Numbers, held_out: int, delta: float
 
 
 def upper_limit(errors: Any, trials: int, level: float) -> Numbers:
-    """Clopper and Pearson's upper limit of an error rate: too low with a probability of at most `level`."""
+    """The Clopper–Pearson upper limit of an error rate, which is too low with probability at most `level`."""
     from scipy.special import betaincinv
 
     fewer = np.minimum(np.asarray(errors, dtype=np.float64), trials - 1)
@@ -39,8 +39,10 @@ def upper_limit(errors: Any, trials: int, level: float) -> Numbers:
 
 
 def epsilon_of_errors(false_alarms: Any, misses: Any, trials: int, delta: float) -> Numbers:
-    """The ε that a test with so many errors, each kind among `trials`, proves: (ε, δ)-privacy has e^ε·α + β ≥ 1 − δ and
-    α + e^ε·β ≥ 1 − δ. Both rates are bounded at once."""
+    """The ε that a test proves by its numbers of errors, each kind out of `trials`.
+
+    (ε, δ)-privacy implies e^ε·α + β ≥ 1 − δ and α + e^ε·β ≥ 1 − δ. Both rates are bounded simultaneously.
+    """
     alpha, beta = (upper_limit(errors, trials, (1 - CONFIDENCE) / 2) for errors in (false_alarms, misses))
     ratio = np.maximum((1 - delta - beta) / alpha, (1 - delta - alpha) / beta)
     return np.log(np.maximum(ratio, 1.0))
@@ -49,7 +51,7 @@ def epsilon_of_errors(false_alarms: Any, misses: Any, trials: int, delta: float)
 def gaussian_epsilon(shift: float, delta: float) -> float:
     """ε of a Gaussian release whose mean moves by `shift` standard deviations (Balle and Wang, 2018).
 
-    Not the accountant's: an audit shares nothing with what it audits.
+    This is not the accountant's function, because an audit must not depend on what it audits.
     """
     from scipy.special import log_ndtr, ndtr
 
@@ -66,7 +68,7 @@ def gaussian_epsilon(shift: float, delta: float) -> float:
 
 
 def mean_shift(absent: Numbers, present: Numbers) -> float:
-    """The distance of the means in pooled standard deviations, less what 99.9 % confidence asks for."""
+    """The distance of the means in pooled standard deviations, minus the margin for 99.9 % confidence."""
     from scipy.special import ndtri
 
     spread = math.sqrt((absent.var() + present.var()) / 2)

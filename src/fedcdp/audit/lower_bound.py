@@ -1,14 +1,14 @@
 """The audit: a lower bound on ε, by attacking what the methods really release.
 
-A canary is the worst record there can be: its gradient is at the clip bound in every layer, in a direction that the
-adversary knows, while no other record has any gradient. Each trial lets the real methods release something with the canary
-in it, or with the canary zeroed out, and the adversary has to tell which. Nobody can do that better than ε allows, so that
-its error rates bound ε from below (Clopper and Pearson's limits, held-out trials, 99.9 %). A bound above an ε that is
-stated proves the method or the statement wrong.
+A canary is the worst possible record: its gradient is at the clip bound in every layer, in a direction that the adversary
+knows, while no other record has any gradient. In each trial the real methods make a release with the canary, or with the
+canary zeroed out, and the adversary must tell which. ε limits how well any adversary can do that, so the error rates bound ε
+from below (Clopper–Pearson limits, held-out trials, 99.9 %). A bound above a stated ε proves the method or the statement
+wrong.
 
-The canary takes part in a known number of rounds: compare with the ε of so many participations, not with one that counts
-on the choice of clients. The choice of records within a client is the plan's, and only the reader of single examples knows
-it.
+The canary takes part in a known number of rounds: compare the bound with the ε for that many participations, not with an ε
+that relies on the sampling of clients. Records within a client are sampled as the plan says, and only the `example`
+adversary knows which were drawn.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ ADVERSARIES = ("example", "update", "server", "model")
 UNITS = ("record", "client")
 RELATIONS = ("zero-out", "replace-one")
 
-_LEARNING = 0.1  # share of the trials that fit the discriminant, and as many again that choose the attack
+_LEARNING = 0.1  # share of the trials used to fit the discriminant; an equal share is used to choose the attack
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an attack proved: with 99.9 % confidence, the release is not (ε, δ)-private for any ε below `epsilon_lower`."""
+    """An attack's proof: with 99.9 % confidence, the release is not (ε, δ)-private for any ε below `epsilon_lower`."""
 
     adversary: str
     unit: str
     relation: str
     trials: int
-    """In each of the two worlds: with the canary, and with the canary zeroed out."""
+    """Trials in each of the two worlds: with the canary, and with the canary zeroed out."""
     delta: float
     epsilon_lower: float
     epsilon_gaussian: float | None
-    """For information: the ε of a Gaussian release with the measured mean shift (99.9 % lower limit). None where the
-    release is a mixture, since the canary is included at random."""
+    """For information: the ε of a Gaussian release with the measured mean shift (99.9 % lower limit). None if the
+    release is a mixture, because the canary is included at random."""
     exposures: int
-    """How many releases the canary was in, at most: examples for `example`, updates or models for the others."""
+    """The largest number of releases that contained the canary: examples for `example`, updates or models for the others."""
     statistic: str
-    """What told the worlds apart best: the projection on the canary of `all` tensors or of one, or a `fitted` direction."""
+    """The statistic that best separated the worlds: the projection on the canary of `all` tensors or of one, or a `fitted`
+    direction."""
     seconds: float
 
 
@@ -78,18 +79,32 @@ def audit(
     method: Method | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """Attack a plan's method, and state the ε that this proves.
+    """Attack a plan's method and return the ε that the attack proves.
 
-    `example` reads each example's gradient as released, with its index; `update` and `server` read a client's update, and
-    `model` the global model, in each of `participations` rounds. What is zeroed out is a record, or (`unit`, and by
-    default for Fed-SDP) all records of a client. A client has `records` of them, by default as many as its local steps
-    use; the network has `layers` layers; `delta` is the plan's unless given. Under the relation `replace-one` the canary's
-    gradient turns around instead. With `clients`, a round draws the canary's client out of so many, as the plan does:
-    compare with the ε that holds before it is known who takes part. Several `copies` lie at as many clients of the cohort.
-    The other clients of the cohort hold `others` records each, by default as many; each layer has `width` inputs.
+    Time grows with trials · participations · local steps.
 
-    Time grows with trials · participations · local steps; by default `trials` is what takes some 20 seconds, between 5,000
-    and 4,000,000. `progress` is told how many of how many are done. Without a seed no two audits are alike.
+    Args:
+        plan: The plan to audit.
+        adversary: `example` reads each example's gradient as released, with its index; `update` and `server` read a client's
+            update, and `model` the global model, in each of `participations` rounds.
+        unit: What is zeroed out: a `record`, or all records of a `client` (the default for Fed-SDP).
+        layers: Layers of the network.
+        records: Records of a client; by default as many as its local steps use.
+        participations: Rounds that the canary takes part in.
+        relation: `zero-out`; or `replace-one`, under which the canary's gradient is reversed instead.
+        clients: If given, a round draws the canary's client from this many, as the plan does: compare with the ε that holds
+            before it is known who takes part.
+        copies: Clients of the cohort that each hold a copy of the canary.
+        others: Records at each other client of the cohort; by default `records`.
+        width: Inputs of each layer.
+        trials: Trials in each world; by default as many as take some 20 seconds, between 5,000 and 4,000,000.
+        delta: δ; by default the plan's.
+        seed: Fixes all randomness; with None, no two audits are alike.
+        method: The method to attack; by default the plan's.
+        progress: Called with the number of finished trials and their total.
+
+    Returns:
+        The lower bound on ε, with the attack that proved it.
     """
     unit = unit or ("client" if plan.method == "fed-sdp" else "record")
     records = plan.local_steps * plan.batch_size if records is None else records
@@ -120,7 +135,7 @@ def audit(
     started, done = time.perf_counter(), 0
 
     def worlds(part: str, count: int, attacks: Tensor | None = None) -> tuple[Numbers, Numbers]:
-        """What is seen without and with the canary, projected on the attacks. No two parts share any randomness."""
+        """Observations without and with the canary, projected on the attacks. No two parts share any randomness."""
         nonlocal done
         both: list[list[Tensor]] = [[], []]
         for world, seen in enumerate(both):
@@ -155,10 +170,13 @@ def _check(plan: Plan, adversary: str, unit: str, relation: str, delta: float, c
     if counts["participations"] > plan.rounds:
         raise PlanError(f"participations: {counts['participations']} is not allowed; the plan has {plan.rounds} rounds")
     if relation == "replace-one" and plan.method == "fed-sdp":
-        raise PlanError("relation: replace-one is audited of Fed-CDP; a record of Fed-SDP is told apart by zero-out as well")
+        raise PlanError("relation: replace-one is audited only for Fed-CDP; for Fed-SDP, zero-out separates records as well")
     if counts["copies"] > 1 and (adversary == "example" or counts["copies"] > plan.per_round):
-        raise PlanError(f"copies: {counts['copies']} is not allowed; copies lie at clients of one cohort, {plan.per_round}")
+        raise PlanError(
+            f"copies: {counts['copies']} is not allowed; each needs a client of its own in a cohort of {plan.per_round}, "
+            "and adversary example allows only 1"
+        )
     if not 0 < delta < 1:
         raise PlanError(f"delta: {delta} is not allowed; it must be above 0 and below 1")
     if plan.quantile is not None:
-        raise PlanError(f"clip: {plan.clip} cannot be audited; use a bound that is known before the run")
+        raise PlanError(f"clip: {plan.clip} cannot be audited; use a bound that is fixed before the run")

@@ -1,4 +1,4 @@
-"""The command `attack`: what a curious reader gets out of a plan or a run."""
+"""The command `attack`: what an adversary reconstructs from a plan or a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from fedcdp.cli import terminal
-from fedcdp.cli.options import takes_settings
+from fedcdp.cli.options import DATA, takes_settings
+from fedcdp.cli.remarks import describe_setting, remarks
 from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from fedcdp.attacks.recipe import Recipe
 
 
-_LOOK = "What is read"
-_HOW = "How it is attacked"
+_OBSERVED = "Observation"
+_HOW = "Attack"
 _CONTRACT = (
     "method", "leak", "attack", "victims", "success_rate", "distance_mean", "distance_median", "psnr_mean",
     "iterations_mean",
@@ -43,88 +44,134 @@ def attack(
         typer.Option(
             "--leak",
             metavar="type0|type1|type2",
-            help="Who reads: the server (type0), someone on the client after (type1) or during (type2) local training.",
-            rich_help_panel=_LOOK,
+            help="Adversary: the server (type0), or one on the client after (type1) or during (type2) local training.",
+            rich_help_panel=_OBSERVED,
         ),
     ] = "type2",
     run: Annotated[
         Path | None,
         typer.Option(
-            "--run", help="Attack this run, at its trained weights; a linear head, in all its rounds.", rich_help_panel=_LOOK
+            "--run",
+            help="Attack this run: its trained weights, or all its rounds if only a linear head was trained.",
+            rich_help_panel=_OBSERVED,
         ),
     ] = None,
     victims: Annotated[
-        int | None, typer.Option("--victims", help="How many are attacked. Default: up to 100.", rich_help_panel=_LOOK)
+        int | None,
+        typer.Option("--victims", help="Number of victims. Default: up to 100.", rich_help_panel=_OBSERVED),
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(
             "--network",
-            help="cpl: the network that the paper's authors attack (default for images); paper: the one they train (default "
-            "for tables); or as in --model.",
-            rich_help_panel=_LOOK,
+            help="Network to attack: cpl, which the paper's authors attack (default for images), paper, which they train "
+            "(default for tables), or as in --model.",
+            rich_help_panel=_OBSERVED,
+            hidden=True,
         ),
     ] = None,
     at_round: Annotated[
-        int | None, typer.Option("--round", help="Train up to this round first. Default: 0.", rich_help_panel=_LOOK)
+        int | None,
+        typer.Option(
+            "--round", help="Train up to this round before the attack. Default: 0.", rich_help_panel=_OBSERVED, hidden=True
+        ),
     ] = None,
-    step: Annotated[int, typer.Option("--step", help="The local step that type2 reads.", rich_help_panel=_LOOK)] = 0,
+    step: Annotated[
+        int, typer.Option("--step", help="Local step that type2 observes.", rich_help_panel=_OBSERVED, hidden=True)
+    ] = 0,
     steps: Annotated[
-        int, typer.Option("--steps", help="Local steps of the update that type0 and type1 read.", rich_help_panel=_LOOK)
+        int,
+        typer.Option(
+            "--steps", help="Local steps in the update that type0 and type1 observe.", rich_help_panel=_OBSERVED, hidden=True
+        ),
     ] = 1,
     releases: Annotated[
-        int, typer.Option("--releases", help="How often the same is seen with fresh noise.", rich_help_panel=_LOOK)
+        int,
+        typer.Option(
+            "--releases",
+            help="Times that the same data are observed, each time with fresh noise.",
+            rich_help_panel=_OBSERVED,
+            hidden=True,
+        ),
     ] = 1,
     name: Annotated[
         str,
         typer.Option(
             "--attack",
-            help="best: those that suit the plan, until one recovers everything; or one of cpl, dlg, idlg, "
+            help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter, analytic, linear-head, per-layer, "
-            "and membership (of a run).",
+            "and membership (with --run).",
             rich_help_panel=_HOW,
         ),
     ] = "best",
     iterations: Annotated[
-        int | None, typer.Option("--iterations", help="At most; one is up to 20 evaluations.", rich_help_panel=_HOW)
+        int | None,
+        typer.Option(
+            "--iterations",
+            help="Maximum number of iterations, each of up to 20 evaluations.",
+            rich_help_panel=_HOW,
+            hidden=True,
+        ),
     ] = None,
-    restarts: Annotated[int | None, typer.Option("--restarts", help="Seeds for each victim.", rich_help_panel=_HOW)] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option("--restarts", help="Starting points per victim.", rich_help_panel=_HOW, hidden=True),
+    ] = None,
     total_variation: Annotated[
         float | None,
-        typer.Option("--total-variation", help="Weight of smoothness in the objective.", rich_help_panel=_HOW),
+        typer.Option(
+            "--total-variation", help="Weight of the smoothness term of the objective.", rich_help_panel=_HOW, hidden=True
+        ),
     ] = None,
     seed_image: Annotated[
         str | None,
-        typer.Option("--seed-image", help="pattern, uniform, normal or zeros.", rich_help_panel=_HOW),
+        typer.Option(
+            "--seed-image", help="Starting point: pattern, uniform, normal or zeros.", rich_help_panel=_HOW, hidden=True
+        ),
     ] = None,
     labels: Annotated[
         str | None,
-        typer.Option("--labels", help="gradient, agnostic, negative-sum, counts, known or joint.", rich_help_panel=_HOW),
+        typer.Option(
+            "--labels",
+            help="How labels are inferred: gradient, agnostic, negative-sum, counts, known or joint.",
+            rich_help_panel=_HOW,
+            hidden=True,
+        ),
     ] = None,
     exact_mse: Annotated[
-        float, typer.Option("--exact-mse", help="Success: an MSE below this.", rich_help_panel=_HOW)
+        float,
+        typer.Option("--exact-mse", help="An MSE below this is a success.", rich_help_panel=_HOW, hidden=True),
     ] = 1e-3,
     recognisable_psnr: Annotated[
-        float, typer.Option("--recognisable-psnr", help="Recognisable: a PSNR of at least this.", rich_help_panel=_HOW)
+        float,
+        typer.Option(
+            "--recognisable-psnr", help="A PSNR of at least this is recognisable.", rich_help_panel=_HOW, hidden=True
+        ),
     ] = 15.0,
     candidates: Annotated[
-        int, typer.Option("--candidates", help="Identified: the nearest of so many.", rich_help_panel=_HOW)
+        int,
+        typer.Option(
+            "--candidates",
+            help="A victim is identified if it is the nearest of this many candidates.",
+            rich_help_panel=_HOW,
+            hidden=True,
+        ),
     ] = 1000,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where figures, arrays and pictures go. Default: nowhere; of a run, RUN/attacks."),
+        typer.Option("--out", help="Output directory for figures, arrays and pictures. Default: with --run, RUN/attacks."),
     ] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Where dataset files lie.", rich_help_panel="Data"),
+        typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Directory of dataset files.", rich_help_panel=DATA),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")] = False,
 ) -> None:
-    """A leakage attack on real examples: what a reader of gradients or updates can reconstruct, or tell.
+    """Reconstruct or detect real examples from gradients or updates.
 
-    It attacks a plan before any training, or a run (--run). A network whose last layer alone is trained is read in all
-    rounds of its training. Everything that is read comes from the method's own code.
+    The attack is on a plan before any training, or on a run (--run). If only the last layer of a network is trained, the
+    attack observes all rounds of the training. All observations come from the method's own code.
     """
     from fedcdp.attacks import Criteria
     from fedcdp.attacks import attack as attack_it
@@ -139,11 +186,11 @@ def attack(
     extra: dict[str, Any] = {}
     if run is not None:
         if network is not None or at_round is not None:
-            raise PlanError("--run: it is attacked as it is; leave out --network and --round")
+            raise PlanError("--run: the run has its own network and rounds; leave out --network and --round")
         experiment, trained = stored(run, given), Trained.load(run, data_dir, quiet)
         splits = trained.splits
         target: Run | Plan = trained.as_run()
-        if name in ("best", "linear-head"):  # a linear head is read in all rounds, from the untrained network on
+        if name in ("best", "linear-head"):  # a linear head is observed in all rounds, from the untrained network on
             extra = {"model": network_of(experiment, splits)}
     else:
         experiment = _with_network(assemble(*given), network, given)
@@ -153,6 +200,8 @@ def attack(
     with terminal.steps("attack", quiet) as progress:
         found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
     summary = _summary(found, name, experiment, splits)
+    if run is None and not quiet:
+        terminal.notes(remarks(experiment, given))
     if run is not None and out is None:
         out = run / "attacks" / f"{summary['leak']}-{name}"
     if out is not None:
@@ -160,13 +209,15 @@ def attack(
     if as_json:
         typer.echo(json.dumps(summary))
     elif not quiet:
+        if run is None:
+            terminal.setting(describe_setting(experiment))
         terminal.leak_table(summary)
         if experiment.plan.private:
             terminal.note(
-                "computed from training data, which no privacy guarantee covers: keep it where those data are kept"
+                "these results come from training data, and no privacy guarantee covers them: store them with those data"
             )
         if out is not None:
-            terminal.console.print(f"Figures, arrays and pictures are in {out}")
+            terminal.console.print(f"Figures, arrays and pictures are in {out}", soft_wrap=True)
 
 
 def _recipe(
@@ -177,7 +228,7 @@ def _recipe(
     seed_image: str | None,
     labels: str | None,
 ) -> Recipe | None:
-    """The preset with the ingredients that were given; None where none was."""
+    """The named recipe with the given changes; None if there are none."""
     from fedcdp.attacks import RECIPES, Seed
     from fedcdp.attacks.labels import LabelRule
     from fedcdp.attacks.recipe import SeedKind
@@ -188,7 +239,7 @@ def _recipe(
     if not used:
         return None
     if name not in RECIPES:
-        raise PlanError(f"{', '.join(used)}: for --attack {', '.join(RECIPES)}; choose one of them")
+        raise PlanError(f"{', '.join(used)}: only for --attack {', '.join(RECIPES)}")
     for option, known in (("--seed-image", get_args(SeedKind)), ("--labels", get_args(LabelRule))):
         if given[option] is not None and given[option] not in known:
             raise PlanError(f"{option}: {given[option]!r} is not one of {', '.join(known)}")
@@ -200,7 +251,7 @@ def _recipe(
 
 
 def _with_network(experiment: Experiment, network: str | None, given: list[Settings]) -> Experiment:
-    """The network that is attacked: --network or --model, or else, for images, the one that the authors attack."""
+    """The network to attack: --network or --model; otherwise, for images, the one that the paper's authors attack."""
     model = experiment.model
     if network == "paper":
         return replace(experiment, model=replace(model, network="auto"))
@@ -213,7 +264,7 @@ def _with_network(experiment: Experiment, network: str | None, given: list[Setti
 
 
 def _summary(found: Found, name: str, experiment: Experiment, splits: Splits) -> dict[str, Any]:
-    """What was found, as JSON has it: what the contract names first, None for what this attack does not measure."""
+    """The result for JSON: the keys of the contract first, None for figures that this attack does not measure."""
     from fedcdp.attacks.leaks import finite
     from fedcdp.attacks.portfolio import trial
 
@@ -231,7 +282,7 @@ def _summary(found: Found, name: str, experiment: Experiment, splits: Splits) ->
 
 
 def _require_writable(out: Path | None) -> None:
-    """Say that results cannot be written before they are computed."""
+    """Refuse an output directory that cannot be written, before the attack."""
     if out is None:
         return
     try:
@@ -241,7 +292,7 @@ def _require_writable(out: Path | None) -> None:
     if not nearest.is_dir():
         raise RunError(f"--out: {out} cannot be written: {nearest} is not a directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise RunError(f"--out: {out} cannot be written: {nearest} may not be changed")
+        raise RunError(f"--out: {out} cannot be written: no permission to write to {nearest}")
 
 
 def _save(found: Found, summary: dict[str, Any], out: Path) -> None:

@@ -14,6 +14,7 @@ from fedcdp.cli import terminal
 from fedcdp.config.experiment import MachineSettings, read_assignment
 from fedcdp.engine.runtime import one_thread, usable_device
 from fedcdp.errors import PlanError, RunError, StoppedError
+from fedcdp.files.installation import install_command
 
 if TYPE_CHECKING:
     from fedcdp.studies.bench.measurement import Report
@@ -28,41 +29,49 @@ _QUICK = ("steps",)
 def bench(
     section: Annotated[
         list[str] | None,
-        typer.Option("--section", help=f"{', '.join(_SECTIONS)}; may be repeated. Default: all, with --quick: steps."),
+        typer.Option(
+            "--section", help=f"What to measure: {', '.join(_SECTIONS)}. Repeatable. Default: all; with --quick: steps."
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About half a minute: one dataset, fewer repeats.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take about half a minute: one dataset, fewer repeats.")] = False,
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Also the peers that are installed, if no section is named.")
+        bool, typer.Option("--peers/--no-peers", help="Also measure installed peers, if no --section is given.")
     ] = True,
     peer_python: Annotated[
         list[str] | None,
-        typer.Option("--peer-python", metavar="PEER=PYTHON", help="The interpreter that has a peer installed."),
-    ] = None,
-    repeat: Annotated[int | None, typer.Option("--repeat", help="How often each is timed, in turn. Default: 3.")] = None,
-    per_round: Annotated[
-        int | None, typer.Option("--per-round", help="Clients in a round, K_t. Default: 100, on a GPU 500.")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="cpu (one thread), cuda, …", rich_help_panel="Machine")] = "cpu",
-    assignments: Annotated[
-        list[str] | None,
         typer.Option(
-            "--set", help="One setting of the section run as key=value; may be repeated.", rich_help_panel="Machine"
+            "--peer-python", metavar="PEER=PYTHON", help="Python interpreter that has a peer installed. Repeatable."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="A JSON file for the results; one that exists is completed.")
+    repeat: Annotated[int | None, typer.Option("--repeat", help="How often each case is timed. Default: 3.")] = None,
+    per_round: Annotated[
+        int | None, typer.Option("--per-round", help="Clients per round, K_t. Default: 100; on a GPU, 500.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="A picture of the results (png, pdf or svg).")] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", help="cpu (one thread), cuda, or one of several GPUs, such as cuda:1.", rich_help_panel="Machine"
+        ),
+    ] = "cpu",
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="One setting of the section run, as key=value. Repeatable.", rich_help_panel="Machine"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON file for the results. An existing file is completed.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the results (png, pdf or svg).")] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Where dataset files lie. Default: random inputs."),
+        typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Directory of dataset files. Default: random inputs."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")] = False,
 ) -> None:
-    """Speed on this machine: what a client step costs, how that grows, and what it costs with the peers that are installed.
+    """Measure the speed of client steps on this machine.
 
-    Rounds of the simulator itself are timed, with one thread on a CPU; what is compared takes turns.
+    It measures the time of a client step, how it grows, and the time that installed peers take. Whole rounds of the
+    simulator are timed, with one thread on a CPU. Cases that are compared take turns.
     """
     from fedcdp.studies.bench import result_file, sections
     from fedcdp.studies.bench.result_file import BenchResults
@@ -89,7 +98,7 @@ def bench(
             with _progress(quiet) as report:
                 _measure(how, chosen, results, _interpreters(peer_python or []), report)
         except KeyboardInterrupt:
-            kept = f"; what was measured so far is in {out}" if out else ""
+            kept = f"; the measurements so far are in {out}" if out else ""
             raise StoppedError(f"stopped{kept}") from None
     if plot is not None:
         from fedcdp.studies.bench.tables import plot_speed
@@ -127,7 +136,7 @@ def _chosen(section: list[str] | None, quick: bool, peers: bool) -> list[str]:
         if "peers" in chosen:
             drivers()
     except RunError as missing:
-        terminal.note(f"left out: {missing}")
+        terminal.note(f"peers are left out: {missing}")
         chosen.remove("peers")
     return chosen
 
@@ -137,7 +146,7 @@ def _machine_settings(device: str, assignments: list[str]) -> MachineSettings:
     for written in assignments:
         ((section, setting),) = read_assignment(written).items()
         if section != "run":
-            raise PlanError(f"--set {written}: what is trained is fixed here; only settings of [run] can be changed")
+            raise PlanError(f"--set {written}: bench fixes what is trained; only settings of [run] can be changed")
         given |= setting
     return MachineSettings(**given)
 
@@ -160,14 +169,14 @@ def _require_plotting(target: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise PlanError("--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'") from None
+        raise PlanError(f"--plot: this needs matplotlib; install it with {install_command('report')}") from None
     if target.suffix not in (".png", ".pdf", ".svg"):
         raise RunError(f"--plot: {target} must end with .png, .pdf or .svg")
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Report]:
-    """What is being measured: a line that changes, or without a terminal one line for each."""
+    """What is being measured: a line that changes; without a terminal, a line for each case."""
     if quiet:
         yield lambda _: None
     elif terminal.console.is_terminal:

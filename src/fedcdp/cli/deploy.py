@@ -1,4 +1,4 @@
-"""The commands about deployments: write one, bring it up on this machine, see how far it is."""
+"""The commands for deployments: write one, run it on this machine, show its progress."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import typer
 from rich.table import Table
 
 from fedcdp.accounting.budget import accounting_is_installed
-from fedcdp.cli import terminal
+from fedcdp.cli import terminal, usage
 from fedcdp.cli.options import takes_settings
+from fedcdp.cli.remarks import remarks
 from fedcdp.config.presets import Settings
 from fedcdp.errors import StoppedError
 
@@ -20,48 +21,74 @@ if TYPE_CHECKING:
     from fedcdp.deploy.site.local_deployment import Deployment, LocalOutcome
 
 
-app = typer.Typer(help="The same plan on Flower, across real processes and machines.", no_args_is_help=True)
+app = typer.Typer(
+    cls=usage.PlainGroup,
+    help="Run a plan on Flower, across processes and machines.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog=usage.epilog(
+        "fedcdp deploy init site --nodes 3 --dataset cancer",
+        "fedcdp deploy up site",
+        "fedcdp deploy status site",
+    ),
+)
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A deployment directory.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line for programs.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no table.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Deployment directory.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")]
 
 
-@app.command()
+@usage.add_to(
+    app,
+    "fedcdp deploy init site --nodes 3 --dataset cancer",
+    "fedcdp deploy init site --nodes 5 --host fl.example.org --port 9443",
+)
 @takes_settings
 def init(
     *,
     given: list[Settings],
     directory: Directory,
-    nodes: Annotated[int, typer.Option("--nodes", help="SuperNodes; each is one client.")] = 2,
-    host: Annotated[str, typer.Option("--host", help="Name or address at which nodes reach the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="The server's port. 0: a free one, for one machine.")] = 0,
+    nodes: Annotated[int, typer.Option("--nodes", help="Number of SuperNodes. Each is one client.")] = 2,
+    host: Annotated[str, typer.Option("--host", help="Name or address where the nodes reach the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port of the server. 0: any free port, for one machine.")] = 0,
     client_epsilon: Annotated[
-        float | None, typer.Option("--client-epsilon", help="What each client grants in all. Default: what the plan costs.")
+        float | None, typer.Option("--client-epsilon", help="Total ε that each client grants. Default: the ε of the plan.")
     ] = None,
 ) -> None:
-    """Write a complete, working deployment: certificates, keys, policies, scripts, and what to replace for production."""
+    """Write a complete, working deployment.
+
+    It has certificates, keys, policies and scripts. Its README.md lists what to replace for production.
+    """
     from fedcdp.deploy.site.directory import SiteSettings
     from fedcdp.deploy.site.writer import experiment_for, write
 
     settings = SiteSettings(nodes=nodes, host=host, port=port)
-    site = write(directory, settings, experiment_for(settings.nodes, given), client_epsilon)
+    experiment = experiment_for(settings.nodes, given)
+    site = write(directory, settings, experiment, client_epsilon)
+    terminal.notes(remarks(experiment, given))
     terminal.console.print(
-        f"{site.path}: a server and {nodes} nodes. README.md says what to replace before production.\n"
-        f"On this machine: fedcdp deploy up {directory}",
+        f"{site.path}: a server and {nodes} nodes. README.md lists what to replace before production.\n"
+        f"Run it on this machine: fedcdp deploy up {directory}",
         soft_wrap=True,
         highlight=False,
     )
 
 
-@app.command()
+@usage.add_to(
+    app,
+    "fedcdp deploy up site",
+    "fedcdp deploy up site --resume --json",
+)
 def up(
     directory: Directory,
-    resume: Annotated[bool, typer.Option("--resume", help="Refuse to begin: only go on with a run that began.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Only resume a run; do not start a new one.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Start the server and all nodes on this machine and run the job; one that was stopped goes on where it was."""
+    """Start the server and all nodes on this machine and run the job.
+
+    A job that was stopped is resumed.
+    """
     from fedcdp.deploy.site.local_deployment import Deployment
     from fedcdp.errors import DeploymentError
 
@@ -74,22 +101,33 @@ def up(
         with terminal.training_progress(plan, quiet, done, deployment.follower.epsilon_after) as progress:
             outcome = deployment.up(progress, terminal.note if not quiet else lambda _: None)
     except KeyboardInterrupt:
-        raise StoppedError(f"stopped; fedcdp deploy up {directory} goes on from the last whole round") from None
+        raise StoppedError(f"stopped; fedcdp deploy up {directory} resumes after the last complete round") from None
     _show(deployment, outcome, as_json, quiet)
 
 
-@app.command()
+@usage.add_to(
+    app,
+    "fedcdp deploy status site",
+    "fedcdp deploy status site --json",
+)
 def status(directory: Directory, as_json: AsJson = False) -> None:
-    """How far a deployment's run is, and what it has spent."""
+    """Show the progress of a deployment and the ε it has spent."""
     from fedcdp.deploy.site.local_deployment import Deployment
 
     deployment = Deployment(directory)
     _show(deployment, deployment.outcome(0.0), as_json, quiet=False)
 
 
-@app.command()
+@usage.add_to(
+    app,
+    "fedcdp deploy traffic",
+    "fedcdp deploy traffic --json",
+)
 def traffic(as_json: AsJson = False) -> None:
-    """What a client's part in a round weighs on the wire, for the paper's networks, with and without pruning."""
+    """Show the bytes that a client sends and receives in a round.
+
+    The networks are those of the paper, with and without pruning.
+    """
     from fedcdp.deploy.site.flower_commands import require_flower
 
     require_flower()
@@ -99,7 +137,7 @@ def traffic(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({name: vars(each) for name, each in weighed.items()}))
         return
-    table = Table(title="Bytes of one client in one round", title_justify="left", title_style="bold")
+    table = Table(title="Bytes per client and round", title_justify="left", title_style="bold")
     for heading in (
         "network of",
         "weights",
@@ -143,7 +181,7 @@ def _show(deployment: Deployment, outcome: LocalOutcome, as_json: bool, quiet: b
 
 
 def _privacy(deployment: Deployment) -> Privacy | None:
-    """By the server's ledger, where there is one and ε can be computed here."""
+    """The ε from the server's ledger, if there is one and dp-accounting is installed."""
     if not (accounting_is_installed() and (deployment.site.run / "ledger.jsonl").exists()):
         return None
     from fedcdp.training.saved_run import spent

@@ -16,6 +16,8 @@ from fedcdp.config.fields import types_of
 from fedcdp.config.presets import Settings, preset
 from fedcdp.errors import PlanError
 
+DATA = "Data and network"
+
 # Shorter or customary names for some settings; the others are called as they are.
 _FLAGS = {
     "learning_rate": "--lr",
@@ -23,23 +25,37 @@ _FLAGS = {
     "file": "--data",
     "network": "--model",
 }
-# What a dataset has a default of its own for (`presets.population`).
-_FROM_DATASET = {"partition", "clients", "rounds", "per_round", "local_steps", "batch_size", "learning_rate"}
-_PANELS = {"data": "Data", "model": "Network", "plan": "Plan", "run": "Machine"}
+# Settings that each dataset has its own default for (`presets.population`).
+_FROM_DATASET = {
+    "partition", "clients", "classes_per_client", "rounds", "per_round", "local_steps", "batch_size", "learning_rate",
+}  # fmt: skip
+# Settings that the --help of a command shows; --help-all shows all of them.
+_MECHANISM = {"dataset", "file", "method", "batch_size", "clip", "noise_multiplier"}
+_COMMON = _MECHANISM | {"clients", "rounds", "per_round", "local_steps", "delta"}
+_COMMON_IN = {
+    "account": _COMMON | {"partition", "records", "client_sampling", "record_sampling"},
+    "attack": _MECHANISM | {"device"},
+    "audit": _COMMON | {"adversary", "unit"},
+    "calibrate": _COMMON | {"partition", "records", "adversary", "unit"},
+    "init": _COMMON - {"clients", "per_round"} | {"network", "learning_rate", "max_epsilon"},
+    "train": _COMMON | {"network", "learning_rate", "secure_noise", "max_epsilon", "adversary", "device"},
+}
+_PANELS = {"data": DATA, "model": DATA, "plan": "Plan", "run": "Machine"}
+_PRIVACY = {"delta", "max_epsilon", "adversary", "unit"}  # in a panel of their own
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def takes_settings(command: Command) -> Command:
-    """Give a command all settings as options. It receives what was given as its keyword `given`: layers, the later winning.
+    """Give a command all settings as options. It receives them as its keyword `given`: layers, of which the later wins.
 
-    The command's own parameters stay. Settings that were not given are in no layer, so that defaults and files count.
+    The last layer holds the options that were given one by one. The command's own parameters stay. A setting that was not
+    given is in no layer, so defaults and files count.
     """
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "given"]
-    offered = [
-        *_other_parameters(),
-        *(_from_setting(section, each) for section, kind in SECTIONS.items() for each in fields(kind)),
-    ]
+    common = _COMMON_IN.get(command.__name__, _COMMON)
+    settings = [_from_setting(section, each, common) for section, kind in SECTIONS.items() for each in fields(kind)]
+    offered = [*_sources(), *settings, _clip_end()]
 
     def wrapper(**values: Any) -> None:
         chosen = {p.name: values.pop(p.name) for p in offered}
@@ -53,44 +69,49 @@ def takes_settings(command: Command) -> Command:
     return wrapper  # type: ignore[return-value]
 
 
-def _other_parameters() -> list[inspect.Parameter]:
-    sources = {"rich_help_panel": "Where settings come from"}
+def flag_of(setting: str) -> str:
+    """The name of a setting's option."""
+    return _FLAGS.get(setting, "--" + setting.replace("_", "-"))
+
+
+def _sources() -> list[inspect.Parameter]:
+    sources = {"rich_help_panel": "Settings"}
     return [
         _parameter(
             "preset",
             str,
             "--preset",
-            help="mnist, cifar10, lfw, adult, cancer: the paper's setting; mnist-eps1, …-eps2, …-eps8 and the like: what is "
-            "recommended at that ε; demo. Single options override it.",
+            help="Settings of the paper (mnist, cifar10, lfw, adult, cancer), recommended ones by ε (mnist-eps1, "
+            "mnist-eps2, mnist-eps8 and so on), or demo. Options override it.",
             **sources,
         ),
-        _parameter("config", str, "--config", help="A TOML file with sections data, model, plan and run.", **sources),
-        _parameter("assignments", list[str], "--set", help="One setting as key=value; may be repeated.", **sources),
-        _parameter(
-            "clip_end",
-            float,
-            "--clip-end",
-            help="The clip bound of the last round: linear decay from --clip.",
-            rich_help_panel=_PANELS["plan"],
-        ),
+        _parameter("config", str, "--config", help="TOML file with the sections data, model, plan and run.", **sources),
+        _parameter("assignments", list[str], "--set", help="One setting, as key=value. Repeatable.", hidden=True, **sources),
     ]
 
 
-def _from_setting(section: str, setting: Field[Any]) -> inspect.Parameter:
+def _clip_end() -> inspect.Parameter:
+    look = {"help": "Clip bound of the last round: linear decay from --clip.", "hidden": True}
+    return _parameter("clip_end", float, "--clip-end", **look, rich_help_panel=_PANELS["plan"])
+
+
+def _from_setting(section: str, setting: Field[Any], common: set[str]) -> inspect.Parameter:
     kind, help_ = types_of(SECTIONS[section])[setting.name], setting.metadata["help"]
-    flag = _FLAGS.get(setting.name, "--" + setting.name.replace("_", "-"))
+    flag = flag_of(setting.name)
     if setting.name in _FROM_DATASET:
         help_ += " Default: the dataset's."
-    elif setting.default is not None:
+    elif setting.default is not None and setting.default is not False:
         help_ += f" Default: {str(setting.default).lower()}."
     choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else None
     if kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
-    # A choice or a schedule is read as text here and checked where it is used, with the same sentence as from Python.
+    # A choice or a schedule is read as text here and checked where it is used, with the same message as from Python.
     shown = kind if kind in (int, float, bool) and setting.name != "slots" else str
     choices = "INTEGER|auto" if setting.name == "slots" else choices
     name = f"{section}__{setting.name}"
-    return _parameter(name, shown, flag, help=help_, metavar=choices, rich_help_panel=_PANELS[section])
+    panel = "Privacy" if setting.name in _PRIVACY else _PANELS[section]
+    look = {"help": help_, "metavar": choices, "hidden": setting.name not in common, "rich_help_panel": panel}
+    return _parameter(name, shown, flag, **look)
 
 
 def _parameter(name: str, kind: Any, flag: str, **look: Any) -> inspect.Parameter:
@@ -117,7 +138,7 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
         try:
             single["plan"]["clip"] = f"linear({float(start)!r}, {chosen['clip_end']!r})"
         except ValueError:
-            raise PlanError("--clip-end: give the bound of the first round as a number with --clip") from None
+            raise PlanError("--clip-end: also give the clip bound of the first round, as a number, with --clip") from None
     slots = single.get("plan", {}).get("slots")
     if slots not in (None, "auto"):
         single["plan"]["slots"] = _whole_number("--slots", slots)
@@ -125,7 +146,7 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
         if "network" in layer.get("model", {}) and layer is not configured:
             consent.remember(str(layer["model"]["network"]))
     consent.require(configured.get("model", {}).get("network"), chosen["config"])
-    if "file" in single.get("data", {}):  # the run directory must find it from anywhere
+    if "file" in single.get("data", {}):  # a run finds it again from any directory
         single["data"]["file"] = str(Path(single["data"]["file"]).absolute())
     return [*layers, single]
 
@@ -134,4 +155,4 @@ def _whole_number(flag: str, written: str) -> int:
     try:
         return int(written)
     except ValueError:
-        raise PlanError(f"{flag}: {written!r} is not a whole number, and auto is only for a target ε") from None
+        raise PlanError(f"{flag}: {written!r} is not a whole number, and auto works only with a target ε") from None

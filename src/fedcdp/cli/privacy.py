@@ -1,4 +1,4 @@
-"""The commands about privacy: what a plan costs, the noise that a target needs, and what an attack can show of it."""
+"""The commands about privacy: the ε of a plan, the noise for a target ε, and a lower bound on ε from an attack."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import takes_settings
+from fedcdp.cli.remarks import describe_setting, remarks
 from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.presets import Settings
 from fedcdp.errors import DefectError, PlanError
@@ -25,24 +26,38 @@ if TYPE_CHECKING:
     from fedcdp.audit import Audit
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
-Mode = Annotated[str, typer.Option("--mode", help="How ε is computed: tight (default), rdp, or paper (not a guarantee).")]
-Layers = Annotated[int | None, typer.Option("--layers", help="Layers that are clipped apart, M. Default: the network's.")]
-Copies = Annotated[int | None, typer.Option("--copies", help="Clients that hold a copy of a record, R. Default: derived.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Mode = Annotated[
+    str, typer.Option("--mode", help="How ε is computed: tight, rdp, or paper (not a guarantee).", show_default=True)
+]
+Layers = Annotated[
+    int | None, typer.Option("--layers", help="Layers that are clipped separately, M. Default: the network's.", hidden=True)
+]
+Copies = Annotated[
+    int | None,
+    typer.Option("--copies", help="Clients that hold a copy of a record, R. Default: from the partition.", hidden=True),
+]
 
 
 @takes_settings
 def account(
     *,
     given: list[Settings],
-    run: Annotated[Path | None, typer.Option("--run", help="A run directory: what it has spent, by its ledger.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run directory: compute the ε spent so far, from its ledger.")
+    ] = None,
     mode: Mode = "tight",
     layers: Layers = None,
     copies: Copies = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Also the composition methods of the paper's scripts.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also show the composition methods of the paper's scripts.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """ε against every adversary, before any training, or of a run by its ledger."""
+    """Compute ε against every adversary, for a plan or for a run.
+
+    A plan is accounted before any training, from its settings. A run (--run) is accounted from its ledger.
+    """
     from fedcdp.accounting import paper
     from fedcdp.accounting.statement import state
     from fedcdp.training.prepared import population_of
@@ -50,16 +65,20 @@ def account(
 
     if run is not None:
         if any(given):
-            raise PlanError("--run: the settings are those of the run; give no others")
+            raise PlanError("--run: the run has its own settings; leave out all others")
         plan, privacy = spent(run, mode)  # type: ignore[arg-type]
     else:
         experiment = assemble(*given)
         plan = experiment.plan
         privacy = state(plan, population_of(experiment, copies=copies, layers=layers), mode=mode)  # type: ignore[arg-type]
     classical = paper.classical_epsilons(plan) | {"tight, the same steps": paper.tight_epsilon(plan)} if compare else {}
+    if run is None:
+        terminal.notes(remarks(experiment, given))
     if as_json:
         typer.echo(json.dumps(privacy.as_json() | ({"compare": classical} if compare else {})))
         return
+    if run is None:
+        terminal.setting(describe_setting(experiment))
     terminal.privacy_table(privacy, to_stdout=True)
     if compare:
         table = Table(title=f"The paper's rate of 0.01 over {plan.rounds * plan.local_steps} steps, by")
@@ -69,7 +88,7 @@ def account(
             table.add_row(name, format_epsilon(epsilon))
         terminal.stdout.print(table)
         terminal.stdout.print(
-            "None of these is a guarantee for the mechanism; the first three hide a total δ of 1e-3 or more."
+            "None of these is a guarantee for the mechanism. The first three hide a total δ of 1e-3 or more."
         )
 
 
@@ -77,19 +96,23 @@ def account(
 def calibrate(
     *,
     given: list[Settings],
-    target_epsilon: Annotated[float, typer.Option("--target-epsilon", help="The ε that shall not be exceeded.")],
+    target_epsilon: Annotated[float, typer.Option("--target-epsilon", help="Upper limit for ε.")],
     mode: Mode = "tight",
     layers: Layers = None,
     copies: Copies = None,
     as_json: AsJson = False,
 ) -> None:
-    """The noise multiplier that gives an ε against an adversary."""
+    """Find the noise multiplier for a target ε.
+
+    The target is the ε against one adversary (--adversary), for one unit (--unit).
+    """
     from fedcdp.training.prepared import population_of
 
     experiment, reached = calibrated(
         given, target_epsilon, mode, lambda described: population_of(described, copies=copies, layers=layers)
     )
     plan, adversary, unit = experiment.plan, experiment.run.adversary, experiment.run.unit
+    terminal.notes(remarks(experiment, given, calibrated=True))
     if as_json:
         answer = {"noise_multiplier": plan.noise_multiplier, "slots": plan.slots, "epsilon": reached, "delta": plan.delta,
                   "adversary": adversary, "unit": unit, "mode": mode}  # fmt: skip
@@ -105,17 +128,18 @@ def calibrate(
 def audit(
     *,
     given: list[Settings],
-    participations: Annotated[int, typer.Option("--participations", help="How often the client took part.")] = 1,
+    participations: Annotated[int, typer.Option("--participations", help="Number of rounds the client takes part in.")] = 1,
     trials: Annotated[
-        int | None, typer.Option("--trials", help="Trials in each world. Default: about 20 seconds' worth.")
+        int | None, typer.Option("--trials", help="Trials with and without the canary. Default: about 20 seconds' worth.")
     ] = None,
-    layers: Annotated[int, typer.Option("--layers", help="Layers of the canary network, M.")] = 3,
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the canary network, M.", hidden=True)] = 3,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress.")] = False,
 ) -> None:
-    """A lower bound on ε by attacking the mechanism's own code with a worst-case canary.
+    """Measure a lower bound on ε by attacking the mechanism.
 
-    Below it stands the ε that is guaranteed for so many participations: a bound above it would be a defect.
+    The attack runs the mechanism's own code on a worst-case canary. The guaranteed ε for the same number of participations
+    is printed below it. A lower bound above the guarantee is a defect.
     """
     from fedcdp.accounting.population import Population
     from fedcdp.accounting.statement import state
@@ -134,6 +158,8 @@ def audit(
     population = Population(max(experiment.data.clients, plan.per_round), records, 1, groups)
     privacy = state(plan, population, rounds=participations)
     guaranteed = privacy.row(found.adversary, found.unit).epsilon_worst if _has_row(privacy, found) else None
+    if not quiet:
+        terminal.notes(remarks(experiment, given))
     if as_json:
         answer = {name: _for_json(value) for name, value in vars(found).items()} | {
             "epsilon_guaranteed": _for_json(guaranteed)
@@ -144,14 +170,14 @@ def audit(
         "" if found.epsilon_gaussian is None else f"; if the trade-off is Gaussian, {format_epsilon(found.epsilon_gaussian)}"
     )
     terminal.stdout.print(
-        f"{plan.method}, {found.adversary}, {found.unit}, {found.exposures} exposures, {found.trials} trials a world: "
+        f"{plan.method}, {found.adversary}, {found.unit}, {found.exposures} exposures, {found.trials} trials in each world: "
         f"at δ = {found.delta:g} ε is at least {format_epsilon(found.epsilon_lower)} (99.9 % sure{seen})"
     )
     if guaranteed is not None:
         terminal.stdout.print(f"guaranteed: at most {format_epsilon(guaranteed)}")
         if found.epsilon_lower > guaranteed:
             shown, promised = format_epsilon(found.epsilon_lower), format_epsilon(guaranteed)
-            raise DefectError(f"the audit shows ε ≥ {shown}, above the guarantee of {promised}: a defect")
+            raise DefectError(f"the audit shows ε ≥ {shown}, above the guarantee of {promised}: this is a defect")
 
 
 def _has_row(privacy: Privacy, found: Audit) -> bool:
@@ -165,12 +191,12 @@ def _for_json(value: object) -> object:
 def calibrated(
     given: list[Settings], epsilon: float, mode: str, population_of: Callable[[Experiment], Population]
 ) -> tuple[Experiment, float]:
-    """The experiment with the noise that a target needs, and the ε that it then has."""
+    """The experiment with the noise for a target ε, and the ε that it reaches."""
     from fedcdp.accounting import calibrate as calibration
 
     if mode not in ("tight", "rdp"):
         raise PlanError(
-            f"mode: {mode!r} is not one of tight, rdp: paper mode guarantees nothing that noise could be chosen for"
+            f"mode: {mode!r} is not one of tight, rdp; paper mode is no guarantee, so noise cannot be chosen by it"
         )
     pick_slots = any(layer.get("plan", {}).get("slots") == "auto" for layer in given)
     experiment = assemble(*(_without_auto(layer) for layer in given))

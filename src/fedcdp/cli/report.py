@@ -1,4 +1,4 @@
-"""The commands `demo` and `report`: the whole story at once, and the page about any runs."""
+"""The commands `demo` and `report`: a whole study in one command, and a page about any runs."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ _TITLE = "What leaks, what stops it, what it costs"
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where it goes; an unfinished demo there is gone on with.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Output directory. An unfinished demo there is resumed.")] = Path(
         "runs/demo"
     ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")] = False,
 ) -> None:
-    """Train four methods on real digits, attack each of them, and write a table and a report page, in about two minutes."""
+    """Train, attack and account four methods, in about two minutes.
+
+    Four methods are trained on real digits. Each is attacked, and its ε is computed. The result is an HTML page.
+    """
     from fedcdp.studies.demo import Demo, Show
 
     story = Demo(out)
     story.check()
     if story.finished and not quiet:
-        terminal.console.print(f"{out} holds a finished demo, shown again below. Another --out runs a new one.")
+        terminal.console.print(f"{out} holds a finished demo, which is shown again. To run a new one, choose another --out.")
     elif not quiet:
         terminal.console.print(
-            "Four methods train on 4,000 real digits. Three adversaries then attack each method: one reads every example's "
-            "gradient on the client (type-2), one reads a client's update before it leaves (type-1), and one is the server "
-            "(type-0)."
+            "Four methods train a model on 4,000 real digits. Then three adversaries attack each method. One sees the "
+            "gradient of every example (type-2), one sees a client's update before it is sent (type-1), and one is the "
+            "server (type-0)."
         )
 
     def training(experiment: Experiment, done: int) -> AbstractContextManager[Progress | None]:
-        silent = quiet or not terminal.console.is_terminal  # without a terminal, one line per method
+        silent = quiet or not terminal.console.is_terminal  # without a terminal: a line per method rather than per round
         if silent and not quiet:
             terminal.console.print(f"{experiment.plan.method}: training, then the attacks")
         return terminal.training_progress(experiment.plan, silent, done)
@@ -58,22 +61,28 @@ def demo(
         raise StoppedError(f"stopped; fedcdp demo --out {out} resumes it") from None
     if not quiet:
         _show_table(subjects)
-        terminal.stdout.print(f"Report page: {page}", soft_wrap=True)
+        terminal.stdout.print(f"Report: {page}", soft_wrap=True)
 
 
 def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...", help="Run directories, what attack --out wrote, or folders of them.", show_default=False
+            metavar="RUN...",
+            help="Run directories, output directories of attack --out, or folders of them.",
+            show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="The file. Default: report.html in the run directory; of several, here.")
+        Path | None,
+        typer.Option("--out", help="File to write. Default: report.html in the run directory; for several runs, here."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no table.")] = False,
 ) -> None:
-    """One HTML page about one or several runs and the attacks on them: what leaks, what stops it, what it costs."""
+    """Write an HTML page about runs and the attacks on them.
+
+    It shows what leaks, what stops it, and what it costs.
+    """
     told, leaks = api.gather(runs)
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     page = api.write(told, leaks, target)
@@ -81,12 +90,10 @@ def report(
         _show_table(subjects_of(told, leaks))
     for run in told:
         if not run.finished:
-            terminal.note(
-                f"{run.name} is not finished: it is shown as far as it got, {run.rounds} of {run.plan.rounds} rounds"
-            )
+            terminal.note(f"{run.name} is not finished: the page shows {run.rounds} of {run.plan.rounds} rounds")
     if api.private_records(told, leaks):
-        terminal.note("the page contains private records: training examples and what was reconstructed of them; "
-                    "keep it where the data are kept")  # fmt: skip
+        terminal.note("the page contains private records: training examples and their reconstructions; "
+                      "store it with the data")  # fmt: skip
     typer.echo(page)
 
 
@@ -127,9 +134,9 @@ def _show_table(subjects: list[Subject]) -> None:
         if told:
             terminal.stdout.print(f"Attacks on {escape(subject.name)}: {escape('; '.join(told))}.")
     for reason, names in _reasons(subjects).items():
-        terminal.stdout.print(f"∞ for {', '.join(names)}: {reason}.")
+        terminal.stdout.print(f"ε = ∞ for {', '.join(names)}: {reason}.")
     if any(VACUOUS <= value < math.inf for subject in subjects for value in _epsilons(subject)):
-        terminal.stdout.print(f"An ε above {VACUOUS:g} guarantees nothing, even if the attacks fail.")
+        terminal.stdout.print(f"An ε above {VACUOUS:g} guarantees nothing in practice, even if the attacks fail.")
 
 
 def _reasons(subjects: list[Subject]) -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ from fedcdp.config.experiment import read_assignment
 from fedcdp.engine.runtime import usable_device
 from fedcdp.errors import PlanError, RunError, StoppedError
 from fedcdp.files.disk import write_atomically
+from fedcdp.files.installation import install_command
 
 if TYPE_CHECKING:
     from fedcdp.studies.reproduce.catalogue import Cell, Place, Table
@@ -24,43 +25,49 @@ if TYPE_CHECKING:
 
 def reproduce(
     table: Annotated[
-        str | None, typer.Argument(metavar="[TABLE]", help="Its name, or a TOML file of your own.", show_default=False)
+        str | None, typer.Argument(metavar="[TABLE]", help="Name of a table, or your own TOML file.", show_default=False)
     ] = None,
     listing: Annotated[
-        bool, typer.Option("--list", help="Name the tables, or the cells of TABLE and which are done.")
+        bool, typer.Option("--list", help="List the tables, or the cells of TABLE and which are done.")
     ] = False,
     cells: Annotated[
-        str, typer.Option("--cells", help="Only these: names, beginnings or patterns (mnist/*/cohort), comma separated.")
+        str,
+        typer.Option("--cells", help="Only these cells: names, prefixes or patterns (mnist/*/cohort), separated by commas."),
     ] = "",
-    out: Annotated[Path, typer.Option("--out", help="The folder of result files; one that exists is completed.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Directory of result files. Existing files are completed.")] = Path(
         "results/reproduction"
     ),
     workers: Annotated[
-        int, typer.Option("--workers", help="Cells at a time, each in a process. Default: the cores, at most 8.")
+        int,
+        typer.Option(
+            "--workers",
+            help="Cells to run at a time, each in a process. Default: number of cores, at most 8.",
+            show_default=False,
+        ),
     ] = 0,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Begin no further cell after so long.")
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no further cell after this time.")
     ] = None,
     table_only: Annotated[
         bool,
         typer.Option(
             "--table-only",
-            help="Run nothing: compute ε and write the table of what was measured; without TABLE, of all.",
+            help="Run nothing. Compute ε and write the table of measured cells; without TABLE, all tables.",
         ),
     ] = False,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or one of several GPUs, such as cuda:1.")] = "cpu",
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="One setting of the section run as key=value; may be repeated.")
+        list[str] | None, typer.Option("--set", help="One setting of the section run, as key=value. Repeatable.")
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Where dataset files lie.")
+        Path | None, typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Directory of dataset files.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress.")] = False,
 ) -> None:
-    """The paper's tables and figures: what it prints beside what is measured, as Markdown and JSON.
+    """Reproduce the paper's tables and figures.
 
-    Cells that are in the result file are not run again; a run that was killed goes on where it was. ε is added where
-    dp-accounting is installed.
+    The paper's figures and the measured ones are written side by side, as Markdown and JSON. Cells that are in the result
+    file are not run again, and a killed run is resumed. ε is added if dp-accounting is installed.
     """
     from fedcdp.studies.reproduce.catalogue import Place, tables
     from fedcdp.studies.reproduce.catalogue import table as find
@@ -72,7 +79,7 @@ def reproduce(
         elif table_only:
             typer.echo(str(_write_all(tables(), Place(out))))
         else:
-            raise PlanError("reproduce: which table? --list names them")
+            raise PlanError("reproduce: name a table; --list lists them")
         return
     found = find(table)
     chosen = found.chosen([each.strip() for each in cells.split(",") if each.strip()])
@@ -82,9 +89,8 @@ def reproduce(
     place = Place(out, data_dir, _machine_settings(device, assignments or []))
     results = TableResults(found, out)
     if results.stale:
-        terminal.note(
-            f"{len(results.stale)} cells were measured under other settings and do not count: {next(iter(results.stale))}, …"
-        )
+        example = next(iter(results.stale))
+        terminal.note(f"{len(results.stale)} cells were measured with other settings and are ignored, such as {example}")
     if listing:
         _print_lines([_line(cell, results) for cell in chosen])
         return
@@ -127,7 +133,7 @@ def _run(
             )
             terminal.console.print(f"{done}/{total} {cell.name}{figure}, {row['seconds']:.1f} s", highlight=False)
 
-    results.write()  # says that it cannot be written before anything is measured
+    results.write()  # fails before anything is measured if the file cannot be written
     several = 1 if table.content.get("alone") else workers or min(8, os.cpu_count() or 1)
     try:
         outcome = run(table.name, waiting, place, keep, several, math.inf if time_limit is None else time_limit)
@@ -139,15 +145,15 @@ def _run(
         name, reason = next(iter(outcome.failed.items()))
         raise RunError(f"{len(outcome.failed)} of {total} cells failed; {name}: {reason}")
     if outcome.left:
-        terminal.note(f"the time is up: {len(outcome.left)} cells are left; the same command goes on")
+        terminal.note(f"time limit reached: {len(outcome.left)} cells are left; the same command resumes")
 
 
 def _kept(results: TableResults, why: str) -> str:
-    return f"{why}; {len(results.cells)} cells are in {results.path}, and the same command goes on"
+    return f"{why}; {len(results.cells)} cells are in {results.path}; the same command resumes"
 
 
 def _write_all(known: list[Table], place: Place) -> Path:
-    """Every table of which something was measured, and a page about all."""
+    """Write every table with measured cells, and a page about all tables."""
     from fedcdp.studies.reproduce.markdown import overview
     from fedcdp.studies.reproduce.runner import TableResults
 
@@ -162,7 +168,7 @@ def _write_all(known: list[Table], place: Place) -> Path:
 
 
 def _write(table: Table, place: Place, results: TableResults) -> list[dict[str, Any]]:
-    """ε where it can be computed, the rows (which are returned), the Markdown and the pictures."""
+    """Write ε where it can be computed, the rows (which are returned), the Markdown and the pictures."""
     from fedcdp.studies.reproduce.cells import epsilons
     from fedcdp.studies.reproduce.figures import draw
     from fedcdp.studies.reproduce.layouts import sections
@@ -178,7 +184,8 @@ def _write(table: Table, place: Place, results: TableResults) -> list[dict[str, 
         pictures = draw(table, results.cells, place)
     except ImportError:
         pictures = []
-        terminal.note(f"{table.name}.png was not drawn: this needs matplotlib; install it with pip install 'fedcdp[report]'")
+        hint = install_command("report")
+        terminal.note(f"{table.name}.png was not drawn: this needs matplotlib; install it with {hint}")
     results.write_beside(".md", page(table, results.cells, made, pictures).encode())
     return made
 
@@ -199,6 +206,6 @@ def _machine_settings(device: str, assignments: list[str]) -> dict[str, Any]:
     for written in assignments:
         ((section, setting),) = read_assignment(written).items()
         if section != "run":
-            raise PlanError(f"--set {written}: a table says what is trained; only settings of [run] can be changed")
+            raise PlanError(f"--set {written}: the table fixes what is trained; only settings of [run] can be changed")
         given |= setting
     return given

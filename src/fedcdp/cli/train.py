@@ -13,8 +13,9 @@ from fedcdp.accounting.budget import Budget, accounting_is_installed
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
-from fedcdp.cli.options import takes_settings
+from fedcdp.cli.options import DATA, takes_settings
 from fedcdp.cli.privacy import calibrated
+from fedcdp.cli.remarks import remarks
 from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
@@ -30,39 +31,45 @@ if TYPE_CHECKING:
 
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Where dataset files lie.", rich_help_panel="Data"),
+    typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Directory of dataset files.", rich_help_panel=DATA),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line for programs.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no table.")]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)]
 
 
 @takes_settings
 def train(
     *,
     given: list[Settings],
-    out: Annotated[Path, typer.Option("--out", help="The run directory: a new one, or with --resume an existing one.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out as it was started.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Run directory: a new one, or with --resume an existing one.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, with its own settings.")] = False,
     target_epsilon: Annotated[
-        float | None, typer.Option("--target-epsilon", help="Choose the noise for this ε against --adversary.")
+        float | None, typer.Option("--target-epsilon", help="Choose the noise for this ε (against --adversary).")
     ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a model over many clients, into a run directory that can be resumed, compared and trusted."""
+    """Train a model over many clients.
+
+    The run directory holds the settings, metrics, ledger, checkpoint and model. A run can be resumed.
+    """
     if resume:
         if target_epsilon is not None:
-            raise PlanError("--target-epsilon: a run that is resumed keeps its noise; leave it out")
+            raise PlanError("--target-epsilon: a resumed run keeps its noise; leave the option out")
         experiment = stored(out, given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
     elif target_epsilon is not None:
         experiment, prepared, reached = _calibrated(given, target_epsilon, data_dir, quiet)
         if not quiet:
-            terminal.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} for ε = {format_epsilon(reached)}")
+            terminal.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} gives ε = {format_epsilon(reached)}")
     else:
         experiment = assemble(*given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
+    if not (resume or quiet):
+        records, calibrated_ = prepared.federation.largest, target_epsilon is not None
+        terminal.notes(remarks(experiment, given, records=records, calibrated=calibrated_))
     run = _train(experiment, prepared, out, resume, quiet)
     privacy = run.privacy() if accounting_is_installed() else None
     if not quiet:
@@ -75,15 +82,15 @@ def train(
 
 def evaluate(
     run: RunPath,
-    split: Annotated[str, typer.Option("--split", help="train, validation or test.")] = "validation",
-    per_client: Annotated[bool, typer.Option("--per-client", help="Also how accuracy spreads over clients.")] = False,
+    split: Annotated[str, typer.Option("--split", help="Data split: train, validation or test.")] = "validation",
+    per_client: Annotated[bool, typer.Option("--per-client", help="Also show how accuracy varies over clients.")] = False,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """The accuracy of a run's model on any split, also client by client."""
+    """Compute the accuracy of a run's model on a data split."""
     trained = Trained.load(run, data_dir)
     result = trained.evaluate(split, per_client)
-    # A client's own figure, on any split, is weighted by which classes it holds.
+    # A client's own figure, on any split, is weighted by the classes that the client holds.
     if (split == "train" or per_client) and trained.experiment.plan.private:
         terminal.note("computed from training data, so no privacy guarantee covers this figure")
     if as_json:
@@ -95,20 +102,20 @@ def evaluate(
 
 def export(
     run: RunPath,
-    to: Annotated[Path, typer.Option("--to", help="The file to write (tensorboard: a directory).")],
+    to: Annotated[Path, typer.Option("--to", help="File to write (tensorboard: directory).")],
     form: Annotated[
-        str, typer.Option("--format", help="The model: safetensors, torchscript, onnx. Its metrics: csv, tensorboard.")
+        str, typer.Option("--format", help="Model: safetensors, torchscript or onnx. Metrics: csv or tensorboard.")
     ] = "safetensors",
     data_dir: DataDir = None,
 ) -> None:
-    """A run's model, or the metrics of its training, in another format."""
+    """Write a run's model or its metrics in another format."""
     typer.echo(Trained.load(run, data_dir).export(form, to))
 
 
 def _calibrated(
     given: list[Settings], epsilon: float, data_dir: Path | None, quiet: bool
 ) -> tuple[Experiment, Prepared, float]:
-    """The experiment with the noise that a target needs, what it trains, and the ε that it then has."""
+    """The experiment with the noise for a target ε, what it trains, and the ε that it reaches."""
     made: list[Prepared] = []
 
     def population_of(experiment: Experiment) -> Population:
@@ -128,22 +135,22 @@ def _train(experiment: Experiment, prepared: Prepared, out: Path, resume: bool, 
                 experiment, out, resume=resume, prepared=prepared, budget=budget.allows, progress=progress
             )
     except KeyboardInterrupt:
-        raise StoppedError(f"stopped; fedcdp train --resume --out {out} goes on from the last whole round") from None
+        raise StoppedError(f"stopped; fedcdp train --resume --out {out} resumes after the last complete round") from None
     except StorageError as error:
         if not RunDirectory(out).config.is_file():
             raise
-        raise StorageError(f"{error}; once that is mended, fedcdp train --resume --out {out} goes on") from error
+        raise StorageError(f"{error}; after fixing that, fedcdp train --resume --out {out} resumes the run") from error
 
 
 def _say_whether_noise_is_secret(plan: Plan) -> None:
     if plan.private and not plan.secure_noise:
         terminal.note(
-            "reproducible research: whoever has the seed can subtract the noise (--secure-noise draws it in secret)"
+            "the noise is reproducible: anyone who knows the seed can subtract it (--secure-noise draws it in secret)"
         )
 
 
 def _summary(run: Run, privacy: Privacy | None) -> dict[str, object]:
-    speed = None if run.plan.hides_cohort else run.us_per_client_step  # how long it took tells how many took part
+    speed = None if run.plan.hides_cohort else run.us_per_client_step  # the time would reveal how many clients took part
     return {
         "accuracy": run.accuracy,
         "rounds": run.rounds,
@@ -154,18 +161,20 @@ def _summary(run: Run, privacy: Privacy | None) -> dict[str, object]:
 
 
 def _show_run(run: Run, privacy: Privacy | None) -> None:
-    speed = "" if run.us_per_client_step is None else f", {run.us_per_client_step:.0f} µs a client step"
-    ended = "" if run.rounds == run.plan.rounds else f" of {run.plan.rounds}: one more would exceed the largest ε"
+    speed = "" if run.us_per_client_step is None else f", {run.us_per_client_step:.0f} µs per client step"
+    ended = "" if run.rounds == run.plan.rounds else f" of {run.plan.rounds}: another round would exceed the maximum ε"
     rows = {
         "federation": run.federation.describe(),
         "method": run.plan.method,
         "rounds": f"{run.rounds}{ended}",
         "validation accuracy": "-" if run.accuracy is None else f"{run.accuracy:.4f}",
-        "time": "not shown: it would tell how many took part" if run.plan.hides_cohort else f"{run.seconds:.1f} s{speed}",
+        "time": "not shown: it would reveal how many clients took part"
+        if run.plan.hides_cohort
+        else f"{run.seconds:.1f} s{speed}",
         "run directory": str(run.directory),
     }
     terminal.table("Trained", rows)
     if privacy is None:
-        terminal.note("dp-accounting is not installed; fedcdp account --run computes ε from the ledger where it is")
+        terminal.note("dp-accounting is not installed; where it is, fedcdp account --run computes ε from the ledger")
     else:
         terminal.privacy_table(privacy)

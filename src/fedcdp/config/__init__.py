@@ -1,1 +1,1 @@
-"""Settings: the plan, schedules, presets, and the experiment that a configuration file holds."""
+"""Settings: the plan, schedules, presets, and the experiment that a configuration file describes."""

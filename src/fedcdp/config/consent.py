@@ -1,9 +1,9 @@
-"""Code that a file names is imported only if the user has named it, too.
+"""Code named in a file is imported only if the user has named it as well.
 
-A network of the user's own is written as `package.module:factory`, imported and called. In a file, whoever wrote the file
-chooses what that is. So a configuration, a table of `reproduce` or a run directory may name only what this user named
-before: on a command line (`--model`) or from Python, which is remembered in the user's cache, or in the variable
-FEDCDP_TRUST, where commas separate several.
+A user's own network is written as `package.module:factory`, which is imported and called. In a file, the author of the
+file chooses that code. A configuration, a table of `reproduce` or a run directory may therefore name only a network that
+this user has named before: on a command line (`--model`) or from Python, both remembered in the user's cache, or in the
+comma-separated environment variable FEDCDP_TRUST.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST = 500
 
 
 def remember(network: str) -> None:
-    """Note that the user named a network; one of this package needs no note. A cache that is read-only stays as it is."""
+    """Record that the user named a network. fedcdp's own networks need no record; a read-only cache is left as it is."""
     if not _is_code(network) or network in _remembered() or len(network) > _LONGEST:
         return
     names = [*_remembered(), network]
@@ -29,15 +29,15 @@ def remember(network: str) -> None:
 
 
 def require(network: object, source: Path | str) -> None:
-    """Refuse a network that a file names, if it is code and the user never named it."""
+    """Refuse a network named in a file if it is code that the user never named."""
     if not isinstance(network, str) or not _is_code(network):
         return
     named = [each.strip() for each in os.environ.get("FEDCDP_TRUST", "").split(",")]
     if network not in named and network not in _remembered():
         shown = printable(network[:100])
         raise ModelError(
-            f"model: {source} names {shown}, which is code that would be imported and run, and which you have not named "
-            f"yourself; if you trust it, say --model {shown} or set FEDCDP_TRUST={shown}"
+            f"model: {source} names {shown}, code that would be imported and run, but that you have not named "
+            f"yourself; if you trust it, pass --model {shown} or set FEDCDP_TRUST={shown}"
         )
 
 

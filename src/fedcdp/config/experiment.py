@@ -1,7 +1,7 @@
-"""An experiment: the data, the network, the plan and the machine, as one value that a configuration file holds whole.
+"""An experiment: the data, the network, the plan and the machine, as one value that a configuration file describes fully.
 
-Where a setting is given several times, the later wins: the dataset's defaults, a preset, a configuration file, single
-settings.
+Settings come from several layers; later layers override earlier ones: the dataset's defaults, a preset, a configuration
+file, single settings.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(_Checked):
-    """`[data]`: which examples, and how they are dealt out to clients."""
+    """`[data]`: the examples, and how they are distributed to clients."""
 
-    dataset: str | None = option(None, "A benchmark: mnist, cifar10, lfw, adult, cancer, or mnist5k (embedded).")
-    file: str | None = option(None, "Your own examples: FILE.npz (x, y) or FILE.csv (last column, or `label`).")
-    partition: str = option("iid", "How records are dealt out: shards, iid, dirichlet, full.")
-    clients: int = option(100, "Clients in all, K.")
-    records: int | None = option(None, "Records at a client, N_i. Default: the data, dealt out disjointly.")
-    classes_per_client: int = option(2, "Classes at a client, for shards.")
-    alpha: float = option(0.5, "Concentration, for dirichlet.")
+    dataset: str | None = option(None, "mnist, cifar10, lfw, adult, cancer, or mnist5k (included; default).")
+    file: str | None = option(None, "Your own FILE.npz (x, y) or FILE.csv (label in `label` or the last column).")
+    partition: str = option("iid", "How records are split: shards, iid, dirichlet, full.")
+    clients: int = option(100, "Number of clients, K.")
+    records: int | None = option(None, "Records per client, N_i. Default: the dataset's, or a disjoint split.")
+    classes_per_client: int = option(2, "Classes per client, for shards.")
+    alpha: float = option(0.5, "Concentration parameter, for dirichlet.")
     split_seed: int = option(0, "Fixes which examples are held out for validation.")
     scaling: Scaling = option(
-        "training", "Adult and cancer: scaled by training statistics (which no ε covers), or by public constants."
+        "training", "Adult and cancer: scale by training statistics (which no ε covers) or by public constants."
     )
     validation_fraction: float = option(0.2, "Share of your own examples held out for validation.")
     standardise: bool = option(False, "Standardise your own examples by training statistics (which no ε covers).")
@@ -49,7 +49,7 @@ class DataSettings(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(_Checked):
-    """`[model]`: which network."""
+    """`[model]`: the network."""
 
     network: str = option(
         "auto", "cnn, mlp, cpl, small, linear, oriented-gradients, auto, or your own as package.module:factory."
@@ -59,24 +59,26 @@ class ModelSettings(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSettings(_Checked):
-    """`[run]`: where, and how much at once. Does not change results beyond rounding."""
+    """`[run]`: the device, and how many clients are trained at once. Does not change results beyond rounding."""
 
-    device: str = option("cpu", "cpu, cuda, cuda:1, …")
+    device: str = option("cpu", "cpu, cuda, or one of several GPUs, such as cuda:1.")
     engine: EngineName = option(
         "auto",
-        "How gradients are computed: kernel, compiled (GPU), batched, functional (any network); auto: the fastest.",
+        "How gradients are computed: kernel, compiled (GPU), batched, functional (any network), or auto (the fastest).",
     )
-    chunk: int | None = option(None, "Clients trained at once. Default: what is fastest within a bounded memory.")
-    tf32: bool = option(False, "Let a GPU round the factors of products to 10 bits: faster. Norms and noise stay exact.")
+    chunk: int | None = option(None, "Clients trained at once. Default: the fastest number within a memory limit.")
+    tf32: bool = option(
+        False, "Let a GPU round the factors of products to 10 bits, which is faster. Norms and noise stay exact."
+    )
     evaluate_every: int = option(1, "Rounds between evaluations on the validation split.")
-    max_epsilon: float | None = option(None, "End training before the release that would exceed this ε.")
-    adversary: str = option("server", "Whose ε that is, and the progress shows: server, update, example or model.")
-    unit: str = option("record", "Of which unit: record, client or unique.")
+    max_epsilon: float | None = option(None, "Stop training before the release that would exceed this ε.")
+    adversary: str = option("server", "Adversary that ε is for: server, update, example or model.")
+    unit: str = option("record", "Unit that ε protects: record, client or unique.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything that `fedcdp train` needs to know, besides where the data files lie."""
+    """Everything that `fedcdp train` needs to know except the location of the data files."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -84,7 +86,7 @@ class Experiment:
     run: MachineSettings = field(default_factory=MachineSettings)
 
     def to_toml(self) -> str:
-        """The configuration file that gives this experiment back."""
+        """The configuration file that describes this experiment; reading it back gives an equal one."""
         import tomli_w
 
         sections = {}
@@ -99,7 +101,7 @@ SECTIONS: dict[str, type] = {"data": DataSettings, "model": ModelSettings, "plan
 
 
 def assemble(*layers: presets.Settings) -> Experiment:
-    """An experiment from layers of settings, the later winning, over the defaults of the dataset that they name."""
+    """Build an experiment from layers of settings over the defaults of the dataset that they name; later layers win."""
     merged: presets.Settings = {name: {} for name in SECTIONS}
     for layer in layers:
         for section, settings in layer.items():
@@ -108,16 +110,16 @@ def assemble(*layers: presets.Settings) -> Experiment:
                     raise PlanError(f"{section}.{key}: there is no such setting")
                 merged[section][key] = value
     for section, name in (("data", "dataset"), ("data", "file"), ("plan", "method"), ("plan", "noise")):
-        if not isinstance(given := merged[section].get(name), str | None):  # they are looked up before a section checks them
-            raise PlanError(f"{name}: {str(given)[:100]} is not a text")
+        if not isinstance(given := merged[section].get(name), str | None):  # looked up below, before a section checks them
+            raise PlanError(f"{name}: {str(given)[:100]} is not a string")
     if merged["data"].get("file") is None:
         merged["data"].setdefault("dataset", DEFAULT_DATASET)
     elif "dataset" in merged["data"]:
-        raise PlanError("data: give a dataset or a file of your own, not both")
+        raise PlanError("data: give either a dataset or a file of your own, not both")
     dataset = merged["data"].get("dataset")
     defaults = presets.population(dataset)
     clients = merged["data"].get("clients")
-    if isinstance(clients, int):  # a smaller federation should not need to say that a round is smaller, too
+    if isinstance(clients, int):  # so a small federation need not set per_round as well
         defaults["plan"]["per_round"] = max(1, min(defaults["plan"]["per_round"], clients))
     for section, settings in defaults.items():
         merged[section] = settings | merged[section]
@@ -128,7 +130,7 @@ def assemble(*layers: presets.Settings) -> Experiment:
 
 
 def read_toml(path: Path | str, *, stream: bool = False) -> presets.Settings:
-    """The settings in a configuration file; with `stream`, one that is written to while it is read."""
+    """Read the settings in a configuration file; with `stream`, it may be a pipe."""
     try:
         settings = parse_toml(read_bounded(path, MOST_SETTINGS, stream=stream))
     except OSError as error:
@@ -136,7 +138,7 @@ def read_toml(path: Path | str, *, stream: bool = False) -> presets.Settings:
     except ValueError as error:
         raise RunError(f"{path} is not a TOML file: {error}") from error
     if "python" in settings:
-        raise RunError(f"{path} is of a run whose network and data came from Python; use it from there")
+        raise RunError(f"{path} belongs to a run whose network and data came from Python; open the run from Python")
     for section, values in settings.items():
         if section not in SECTIONS or not isinstance(values, dict):
             raise PlanError(f"{path}: {section} is not one of the sections {', '.join(SECTIONS)}")
@@ -144,14 +146,14 @@ def read_toml(path: Path | str, *, stream: bool = False) -> presets.Settings:
 
 
 def read_assignment(written: str) -> presets.Settings:
-    """The setting in `key=value` or `section.key=value`; the value is written as in TOML, quotes around a text optional."""
+    """Parse `key=value` or `section.key=value`; the value is written as in TOML, but a string needs no quotes."""
     name, equals, value = written.partition("=")
     section, _, key = name.strip().rpartition(".")
     sections = [section] if section else [each for each, kind in SECTIONS.items() if key in _names(kind)]
     if not equals:
         raise PlanError(f"--set {written}: write it as key=value")
     if not sections or key not in _names(SECTIONS.get(sections[0], type(None))):
-        raise PlanError(f"--set {written}: there is no setting called {name.strip()!r}; train --help lists them")
+        raise PlanError(f"--set {written}: there is no setting called {name.strip()!r}; train --help lists the settings")
     try:
         return {sections[0]: {key: parse_toml(f"value = {value}")["value"]}}
     except ValueError:

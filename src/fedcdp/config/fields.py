@@ -1,6 +1,7 @@
-"""Settings: fields of frozen dataclasses that carry their own help and check their own types.
+"""Settings: fields of frozen dataclasses that carry their own help text and check their own types.
 
-The command line and the configuration file are made of them, so that a name, its type and its help are written once.
+The command line and the configuration file are both generated from them, so a name, its type and its help are written
+once.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import numpy as np
 
 from fedcdp.errors import PlanError
 
-_LONGEST = 200  # characters of a value that a sentence shows
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_LONGEST = 200  # characters of a value that an error message shows
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
 def option(default: Any, help_: str) -> Any:
-    """A dataclass field that the command line offers as an option with this help."""
+    """A dataclass field that the command line offers as an option with this help text."""
     return field(default=default, metadata={"help": help_})
 
 
 @cache
 def types_of(kind: Any) -> dict[str, Any]:
-    """The type of each field; of `X | None`, the X."""
+    """The type of each field; for `X | None`, the X."""
     return {name: _without_none(hint) for name, hint in get_type_hints(kind).items()}
 
 
 def check_types(settings: Any) -> None:
-    """Refuse a value of the wrong type in one sentence; a whole number where a fraction may stand becomes a fraction."""
+    """Refuse a value of the wrong type in one sentence. An int given for a float field becomes a float."""
     kind: Any = type(settings)
     for setting in fields(settings):
         name, value, wanted = setting.name, getattr(settings, setting.name), types_of(kind)[setting.name]
@@ -53,11 +54,11 @@ def check_types(settings: Any) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value for a sentence: a file may hold one of any length, or so deep that it has no text."""
+    """A value as an error message shows it: one from a file may be arbitrarily long, or nested too deeply for `repr`."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
-        return "what is given"
+        return "the given value"
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 

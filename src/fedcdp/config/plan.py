@@ -1,7 +1,7 @@
 """The plan: one frozen object that says how a federation is trained, and the only source of truth for it.
 
-The clip bound that clips, the one that scales the noise and the one that is accounted are read from here and nowhere
-else. A plan checks itself when it is made and says in a sentence what is wrong.
+Clipping, noise and accounting all read the clip bound from here and nowhere else. A plan checks itself when it is
+created; an invalid one raises an error that says in one sentence what is wrong.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Aggregation = Literal["fedsgd", "fedaveraging"]
 NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
-_MOST = 10_000_000  # rounds, steps, clients, records: beyond any training, and within what a machine can count
+_MOST = 10_000_000  # rounds, steps, clients, records: more than any training needs, and small enough to count exactly
 _MOST_STEPS = 1_000_000_000
 _PAPER_DECAY = "linear(6, 2)"
-# Norms and noise are float32. Squares of what is much smaller than the least bound vanish (a norm would come out too short),
-# those of what is much larger than the largest are infinite, and noise beyond the multipliers is rounded away or overflows.
+# Norms and noise are float32. Squares of values far below the smallest bound underflow, which makes the norm too short;
+# squares of values far above the largest bound overflow. Noise beyond these multipliers is rounded away or overflows.
 _BOUNDS = (1e-10, 1e10)
 _MULTIPLIERS = (1e-6, 1e6)
 _RATES = (1e-30, 1e30)
-_LEAST_DELTA = 1e-300  # below, not even its logarithm is exact
-_SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant pays for that
+_LEAST_DELTA = 1e-300  # below this, not even its logarithm is exact
+_SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant charges for that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,53 +44,61 @@ class Plan:
     """How a federation is trained. The fields are also the command line's plan options and the keys of `[plan]`."""
 
     method: MethodName = option("fed-cdp", "Training method.")
-    rounds: int = option(100, "Global rounds, T.")
-    per_round: int = option(100, "Clients in a round, K_t (with Poisson sampling: expected).")
-    local_steps: int = option(100, "Local iterations of a client in a round, L.")
-    batch_size: int = option(5, "Examples in a local batch, B (with Poisson sampling: expected).")
+    rounds: int = option(100, "Number of rounds, T.")
+    per_round: int = option(100, "Clients per round, K_t (Poisson: expected).")
+    local_steps: int = option(100, "Local steps of a client per round, L.")
+    batch_size: int = option(5, "Examples per step, B (Poisson: expected).")
     clip: Schedule | Quantile = option(
         None,
         "Clip bound C: a number, linear(6, 2), exponential(6, 2), cosine(6, 2), proportional(4) to the learning rate, or "
         "quantile(0.5, 4), which starts at 4 and follows the median norm privately. "
         "Default: 4; fed-cdp-decay: linear(6, 2).",
     )
-    clip_mode: ClipMode = option("layer", "Clip each layer at C (the paper), or the whole gradient at once.")
+    clip_mode: ClipMode = option("layer", "Clip each layer to C (as in the paper), or the whole gradient at once (flat).")
     noise_multiplier: float = option(6.0, "Noise multiplier σ.")
     noise: NoiseConvention = option(
         "example",
-        "Fed-CDP: what the noise N(0, (σC)²) is added to: every example (the paper's algorithm), the batch's sum, "
-        "or cohort: the batch's sum, 1/K_t of it.",
+        "Fed-CDP: where the noise N(0, (σC)²) is added: to the gradient of every example (the paper's algorithm), to the "
+        "sum of the batch, or, with cohort, to the sum of the batch scaled by 1/K_t.",
     )
     noise_at: NoisePlacement = option("server", "Fed-SDP: who adds the noise.")
-    noise_follows_clip: bool = option(True, "Noise shrinks with a decaying clip bound; otherwise it stays at σ·C_0.")
-    quantile_noise: float = option(5.0, "Quantile clip: standard deviation σ_b of the noise on one yes or no.")
-    quantile_rate: float = option(0.2, "Quantile clip: how fast the bound follows.")
-    client_sampling: ClientSampling = option("fixed", "How clients are chosen: exactly K_t, or each independently.")
+    noise_follows_clip: bool = option(True, "Scale the noise with a decaying clip bound; otherwise it stays at σ·C_0.")
+    quantile_noise: float = option(5.0, "Quantile clip: standard deviation σ_b of the noise on one yes-or-no answer.")
+    quantile_rate: float = option(0.2, "Quantile clip: how fast the bound follows the quantile.")
+    client_sampling: ClientSampling = option(
+        "fixed", "How clients are selected: exactly K_t (fixed), or each independently (poisson)."
+    )
     record_sampling: RecordSampling = option(
-        "poisson", "How a step's records are chosen: each independently, exactly B at random, or in a fixed order."
+        "poisson",
+        "How the records of a step are selected: each independently (poisson), exactly B at random (fixed), or in a fixed "
+        "order (partition).",
     )
     slots: int = option(None, "Noise slots of a Poisson step, S. Default: 3 B.")
     learning_rate: Schedule = option(0.05, "Local learning rate η: a number or a schedule.")
-    server_learning_rate: float = option(1.0, "Server learning rate s: W + s·mean(ΔW).")
-    momentum: float = option(0.0, "Momentum of the local steps, within a round.")
+    server_learning_rate: float = option(1.0, "Server learning rate s, in W + s·mean(ΔW).")
+    momentum: float = option(0.0, "Momentum of the local steps within a round.")
     ema: float = option(0.0, "Moving average of the global model: share kept each round (0: off).")
     aggregation: Aggregation = option("fedsgd", "Clients send updates (fedsgd) or whole models (fedaveraging).")
-    compression: float = option(0.0, "Share of an update's smallest entries that is pruned before it is sent.")
-    share_fraction: float = option(0.1, "DSSGD: share of an update's largest entries that is sent.")
-    secure_aggregation: bool = option(False, "Assume that the server sees only the sum of the updates (for `model`).")
+    compression: float = option(0.0, "Share of an update's entries, the smallest, that is pruned before sending.")
+    share_fraction: float = option(0.1, "DSSGD: share of an update's entries, the largest, that is sent.")
+    secure_aggregation: bool = option(
+        False, "Assume that the server sees only the sum of the updates (for the adversary `model`)."
+    )
     delta: float = option(1e-5, "δ of the privacy guarantee.")
-    secure_noise: bool = option(False, "Draw noise from the operating system; nothing stored can give it back.")
+    secure_noise: bool = option(False, "Draw noise from the operating system. Nothing stored can reproduce it.")
     noise_generator: NoiseGenerator = option(
         "philox",
-        "With secure noise: Philox with a fresh key from the operating system for every draw, the faster on a GPU, or the "
-        "cipher ChaCha20, the stronger, and the faster on a CPU.",
+        "With secure noise: philox, which takes a fresh key from the operating system for every draw and is faster on a "
+        "GPU, or the cipher chacha20, which is stronger, and faster on a CPU.",
     )
-    seed: int = option(0, "Fixes all randomness of a simulation; with secure noise, only partition and first weights.")
+    seed: int = option(
+        0, "Fixes all randomness of a simulation. With secure noise: only the partition and the initial weights."
+    )
 
     privacy: ClassVar[Callable[..., Any]]
     """`plan.privacy(federation)`: the privacy statement; the package attaches `accounting.budget.privacy_of_plan` here."""
 
-    if TYPE_CHECKING:  # what may be given; the fields above say what a plan then holds
+    if TYPE_CHECKING:  # the accepted argument types; the fields above have the types that a plan then holds
 
         def __init__(
             self,
@@ -133,7 +141,7 @@ class Plan:
         self._set("slots", self._default_slots() if self.slots is None else self.slots)
         self._check_values()
 
-    # What the methods read -------------------------------------------------------------------------------------------
+    # Values that the methods use -------------------------------------------------------------------------------------
 
     @property
     def private(self) -> bool:
@@ -142,36 +150,37 @@ class Plan:
 
     @property
     def per_example(self) -> bool:
-        """Whether the method clips and noises every example's gradient, rather than a client's update."""
+        """Whether the method clips and noises every example's gradient rather than a client's update."""
         return self.method in ("fed-cdp", "fed-cdp-decay")
 
     @property
     def hides_cohort(self) -> bool:
-        """Whether an ε rests on nobody knowing how many took part in a round: Poisson clients, noise at the server."""
+        """Whether an ε assumes that nobody knows how many clients took part in a round (Poisson clients, noise at the
+        server)."""
         return self.method == "fed-sdp" and self.noise_at == "server" and self.client_sampling == "poisson"
 
     @property
     def noise_on_sum(self) -> float:
-        """The noise on the sum of a Fed-CDP step, in units of one draw, by the plan's convention."""
+        """The noise on the sum of a Fed-CDP step, in units of one draw, under the plan's convention."""
         return {"example": math.sqrt(self.slots), "batch": 1.0, "cohort": 1 / self.per_round}[self.noise]
 
     @property
     def quantile(self) -> Quantile | None:
-        """What the clip bound follows; None where it is scheduled, or where nothing is clipped."""
+        """The quantile that the clip bound follows; None if the bound is scheduled or nothing is clipped."""
         return self.clip if self.private and isinstance(self.clip, Quantile) else None
 
     def clip_at(self, round_: int, current: float | None = None) -> float:
-        """The clip bound C of a round. One that follows a quantile is `current`, to which the rounds before moved it."""
+        """The clip bound C of a round. For a bound that follows a quantile, pass its value in this round as `current`."""
         if isinstance(self.clip, Schedule):
             return self.clip.value(round_, self.rounds, leader=self.learning_rate)
         if current is not None:
             return current
         if round_ == 0:
             return self.clip.start
-        raise PlanError(f"clip: {self.clip} in round {round_ + 1} is not known before the rounds until then are done")
+        raise PlanError(f"clip: the bound of {self.clip} in round {round_ + 1} is known only after the rounds before it")
 
     def noise_scale_at(self, round_: int, current: float | None = None) -> float:
-        """σC, the standard deviation of one noise draw in a round; of a bound that follows a quantile, `current`."""
+        """σC, the standard deviation of one noise draw in a round; `current` as in `clip_at`."""
         return self.noise_multiplier * self.clip_at(round_ if self.noise_follows_clip else 0, current)
 
     def learning_rate_at(self, round_: int) -> float:
@@ -179,9 +188,9 @@ class Plan:
         return self.learning_rate.value(round_, self.rounds)
 
     def but(self, **changes: Any) -> Plan:
-        """The same plan with some fields changed; what was derived from a changed field is derived anew."""
+        """The same plan with some fields changed; defaults derived from a changed field are derived again."""
         for name in changes.keys() - {each.name for each in fields(self)}:
-            raise PlanError(f"{name}: a plan has no such field")
+            raise PlanError(f"{name}: a plan has no field of this name")
         if self.slots == self._default_slots():
             changes.setdefault("slots", None)
         if "clip" not in changes and changes.get("method", self.method) != self.method:
@@ -191,18 +200,18 @@ class Plan:
         return replace(self, **changes)
 
     def written(self) -> dict[str, str | int | float | bool]:
-        """The plan as plain values, for a configuration file; `Plan(**written)` gives it back."""
+        """The plan as plain values, for a configuration file; `Plan(**written)` restores it."""
         return {name: str(value) if isinstance(value, Schedule | Quantile) else value for name, value in vars(self).items()}
 
     def digest(self) -> str:
-        """A short name of the plan that differs for different plans."""
+        """A short identifier that differs for different plans."""
         return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()[:16]
 
     def check_clients(self, clients: int) -> None:
-        """Refuse a plan that a federation of this many clients cannot carry out."""
+        """Refuse the plan if a federation of this many clients cannot carry it out."""
         if self.per_round > clients:
             raise PlanError(
-                f"per_round: {self.per_round} clients a round cannot be chosen out of {clients}; at most {clients}"
+                f"per_round: {self.per_round} clients a round cannot be chosen from {clients}; it must be at most {clients}"
             )
 
     # Checks ----------------------------------------------------------------------------------------------------------
@@ -218,7 +227,9 @@ class Plan:
             self._require(name, getattr(self, name) >= 1, "at least 1")
             self._require(name, getattr(self, name) <= _MOST, f"at most {_MOST:,}")
         if self.rounds * self.local_steps > _MOST_STEPS:
-            raise PlanError(f"rounds: {self.rounds} of {self.local_steps} local steps are more than {_MOST_STEPS:,} steps")
+            raise PlanError(
+                f"rounds: {self.rounds} rounds of {self.local_steps} local steps exceed {_MOST_STEPS:,} steps in all"
+            )
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
         least, most = _RATES
         self._require("server_learning_rate", least <= self.server_learning_rate <= most, f"from {least:g} to {most:g}")
@@ -233,27 +244,27 @@ class Plan:
             fixed = f"the batch size, {self.batch_size}, under {self.record_sampling} record sampling"
             self._require("slots", self.slots == self.batch_size, fixed)
         if self.learning_rate.kind == "proportional":
-            raise PlanError("learning_rate: only a clip bound can be proportional, to the learning rate")
+            raise PlanError("learning_rate: only a clip bound can be proportional (to the learning rate)")
         for name in ("quantile_noise", "quantile_rate"):
             self._require(name, getattr(self, name) > 0, "positive")
         if self.noise_generator != "philox" and not self.secure_noise:
-            raise PlanError(f"noise_generator: {self.noise_generator} is for secure noise; set secure_noise, too")
+            raise PlanError(f"noise_generator: {self.noise_generator} applies to secure noise only; also set secure_noise")
         if isinstance(self.clip, Quantile) and not self.noise_follows_clip:
-            raise PlanError(f"noise_follows_clip: the noise must follow a bound that follows a quantile, {self.clip}")
+            raise PlanError(f"noise_follows_clip: false is not allowed with {self.clip}; noise must follow a quantile bound")
         if self.private:
             self._check_scales()
         if self.method == "fed-cdp-decay" and not self._decays():
             raise PlanError(f"clip: fed-cdp-decay needs a bound that decays, such as linear(6, 2), not {self.clip}")
 
     def _check_scales(self) -> None:
-        """Refuse bounds and noise that the arithmetic cannot carry."""
+        """Refuse bounds and noise that float32 arithmetic cannot represent."""
         if isinstance(self.clip, Quantile):
             least, most = self.clip.start * 1e-6, self.clip.start * 1e6
         else:
             last = self.clip.value(self.rounds - 1, self.rounds, leader=self.learning_rate)
             least, most = sorted((self.clip.start, last))
         if least < _BOUNDS[0] * (1 - 1e-9) or most > _BOUNDS[1] * (1 + 1e-9):
-            within = " with all that it may move to" if isinstance(self.clip, Quantile) else ""
+            within = ", wherever it may move" if isinstance(self.clip, Quantile) else ""
             raise PlanError(f"clip: {self.clip} is not allowed; it must be from {_BOUNDS[0]:g} to {_BOUNDS[1]:g}{within}")
         weakest, strongest = _MULTIPLIERS
         for name in ("noise_multiplier", "quantile_noise"):

@@ -1,8 +1,8 @@
 """Schedules: one value per round, for the clip bound and the learning rate.
 
-A schedule is a frozen value with a written form, so that a configuration file, the command line and Python say the same
-thing: `4`, `linear(6, 2)`, `exponential(6, 2)`, `cosine(6, 2)`, `proportional(4)`. A clip bound may also be a
-`quantile(0.5, 4)`, whose values are not known before the training.
+A schedule is a frozen value with a written form, so configuration files, the command line and Python use the same
+notation: `4`, `linear(6, 2)`, `exponential(6, 2)`, `cosine(6, 2)`, `proportional(4)`. A clip bound may also be a
+`quantile(0.5, 4)`, whose values are not known before training.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fedcdp.errors import PlanError
 Kind = Literal["constant", "linear", "exponential", "cosine", "proportional"]
 _Made = TypeVar("_Made")
 
-_LEAST, _MOST = 1e-30, 1e30  # what it bounds and multiplies is float32
+_LEAST, _MOST = 1e-30, 1e30  # bounds and learning rates apply to float32 tensors
 
-# How far the value has travelled from start to end after a fraction `x` of the rounds.
+# The value between start and end after a fraction `x` of the rounds.
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "constant": lambda start, end, x: start,  # noqa: ARG005
     "linear": lambda start, end, x: (1 - x) * start + x * end,
@@ -52,7 +52,7 @@ class Schedule:
         """The value in round `round_` (counted from 0) of `rounds`."""
         if self.kind == "proportional":
             if leader is None or leader.kind == "proportional":
-                raise PlanError(f"schedule {self}: only a clip bound can be proportional, to the learning rate")
+                raise PlanError(f"schedule {self}: only a clip bound can be proportional (to the learning rate)")
             return self.start * leader.value(round_, rounds) / leader.start
         progress = round_ / (rounds - 1) if rounds > 1 else 0.0
         return _SHAPES[self.kind](self.start, self.end, progress)
@@ -68,8 +68,8 @@ class Schedule:
 class Quantile:
     """A clip bound that follows a quantile of the norms that it clips (Andrew et al., NeurIPS 2021).
 
-    It begins at `start`. Every round tells, under noise, what share of the norms lay within the bound; the bound grows
-    where that share is below `target` and shrinks where it is above.
+    The bound begins at `start`. Every round releases, under noise, the share of norms within the bound. The bound grows
+    when that share is below `target` and shrinks when it is above.
     """
 
     target: float
@@ -82,7 +82,7 @@ class Quantile:
             raise PlanError(f"{self}: {_number(self.start)} is not a bound from 1e-30 to 1e30")
 
     def moved(self, bound: float, within: float, rate: float) -> float:
-        """The bound of the next round: C · exp(−rate · (within − target)), from a millionth to a million times `start`."""
+        """The bound of the next round: C · exp(−rate · (within − target)), between 1e-6 and 1e6 times `start`."""
         exponent = min(max(-rate * (within - self.target), -100.0), 100.0)
         return min(max(bound * math.exp(exponent), self.start * 1e-6), self.start * 1e6)
 
@@ -91,7 +91,7 @@ class Quantile:
 
 
 def _number(value: float) -> str:
-    # Every digit counts: a configuration file must give the same schedule back.
+    # All digits: reading a configuration file back must give the same schedule.
     return repr(value).removesuffix(".0")
 
 
@@ -138,19 +138,19 @@ _MEDIAN = re.compile(r"\s*median\s*(\(.*\))?\s*")
 
 
 def as_bound(value: Schedule | Quantile | float | str, field: str) -> Schedule | Quantile:
-    """Read a clip bound: a schedule, or a quantile to follow."""
+    """Read a clip bound: a schedule or a quantile to follow."""
     if isinstance(value, Quantile):
         return value
     if isinstance(value, str) and _MEDIAN.fullmatch(value):
         raise PlanError(
-            f"{field}: the median norm is computed from the data and shows through the bound, so that no finite ε holds; "
-            "quantile(0.5, 4) starts at 4 and follows the median privately"
+            f"{field}: the median norm is computed from the data and leaks through the bound, so no finite ε holds; "
+            "use quantile(0.5, 4), which starts at 4 and follows the median privately"
         )
     return _read(value, field, {**_MAKERS, "quantile": quantile}, f"{_FORMS}, quantile(target, start)")
 
 
 def as_schedule(value: Schedule | float | str, field: str) -> Schedule:
-    """Read a schedule from a number or its written form; `field` is named if that fails."""
+    """Read a schedule from a number or its written form; the error names `field`."""
     return _read(value, field, _MAKERS, _FORMS)
 
 

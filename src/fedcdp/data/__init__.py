@@ -1,4 +1,4 @@
-"""Datasets: the benchmarks by name (`load`), or a file of one's own (`load_file`), each as seeded `Splits`."""
+"""Datasets: the benchmarks by name (`load`), or your own file (`load_file`), each as seeded `Splits`."""
 
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.load import DATASETS, load

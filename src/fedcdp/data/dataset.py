@@ -1,4 +1,4 @@
-"""What a dataset is: one array of inputs, one of labels, and the splits a benchmark cuts them into."""
+"""A dataset: one array of inputs, one of labels, and the splits of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Dataset:
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
-            raise DataError(f"{len(self.inputs)} inputs but {len(self.targets)} labels: one label an example is needed")
+            raise DataError(f"{len(self.inputs)} inputs but {len(self.targets)} labels: each example needs one label")
         if len(self.targets) == 0:
             raise DataError("the dataset is empty")
         if self.inputs.dtype != torch.float32 or self.targets.dtype != torch.int64:

@@ -1,4 +1,4 @@
-"""What a federation is: clients as lists of record numbers into one shared training set, never copies of the data."""
+"""A federation: clients as lists of record numbers into one shared training set, never copies of the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHE_BYTES = 256 * 2**20
 
 
 class Holdings(Protocol):
-    """Who holds which records. `sizes` and `table` are asked only for clients that exist."""
+    """Which client holds which records. `sizes` and `table` are called only for clients that exist."""
 
     @property
     def clients(self) -> int: ...
@@ -37,11 +37,11 @@ class Holdings(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """Equal holdings, dealt a copy at a time and only when a client of that copy is asked for.
+    """Equal holdings, dealt one copy at a time and only when a client of that copy is requested.
 
     A copy is one fresh deal of the dataset among `per_copy` clients, so client c belongs to copy c // per_copy.
-    `deal(copy)` returns that copy's record numbers [per_copy, records] and must depend on nothing but `copy`; the
-    copies asked for last are kept, in at most CACHE_BYTES (or the one copy in use, where that alone is larger).
+    `deal(copy)` returns that copy's record numbers [per_copy, records] and must depend on nothing but `copy`. The most
+    recently used copies are cached in at most CACHE_BYTES (or a single copy, if it alone is larger).
     """
 
     deal: Callable[[int], Rows]
@@ -74,18 +74,18 @@ class Dealt:
 
     @cached_property
     def _copy(self) -> Callable[[int], Rows]:
-        # Copies are all of one size, so a bound on their number is a bound on their bytes.
+        # All copies have the same size, so bounding their number bounds their bytes.
         size = self.per_copy * self.records * np.dtype(np.int32).itemsize
         return lru_cache(maxsize=max(1, CACHE_BYTES // size))(self.deal)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The cache can neither be pickled nor is it needed: the other process deals again, and alike.
+        # The cache cannot be pickled and is not needed: the other process deals again, with the same result.
         return Dealt, (self.deal, self.clients, self.records, self.per_copy)
 
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """Holdings written out: client c holds `records[starts[c] : starts[c + 1]]`."""
+    """Explicitly listed holdings: client c holds `records[starts[c] : starts[c + 1]]`."""
 
     records: Indices
     starts: Indices
@@ -133,22 +133,22 @@ class Federation:
 
     @property
     def clients(self) -> int:
-        """How many clients there are, K in the paper."""
+        """The number of clients, K in the paper."""
         return self.holdings.clients
 
     @property
     def copies(self) -> int:
-        """The largest number of clients that may hold one same record; 1 means that holdings are disjoint."""
+        """The largest number of clients that may hold the same record; 1 means that holdings are disjoint."""
         return self.holdings.copies
 
     @property
     def largest(self) -> int:
-        """The number of records of the client that holds the most."""
+        """The number of records of the largest client."""
         return self.holdings.largest
 
     @property
     def smallest(self) -> int:
-        """The number of records of the client that holds the fewest."""
+        """The number of records of the smallest client."""
         return self.holdings.smallest
 
     def sizes(self, clients: npt.ArrayLike) -> Indices:
@@ -156,20 +156,20 @@ class Federation:
         return self.holdings.sizes(self._existing(clients))
 
     def indices(self, client: int) -> Indices:
-        """The record numbers of one client, in its fixed order: shuffled, so that its classes are mixed throughout."""
+        """The record numbers of one client, in its fixed order, which is shuffled to mix its classes."""
         table, sizes = self.table([client])
         return table[0, : sizes[0]]
 
     def table(self, clients: npt.ArrayLike) -> tuple[Indices, Indices]:
-        """The record numbers of k clients [k, largest], and how many of each row count [k].
+        """The record numbers of k clients [k, largest], and the number of valid entries in each row [k].
 
-        A row goes in the client's fixed order, then repeats the client's own first record as padding.
+        A row lists the records in the client's fixed order, then repeats the client's own first record as padding.
         """
         existing = self._existing(clients)
         return self.holdings.table(existing), self.holdings.sizes(existing)
 
     def describe(self) -> str:
-        """The federation in a sentence."""
+        """The federation in one sentence."""
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
         spread = "" if self.smallest == self.largest else f"{self.smallest} to "
         records = "1 record" if self.largest == 1 else f"{spread}{self.largest} records"

@@ -1,6 +1,6 @@
-"""Where the files of a dataset are found: the data directory, then the cache, then the network.
+"""Locating the files of a dataset: the data directory, then the cache, then the network.
 
-A download is https only, tries mirrors in turn, and is accepted only with its published checksum.
+Downloads use https only, try mirrors in turn, and are accepted only with the published checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedcdp.files.untrusted import read_bounded
 
 @dataclass(frozen=True)
 class Storage:
-    """The places to look in, in order: DIR/<dataset>/, DIR/, then the cache's <dataset>/, where downloads go."""
+    """The directories to search, in order: DIR/<dataset>/, DIR/, then the cache's <dataset>/, where downloads go."""
 
     data_dir: Path | None
     cache: Path
@@ -33,31 +33,31 @@ class Storage:
 
     @classmethod
     def choose(cls, data_dir: Path | str | None, *, download: bool, quiet: bool) -> Storage:
-        """`data_dir`, else FEDCDP_DATA; as cache FEDCDP_CACHE, else XDG_CACHE_HOME/fedcdp, else ~/.cache/fedcdp."""
+        """Search `data_dir`, else FEDCDP_DATA; cache in FEDCDP_CACHE, else XDG_CACHE_HOME/fedcdp, else ~/.cache/fedcdp."""
         chosen = data_dir if data_dir is not None else os.environ.get("FEDCDP_DATA") or None
         return cls(Path(chosen).expanduser() if chosen is not None else None, user_cache(), download, quiet)
 
     def folder(self, dataset: str) -> Path:
-        """The cache's folder of `dataset`; it may not exist yet."""
+        """The cache folder of `dataset`; it may not exist yet."""
         return self.cache / dataset
 
     def places(self, dataset: str) -> list[Path]:
         """The folders searched for `dataset`, first to last. A data directory that does not exist is an error."""
         own = []
         if self.data_dir is not None:
-            # A mistyped directory should not start a download in silence.
+            # A mistyped directory should not silently start a download.
             if not self.data_dir.is_dir():
                 raise DataError(f"the data directory {self.data_dir} does not exist")
             own = [self.data_dir / dataset, self.data_dir]
         return [*own, self.folder(dataset)]
 
     def find(self, dataset: str, *names: str) -> Path | None:
-        """The first file there is under any of `names`, or None."""
+        """The first existing file with any of `names`, or None."""
         candidates = (place / name for place in self.places(dataset) for name in names)
         return next((path for path in candidates if path.is_file()), None)
 
     def obtain(self, dataset: str, *names: str, remote: Remote) -> Path:
-        """The first file there is under any of `names`; else `remote`, downloaded into the cache."""
+        """The first existing file with any of `names`; else `remote`, downloaded into the cache."""
         found = self.find(dataset, *names)
         if found is not None:
             return found
@@ -69,7 +69,7 @@ class Storage:
             raise self.missing(dataset, *names, reason=str(error)) from error
 
     def missing(self, dataset: str, *names: str, reason: str) -> DataError:
-        """The error of a file that is nowhere: what was looked for, where, and why it was not downloaded."""
+        """The error for a file that was not found: its names, the directories searched, and why it was not downloaded."""
         places = ", ".join(str(place) for place in self.places(dataset))
         one_line = " ".join(reason.split())
         return DataError(f"{dataset} needs {' or '.join(names)} in one of {places}: not found, and {one_line}")
@@ -84,10 +84,10 @@ def read_unpacked(path: Path, most: int) -> bytes:
         with gzip.open(io.BytesIO(content)) as packed:
             unpacked = packed.read(most + 1)
         if len(unpacked) > most:
-            raise DataError(f"{path} unpacks to more than {most:,} bytes, which is more than it can hold")
+            raise DataError(f"{path} unpacks to more than {most:,} bytes, too large for this file")
         return unpacked
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
+        raise DataError(f"{path} cannot be read; it is damaged or truncated ({error})") from error
 
 
 TIMEOUT_SECONDS = 30
@@ -96,7 +96,7 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Remote:
-    """An original file on the network: the mirrors that hold it, and the checksum that makes a copy acceptable."""
+    """An original file on the network: its mirrors, and the checksum that a download must have."""
 
     name: str
     urls: tuple[str, ...]
@@ -107,7 +107,7 @@ class Remote:
 def fetch(remote: Remote, folder: Path, *, quiet: bool = False) -> Path:
     """Download `remote` into `folder` from the first mirror that delivers it.
 
-    Guarantees: the file appears under its name only whole and with the right checksum; a failed attempt leaves
+    Guarantees: the file appears under its name only when complete and with the right checksum; a failed attempt leaves
     nothing behind. Raises `DataError` with each mirror's failure.
     """
     failures = []
@@ -122,11 +122,11 @@ def fetch(remote: Remote, folder: Path, *, quiet: bool = False) -> Path:
 
 
 def open_https(url: str) -> IO[bytes]:
-    """Open `url` for reading; anything but https is refused, also where a redirect leads."""
+    """Open `url` for reading; anything but https is refused, including redirects."""
     from urllib import request
 
     opener = request.OpenerDirector()
-    # Only https handlers: an opener of the usual kind would follow a redirect to http or ftp.
+    # Only https handlers: the default opener would follow a redirect to http or ftp.
     for handler in (
         request.ProxyHandler(),
         request.HTTPSHandler(),
@@ -148,7 +148,7 @@ def _fetch_from(url: str, remote: Remote, target: Path, *, quiet: bool) -> None:
             sink.write(chunk)
             advance(len(chunk))
         if digest.hexdigest() != remote.checksum:
-            raise DataError(f"{remote.algorithm} is {digest.hexdigest()} instead of {remote.checksum}")
+            raise DataError(f"its {remote.algorithm} checksum is {digest.hexdigest()} instead of {remote.checksum}")
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def _progress(name: str, source: IO[bytes], quiet: bool) -> Iterator[Callable[[i
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    # On standard error, so that a command's output stays clean.
+    # On standard error, to keep a command's output clean.
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         headers = getattr(source, "headers", None) or {}

@@ -1,9 +1,8 @@
 """The file formats of the benchmarks: CIFAR-10's pickles, read without trusting them, and MNIST's IDX.
 
-A pickle is a program. Three walls stand between one and this process: only the opcodes that build plain values may
-occur (checked before anything runs), only the names by which NumPy arrays are pickled resolve, and those resolve to
-inert stand-ins rather than to NumPy, so that no foreign state reaches native code. An IDX file is a big-endian header, then
-unsigned bytes.
+A pickle is a program. Three barriers protect this process from it: only opcodes that build plain values may occur (checked
+before anything runs); only the names under which NumPy arrays are pickled resolve; and they resolve to inert stand-ins
+rather than to NumPy, so no foreign state reaches native code. An IDX file is a big-endian header, then unsigned bytes.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ PLAIN_OPCODES = frozenset(_PLAIN_OPCODES.split())
 
 
 def read_pickle(content: bytes, source: str) -> dict[bytes, Any]:
-    """The dictionary pickled in `content` (protocol 2 to 4, Python 2 or 3), of plain values and arrays of bytes.
+    """The dictionary of plain values and byte arrays that is pickled in `content` (protocol 2 to 4, Python 2 or 3).
 
-    Guarantees: no code named by the pickle runs, and anything unexpected, whatever the bytes, is a `DataError`
-    naming `source`.
+    Guarantees: no code named by the pickle runs, and for any bytes, unexpected content raises a `DataError` that names
+    `source`.
     """
     try:
         _refuse_unusual_opcodes(content)
         value = _WatchedUnpickler(io.BytesIO(content), encoding="bytes").load()
-    except Exception as error:  # what a malformed pickle raises is not bounded by any documentation
+    except Exception as error:  # no documentation bounds what a malformed pickle may raise
         raise DataError(f"{source} is not a pickle of plain data: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict):
         raise DataError(f"{source} holds a pickled {type(value).__name__} where a dictionary is expected")
@@ -50,32 +49,32 @@ def _refuse_unusual_opcodes(content: bytes) -> None:
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name not in PLAIN_OPCODES:
             raise pickle.UnpicklingError(f"the opcode {opcode.name} is not allowed")
-        # The unpickler allocates its memo up to the largest index named: a dozen bytes could ask for gigabytes.
+        # The unpickler allocates its memo up to the largest index, so a dozen bytes could request gigabytes.
         if opcode.name == "LONG_BINPUT" and argument is not None and argument > len(content):
             raise pickle.UnpicklingError(f"the memo index {argument} is larger than the file")
 
 
 def _require_names(keys: list[Any]) -> None:
     if not all(isinstance(key, str | bytes) for key in keys):
-        raise pickle.UnpicklingError("it holds a dictionary whose keys are not names")
+        raise pickle.UnpicklingError("it holds a dictionary whose keys are not strings or bytes")
 
 
 class _Inert:
-    """Stands in for a pickled name. Having `__setstate__`, the class itself cannot be altered by a BUILD opcode."""
+    """A stand-in for a pickled name. It has `__setstate__`, so a BUILD opcode cannot alter the class itself."""
 
     def __init__(self, *_arguments: object) -> None:
-        raise pickle.UnpicklingError("it makes an object other than an array")
+        raise pickle.UnpicklingError("it creates an object other than an array")
 
     def __setstate__(self, state: object) -> None:
         raise pickle.UnpicklingError("it alters an object other than an array")
 
 
 class _ArrayType(_Inert):
-    """`numpy.ndarray`: only ever an argument."""
+    """`numpy.ndarray`: occurs only as an argument."""
 
 
 class _Bytes(_Inert):
-    """`_codecs.encode`: how Python 3 writes bytes in protocol 2, as Latin-1 text."""
+    """`_codecs.encode`: Python 3 writes bytes in protocol 2 as Latin-1 text."""
 
     def __new__(cls, text: object, encoding: object) -> bytes:  # type: ignore[misc]
         if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
@@ -84,22 +83,22 @@ class _Bytes(_Inert):
 
 
 class _ByteType(_Inert):
-    """`numpy.dtype`, of bytes only: object arrays, above all, are refused."""
+    """`numpy.dtype`, for bytes only: all other types, above all object arrays, are refused."""
 
     def __init__(self, code: object, *_flags: object) -> None:
         if code not in ("u1", b"u1"):
-            raise pickle.UnpicklingError("it holds an array of another type than bytes (u1)")
+            raise pickle.UnpicklingError("it holds an array of a type other than bytes (u1)")
 
     def __setstate__(self, state: object) -> None:
-        """Byte order and alignment say nothing about bytes."""
+        """Ignored: byte order and alignment do not matter for bytes."""
 
 
 class _Array(_Inert):
-    """`_reconstruct`: an array to be, whose shape and bytes arrive as its state."""
+    """`_reconstruct`: an array under construction, whose shape and bytes arrive as its state."""
 
     def __init__(self, kind: object, *_placeholders: object) -> None:
         if kind is not _ArrayType:
-            raise pickle.UnpicklingError("it makes an object other than an array")
+            raise pickle.UnpicklingError("it creates an object other than an array")
         self.array: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
     def __setstate__(self, state: object) -> None:
@@ -108,16 +107,16 @@ class _Array(_Inert):
                 type(length) is int and length > 0 for length in shape
             ):
                 if math.prod(shape) != len(content):
-                    raise pickle.UnpicklingError(f"an array of shape {shape} comes with {len(content)} bytes")
+                    raise pickle.UnpicklingError(f"an array of shape {shape} has {len(content)} bytes")
                 self.array = np.frombuffer(content, dtype=np.uint8).reshape(shape)
             case _:
                 raise pickle.UnpicklingError("an array's state is malformed")
 
 
 class _WatchedUnpickler(pickle._Unpickler):
-    """The unpickler that is written in Python: what it does at each opcode can be watched.
+    """The pure-Python unpickler, whose handling of each opcode can be overridden.
 
-    The key of an entry must be a text or bytes. That of a tuple of tuples, each the same twice, would be hashed for ever.
+    Dictionary keys must be strings or bytes: hashing a key that nests one tuple twice in the next would take forever.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
@@ -146,16 +145,16 @@ class _WatchedUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"the name {module}.{name} is not allowed")
 
     def persistent_load(self, _pid: object) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to something outside itself")
+        raise pickle.UnpicklingError("it refers to an object outside the pickle")
 
 
 UNSIGNED_BYTE = 0x08
 
 
 def parse_idx(content: bytes, dimensions: int, source: str) -> NDArray[np.uint8]:
-    """The array in `content`, which must be IDX of unsigned bytes with `dimensions` axes, exactly as long as promised.
+    """The array in `content`, which must be IDX of unsigned bytes with `dimensions` axes and the length that it declares.
 
-    Raises `DataError` naming `source` for anything else, whatever the bytes.
+    Any other bytes raise a `DataError` that names `source`.
     """
     header_bytes = 4 + 4 * dimensions
     magic = struct.pack(">HBB", 0, UNSIGNED_BYTE, dimensions)
@@ -167,5 +166,5 @@ def parse_idx(content: bytes, dimensions: int, source: str) -> NDArray[np.uint8]
     shape = struct.unpack(f">{dimensions}I", content[4:header_bytes])
     promised, found = math.prod(shape), len(content) - header_bytes
     if promised == 0 or promised != found:
-        raise DataError(f"{source} promises {promised} bytes of data in its header and holds {found}")
+        raise DataError(f"{source} declares {promised} bytes of data in its header but holds {found}")
     return np.frombuffer(content, dtype=np.uint8, offset=header_bytes).reshape(shape)

@@ -19,7 +19,7 @@ from fedcdp.errors import DataError
 
 Loader = Callable[[Storage, int], Splits]
 
-_TABLES = {"adult": load_adult, "cancer": load_cancer}  # scaled by what one asks for; images have no statistics
+_TABLES = {"adult": load_adult, "cancer": load_cancer}  # `scaling` applies to these only; images use no statistics
 
 DATASETS: Mapping[str, Loader] = MappingProxyType(
     {

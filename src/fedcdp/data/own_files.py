@@ -1,4 +1,4 @@
-"""A user's own file as a dataset: `.csv` (a header row, numeric columns, one column of labels) or `.npz` (two arrays)."""
+"""A user's own file as a dataset: `.csv` (a header row, numeric columns, one label column) or `.npz` (two arrays)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_file(
 
 
 def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs and labels as they are in the file."""
+    """Inputs and labels as stored in the file."""
     suffix = path.suffix.lower()
     if suffix not in (".npz", ".csv"):
         raise DataError(f"{path} is neither a .npz nor a .csv file")
@@ -69,7 +69,7 @@ def _number_classes(labels: NDArray[Any], path: Path) -> tuple[NDArray[np.int64]
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1:
-        raise DataError(f"{path} holds labels of shape {labels.shape}: one label a record is needed")
+        raise DataError(f"{path} holds labels of shape {labels.shape}: each record needs one label")
     if labels.dtype.kind == "U":
         labels = integers_if_all(labels)
     elif labels.dtype.kind == "f" and np.array_equal(labels, np.trunc(labels)) and np.isfinite(labels).all():
@@ -78,12 +78,12 @@ def _number_classes(labels: NDArray[Any], path: Path) -> tuple[NDArray[np.int64]
         raise DataError(f"{path} holds labels of type {labels.dtype}: they must be integers or strings")
     distinct, targets = np.unique(labels, return_inverse=True)
     if len(distinct) < 2:
-        raise DataError(f"{path} holds {len(distinct)} class{'' if len(distinct) == 1 else 'es'}: two are needed")
+        raise DataError(f"{path} holds {len(distinct)} class{'' if len(distinct) == 1 else 'es'}: at least two are needed")
     return targets.astype(np.int64), len(distinct)
 
 
 def integers_if_all(labels: NDArray[np.str_]) -> NDArray[Any]:
-    """Labels as whole numbers, if each of them is written as one."""
+    """The labels as whole numbers if all of them are, else unchanged."""
     try:
         return np.array([int(label) for label in labels], dtype=np.int64)
     except (ValueError, OverflowError):
@@ -91,11 +91,11 @@ def integers_if_all(labels: NDArray[np.str_]) -> NDArray[Any]:
 
 
 def as_inputs(values: NDArray[Any], path: Path) -> tuple[NDArray[np.float32], str]:
-    """Finite float32 values in the shape that networks expect, and what was done to them in words."""
+    """Finite float32 values in the shape that networks expect, and a description of the conversion."""
     if values.dtype.kind not in "iufb":
         raise DataError(f"{path} holds inputs of type {values.dtype}: they must be numbers")
     if values.ndim < 2 or 0 in values.shape:
-        raise DataError(f"{path} holds inputs of shape {values.shape}: records of at least one value are needed")
+        raise DataError(f"{path} holds inputs of shape {values.shape}: there must be records of at least one value")
     if values.ndim == 3:
         values = values[:, None]
     elif values.ndim == 4 and values.shape[3] in COLOUR_CHANNELS and values.shape[1] not in COLOUR_CHANNELS:
@@ -104,7 +104,7 @@ def as_inputs(values: NDArray[Any], path: Path) -> tuple[NDArray[np.float32], st
         inputs = np.array(values, dtype=np.float32, order="C")
     if not np.isfinite(inputs).all():
         record = int(np.argwhere(~np.isfinite(inputs))[0, 0])
-        raise DataError(f"{path} holds NaN, an infinity or a value beyond float32 among the inputs of record {record}")
+        raise DataError(f"{path} holds a NaN, an infinity or a value beyond float32 in the inputs of record {record}")
     if values.dtype == np.uint8 and values.ndim == 4:
         return inputs / np.float32(255), "pixels divided by 255, so inputs lie in [0, 1]"
     return inputs, "inputs as in the file"
@@ -123,10 +123,10 @@ LABEL_COLUMNS = ("label", "target", "y", "class")
 
 
 def read_csv(path: Path) -> tuple[NDArray[np.float32], NDArray[np.str_]]:
-    """Inputs [N, D] and labels [N] as they are written.
+    """Inputs [N, D] and labels [N] as written in the file.
 
-    The label is the column named label, target, y or class, in any case (the first of these names that occurs), else
-    the last column. Empty lines are skipped. `DataError` names the line and column of what is wrong.
+    The label column is the one named label, target, y or class in upper or lower case (the first of these names that
+    occurs), else the last column. Empty lines are skipped. A `DataError` names the line and column of a defect.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -152,13 +152,13 @@ def _parse(file: TextIO, path: Path) -> tuple[NDArray[np.float32], NDArray[np.st
         label = cells.pop(label_column).strip()
         if not label:
             raise DataError(f"{where}, column {header[label_column]!r}: the label is empty")
-        if len(label) > LONGEST_LABEL:  # every label takes as much room as the longest
+        if len(label) > LONGEST_LABEL:  # because every label takes as much memory as the longest
             raise DataError(f"{where}, column {header[label_column]!r}: the label has more than {LONGEST_LABEL} characters")
         labels.append(label)
         record = _numbers(cells)
         if record is None:
             column = next(name for name, cell in zip(names, cells, strict=True) if _numbers([cell]) is None)
-            raise DataError(f"{where}, column {column!r}: there is no finite number")  # not the cell: logs are read by many
+            raise DataError(f"{where}, column {column!r}: there is no finite number")  # without the cell, private data
         inputs.append(record)
     if not inputs:
         raise DataError(f"{path} has a header row but no records")
@@ -172,7 +172,7 @@ def _label_column(header: list[str]) -> int:
 
 def _numbers(cells: list[str]) -> NDArray[np.float32] | None:
     """The cells as float32, or None if one of them is not a finite number."""
-    if "_" in "".join(cells):  # Python reads 1_000 as a number; in a table it is a slip
+    if "_" in "".join(cells):  # Python reads 1_000 as a number; in a table it is a mistake
         return None
     try:
         with np.errstate(over="ignore"):
@@ -190,23 +190,23 @@ PAIRS = (("x", "y"), ("inputs", "targets"), ("images", "labels"), ("data", "targ
 
 
 def checked_member(arrays: Any, name: str, most: int) -> NDArray[Any]:
-    """An array of an opened `.npz`, whose size is looked at before anything is unpacked or room is made for it."""
+    """An array of an open `.npz` file, whose size is checked before it is unpacked or memory is allocated for it."""
     file = arrays.zip
     member = next(each for each in file.namelist() if each.removesuffix(".npy") == name)
     with file.open(member) as content:
         shape, _, kind = _HEADERS[np.lib.format.read_magic(content)](content)
         promised, room = math.prod(shape) * kind.itemsize, file.getinfo(member).file_size - content.tell()
-    if not kind.hasobject:  # which NumPy itself refuses
+    if not kind.hasobject:  # NumPy itself refuses object arrays
         if promised > most:
-            raise DataError(f"the array {name} unpacks to {promised:,} bytes; at most {most:,} are read: store it unpacked")
+            raise DataError(f"the array {name} unpacks to {promised:,} bytes; at most {most:,} are read: do not compress it")
         if promised != room:
-            raise DataError(f"the array {name} promises {promised} bytes in its header and holds {room}")
+            raise DataError(f"the array {name} declares {promised} bytes in its header but holds {room}")
     found: NDArray[Any] = arrays[name]
     return found
 
 
 def read_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The first of `PAIRS` that the file holds (in any case), as it is. Pickled arrays are refused."""
+    """The first of `PAIRS` that the file holds (upper or lower case), unchanged. Pickled arrays are refused."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             stored = {name.lower(): name for name in arrays.files}
@@ -217,6 +217,6 @@ def read_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
             inputs, labels = (checked_member(arrays, stored[name], most_unpacked(path.stat().st_size)) for name in pair)
     except DataError as error:
         raise error if str(path) in str(error) else DataError(f"{path}: {error}") from None
-    except Exception as error:  # np.load passes on whatever zipfile, zlib and its own header parser raise
+    except Exception as error:  # np.load passes on all errors of zipfile, zlib and its own header parser
         raise DataError(f"{path} cannot be read as a .npz file: {' '.join(str(error).split())}") from error
     return inputs, labels

@@ -1,4 +1,4 @@
-"""How one dataset is dealt to many clients: by shards, at random, in full, by Dirichlet draws, or as the user lists."""
+"""Partition one dataset among many clients: by shards, at random, in full, by Dirichlet draws, or by the user's lists."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def partition(
     if scheme not in SCHEMES:
         raise PlanError(f"scheme is {scheme!r}: it must be one of {', '.join(SCHEMES)}")
     if (indices is not None) != (scheme == "custom"):
-        raise PlanError(f"scheme is {scheme!r}: indices must be given with scheme 'custom', and with no other")
+        raise PlanError(f"scheme is {scheme!r}: indices must be given with scheme 'custom' and with no other")
     if indices is not None:
         if records is not None or clients not in (None, len(indices)):
-            raise PlanError(f"indices has {len(indices)} lists: they alone say how many clients and records there are")
+            raise PlanError(f"indices has {len(indices)} lists, which alone set clients and records; leave those two out")
         holdings, sentence = _listed(indices, len(train), seed), "as listed"
     else:
         clients = _whole("clients", clients)
@@ -82,19 +82,19 @@ def partition(
 
 
 class DealingRule(Protocol):
-    """How many records of each class the next client takes: exactly its share in all, never more than are left."""
+    """How many records of each class the next client takes: its exact share in total, never more than are left."""
 
     def __call__(self, left: Indices, clients: int, rng: np.random.Generator) -> Indices:
-        """`left` [classes] is to be dealt to `clients` more clients, and is exactly enough for them."""
+        """Deal from `left` [classes], which is exactly enough for `clients` more clients."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """A fresh deal of the dataset, a function of the copy's number alone: disjoint rows, each in random order.
+    """A fresh deal of the dataset, determined by the copy's number alone: disjoint rows, each in random order.
 
-    The len(labels) − clients · records that cannot be dealt are left out at random, so every record is as likely to
-    be used. Without a rule, records go out whatever their class.
+    The len(labels) − clients · records records that cannot be dealt are left out at random, so all records are equally
+    likely to be used. Without a rule, records are dealt regardless of their class.
     """
 
     labels: npt.NDArray[np.unsignedinteger]
@@ -110,7 +110,7 @@ class Deal:
             return pool.reshape(self.clients, self.records)
         pool = pool[np.argsort(self.labels[pool], kind="stable")]
         left = np.bincount(self.labels[pool], minlength=int(self.labels.max()) + 1)
-        heads = np.cumsum(left) - left  # where the next record of each class lies in the pool
+        heads = np.cumsum(left) - left  # the position of each class's next record in the pool
         steps = np.arange(self.records)
         rows = np.empty((self.clients, self.records), dtype=np.int32)
         for served, row in enumerate(rows):
@@ -123,11 +123,11 @@ class Deal:
 
 @dataclass(frozen=True)
 class Shards:
-    """About `records` / `classes` of each of `classes` classes, drawn in proportion to what is left of them.
+    """About `records` / `classes` of each of `classes` classes, drawn in proportion to the records left in each class.
 
-    m clients can be given at most k classes each, whatever the class sizes, as long as n classes are left with
-    n − 1 ≤ m(k − 1): `_close` serves one client and keeps that true for the rest (for k = 2 it is Walker's alias
-    construction). So a random pick is accepted only if it keeps it true as well, and k holds to the last client.
+    m clients can be given at most k classes each, whatever the class sizes, as long as the n classes left satisfy
+    n − 1 ≤ m(k − 1): `_close` serves one client and preserves this condition for the rest (for k = 2 it is Walker's alias
+    construction). A random pick is accepted only if it also preserves the condition, so k holds to the last client.
     """
 
     records: int
@@ -145,7 +145,7 @@ class Shards:
         return self._close(left, most)
 
     def _pick(self, left: Indices, clients: int, rng: np.random.Generator) -> Indices:
-        """Shards of equal size, except that a class too large to be used up that way goes to all, in larger ones."""
+        """Shards of equal size; a class too large to be used up that way goes to all clients, in larger shards."""
         average = left / clients
         large = average * self.classes > self.records
         # The first arrivals of exponential clocks are a draw without replacement in proportion to their rates.
@@ -156,11 +156,11 @@ class Shards:
         return _fill(left, picked, np.where(large[picked], average[picked], rest), self.records)
 
     def _close(self, left: Indices, most: int) -> Indices:
-        """At most `most` classes, all but the last of them whole: the first run, by size, that holds enough.
+        """At most `most` classes, all but the last of them completely: the first run, by size, that holds enough.
 
-        The run before it does not, so its members fit whole; and the largest `most` classes do hold enough, because
-        an average one holds clients · records / n. So `most` − 1 classes are used up, or, if the very first run is
-        it, as many of the smallest as fit, which are enough for the bound too.
+        The run before it does not hold enough, so its members fit completely; and the largest `most` classes do hold
+        enough, because an average class holds clients · records / n. So `most` − 1 classes are used up, or, if the very
+        first run is chosen, as many of the smallest as fit, which also suffices for the bound.
         """
         order = np.argsort(left, kind="stable")[-np.count_nonzero(left) :]
         width = min(most, len(order))
@@ -177,7 +177,7 @@ class Shards:
 class Dirichlet:
     """Class counts ~ Multinomial(`records`, q) with q ~ Dirichlet(`concentration`), drawn afresh for each client.
 
-    A class that runs out is left out of q, and what it lacks drawn again from the others.
+    A class that runs out is left out of q, and the missing records are drawn again from the others.
     """
 
     records: int
@@ -191,14 +191,14 @@ class Dirichlet:
         while short := self.records - int(take.sum()):
             room = left - take
             weights = np.where(room > 0, proportions, 0.0)
-            if not weights.sum() > 0:  # q is nothing but classes that ran out: go by what is there
+            if not weights.sum() > 0:  # all classes in q have run out: draw by what is left
                 weights = room.astype(np.float64)
             take += np.minimum(room, rng.multinomial(short, weights / weights.sum()))
         return take
 
 
 def _fill(left: Indices, picked: Indices, weights: npt.NDArray[np.float64], records: int) -> Indices:
-    """`records` spread over the `picked` classes by weight; what a small class lacks the larger ones make up."""
+    """Spread `records` over the `picked` classes by weight; larger classes make up for what a small class lacks."""
     take = np.zeros_like(left)
     order = np.argsort(left[picked], kind="stable")
     weight = float(weights.sum())
@@ -217,16 +217,16 @@ def _training_set(data: Splits | Dataset | tuple[npt.ArrayLike | Tensor, npt.Arr
         return data
     inputs, targets = data
     given = np.asarray(targets.cpu() if isinstance(targets, Tensor) else targets)
-    with np.errstate(invalid="ignore"):  # NaN is no number, and refused below
+    with np.errstate(invalid="ignore"):  # NaN is refused below
         labels = given.astype(np.int64)
     if given.ndim != 1 or not np.array_equal(labels, given):
-        raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number an example is needed")
+        raise DataError(f"labels are {given.dtype} of shape {given.shape}: each example needs one whole number")
     classes = int(labels.max(initial=-1)) + 1
     return Dataset(torch.as_tensor(inputs, dtype=torch.float32), torch.from_numpy(labels), classes)
 
 
 def _whole(name: str, value: int | None, most: int | None = None, what: str = "") -> int:
-    """`value` if it is a whole number from 1 to `most`, which is `what`."""
+    """`value` if it is a whole number from 1 to `most`; the error message calls `most` `what`."""
     fits = isinstance(value, int | np.integer) and value >= 1 and (most is None or value <= most)
     if not fits or value is None:
         allowed = "1 or more" if most is None else f"1 to {most}, {what}"
@@ -237,13 +237,13 @@ def _whole(name: str, value: int | None, most: int | None = None, what: str = ""
 def _records_each(total: int, clients: int, scheme: str, records: int | None) -> int:
     if scheme == "full":
         if records not in (None, total):
-            raise PlanError(f"records is {records!r}: under scheme 'full' a client holds all {total}, so leave it out")
+            raise PlanError(f"records is {records!r}: under scheme 'full' a client holds all {total}, so leave records out")
         return total
     if records is not None:
         return _whole("records", records, total, "the size of the training data")
     if clients > total:
         raise PlanError(
-            f"clients is {clients}: at most {total} can have a record to themselves; "
+            f"clients is {clients}: at most {total} clients can have a record of their own; "
             "pass records= to store each record at several clients"
         )
     return total // clients
@@ -252,7 +252,7 @@ def _records_each(total: int, clients: int, scheme: str, records: int | None) ->
 def _rule(
     train: Dataset, scheme: str, records: int, classes_per_client: int, alpha: float
 ) -> tuple[DealingRule | None, str]:
-    """The rule of a dealt scheme, and the words for it."""
+    """The rule of a dealt scheme, and its description."""
     counts = np.bincount(train.targets.cpu().numpy())
     if scheme == "shards":
         present = int(np.count_nonzero(counts))
@@ -266,9 +266,9 @@ def _rule(
 
 
 def _listed(indices: Sequence[npt.ArrayLike], total: int, seed: int) -> Listed:
-    """The user's lists, checked, each shuffled: a list sorted by class would make batches of one class."""
+    """The user's lists, checked and shuffled: a list sorted by class would produce batches of one class."""
     if not len(indices):
-        raise PlanError("indices is empty: it must have one list of record numbers a client")
+        raise PlanError("indices is empty: it must have one list of record numbers for each client")
     lists = [np.asarray(one) for one in indices]
     for client, one in enumerate(lists):
         if not one.size:
@@ -278,10 +278,10 @@ def _listed(indices: Sequence[npt.ArrayLike], total: int, seed: int) -> Listed:
         elif one.min() < 0 or one.max() >= total:
             wrong = f"from {one.min()} to {one.max()}"
         elif len(np.unique(one)) < len(one):
-            wrong = "a list with a record twice"
+            wrong = "a list with a repeated record"
         else:
             continue
-        raise PlanError(f"indices[{client}] is {wrong}: it must be different whole numbers from 0 to {total - 1}")
+        raise PlanError(f"indices[{client}] is {wrong}: it must be distinct whole numbers from 0 to {total - 1}")
     sizes = np.array([len(one) for one in lists])
     owners = np.repeat(np.arange(len(lists)), sizes)
     order = numpy_generator(int(seed), "partition", 0).permutation(len(owners))

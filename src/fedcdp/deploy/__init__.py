@@ -1,1 +1,1 @@
-"""A deployment: the same plan on Flower's processes, with certificates and keys, on this machine or copied to others."""
+"""Deployments: the same plan on Flower processes, with certificates and keys, on this machine or several."""

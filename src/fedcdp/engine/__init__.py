@@ -1,4 +1,4 @@
-"""Engines compute gradients for many clients at once; every engine gives the same numbers."""
+"""Engines compute gradients for many clients at once; all engines give the same numbers."""
 
 from fedcdp.config.experiment import EngineName
 from fedcdp.engine.base import Batch, Engine, Loss, Unquestioning

@@ -1,4 +1,4 @@
-"""What an engine promises to the methods."""
+"""The interface between engines and methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """The examples of one local step of many clients: inputs [clients, examples, ...], targets, and which are real."""
+    """The examples of one local step of many clients: inputs [clients, examples, ...], targets, and the filled slots."""
 
     inputs: Tensor
     targets: Tensor
@@ -31,35 +31,35 @@ class Engine(Protocol):
     loss: Loss
 
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
-        """The gradient of each example's loss [clients, examples, ...]. What an empty slot holds is unspecified."""
+        """The gradient of each example's loss [clients, examples, ...]. The content of an empty slot is unspecified."""
         ...
 
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
-        """The sum over each client's real examples [clients, ...]. An example whose gradient is not finite is left out."""
+        """The sum over the filled slots of each client [clients, ...], leaving out gradients that are not finite."""
         ...
 
     def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
-        """The sum over each client's real examples [clients, ...]; not finite where one of them is not."""
+        """The sum over the filled slots of each client [clients, ...]; not finite where any gradient is not."""
         ...
 
     def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
-        """The sum over each client's examples [clients, ...] of what `clipping.clip` makes of their gradients.
+        """The sum over each client's examples [clients, ...] of the gradients that `clipping.clip` returns.
 
-        Equal to that but for rounding, and cheaper where no example's gradient has to be looked at by itself.
+        Equal up to rounding, and cheaper when single gradients need not be formed.
         """
         ...
 
     def check(self, weights: Tree, batch: Batch, per_example: bool) -> None:
-        """Try a batch of one client at the global weights; a network that cannot be trained is refused in a sentence."""
+        """Try a batch of one client at the global weights; a `ModelError` explains why a network cannot be trained."""
         ...
 
     def outputs(self, weights: Tree, inputs: Tensor) -> Tensor:
-        """What the network with the global weights answers to each input."""
+        """The network's output for each input, at the global weights."""
         ...
 
 
 class Unquestioning:
-    """An engine that sums gradients without first asking whether all are finite: a GPU need not wait for the answer."""
+    """An engine that sums gradients without checking that all are finite, so a GPU need not synchronise with the host."""
 
     def __init__(self, engine: Engine) -> None:
         self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss

@@ -1,6 +1,6 @@
 """The fast engine: hand-written rules for common layers, for all clients and examples at once.
 
-Per-example gradients are formed directly, or not at all where a method needs only their norms and a sum. `chain_of` turns a
+Per-example gradients are formed directly, or not at all if a method needs only their norms and a sum. `chain_of` turns a
 network into a chain of rules. A network with any other layer is left to the reference engine (`functional`), with which
 this one agrees to 1e-5.
 """
@@ -37,7 +37,7 @@ LossGradients = Callable[[Tensor, Tensor], Tensor]
 
 
 class BatchedEngine:
-    """Gradients of an `nn.Sequential` of known layers. `ModelError` if a layer is not known: it names the layer."""
+    """Gradients of an `nn.Sequential` of known layers. An unknown layer raises a `ModelError` that names it."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self._chain = chain_of(model)
@@ -54,7 +54,7 @@ class BatchedEngine:
 
     @torch.no_grad()
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
-        """See `Engine`. One product a layer over all examples, unless some gradient is not finite."""
+        """See `Engine`. One product for each layer over all examples, unless some gradient is not finite."""
         summed = self.plain_sum(weights, batch)
         return summed if all_finite(summed) else sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
 
@@ -65,7 +65,7 @@ class BatchedEngine:
 
     @torch.no_grad()
     def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
-        """See `Engine`. Norms first, then one weighted sum a layer; nothing here depends on a value but by arithmetic."""
+        """See `Engine`. Norms first, then one weighted sum for each layer; no control flow depends on a value."""
         gradients = {each.name: each.ready_to_clip() for each in self._gradients(weights, batch)}
         norms = norms_of_groups({name: each.squared_norms() for name, each in gradients.items()}, groups)
         factors = clip_factors(norms, bound, batch.present)
@@ -89,7 +89,7 @@ def _by_autograd(loss: Loss) -> LossGradients:
 
 
 def _of_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Softmax less the target, for classes; written out, for it takes a tenth of the time."""
+    """Softmax minus the target, for classes. Written out, because it takes a tenth of autograd's time."""
     if outputs.dim() != 2 or targets.dim() != 1:
         return _by_autograd(F.cross_entropy)(outputs, targets)
     return outputs.softmax(1) - F.one_hot(targets, outputs.shape[1])
@@ -107,15 +107,15 @@ _ONE_BY_ONE: tuple[type[nn.Module], ...] = (
 
 @dataclass(frozen=True)
 class Chain:
-    """Rules in the order in which they are applied, and the values of the tensors that are not trained [1, ...]."""
+    """Rules in the order of application, and the values of the tensors that are not trained [1, ...]."""
 
     rules: tuple[Rule, ...]
     constants: Tree
     first_trained: int
-    """The place of the first rule with trained tensors: what is before it needs no way back."""
+    """The index of the first rule with trained tensors: the rules before it need no backward pass."""
 
     def __call__(self, weights: Tree, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Iterator[Gradients]]]:
-        """The network's outputs [clients, examples, ...], and the way from the loss's derivative to all gradients."""
+        """The network's outputs [clients, examples, ...], and the backward pass: loss derivative to all gradients."""
         tensors, backs = self.constants | weights, []
         for place, rule in enumerate(self.rules):
             inputs, back = rule(tensors, inputs, inputs_matter=place > self.first_trained)
@@ -132,7 +132,7 @@ class Chain:
 
 
 def chain_of(model: nn.Module) -> Chain:
-    """The chain that does what the model does, or a `ModelError` that names what there is no rule for."""
+    """The chain that computes what the model computes, or a `ModelError` that names the layer without a rule."""
     layout = Layout.of(model)
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -155,14 +155,14 @@ def chain_of(model: nn.Module) -> Chain:
 
 
 def one_by_one(layer: nn.Module) -> bool:
-    """Whether a layer is known to make of each example what depends on that example alone."""
+    """Whether the layer's output for each example is known to depend on that example alone."""
     return all(_why_not(each) is None for _, each in _layers(layer, ""))
 
 
 def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of nested sequences, in order."""
     if type(module) is nn.Sequential and not _hooked(module):
-        for child, layer in module.named_modules(remove_duplicate=False):  # `named_children` leaves a layer's second use out
+        for child, layer in module.named_modules(remove_duplicate=False):  # `named_children` omits a layer's second use
             if child and "." not in child:
                 yield from _layers(layer, f"{name}.{child}" if name else child)
     else:
@@ -170,7 +170,7 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _pooled_early(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """ReLU behind the MaxPool2d that follows it: the same values, and the same gradients, on fewer of them."""
+    """Move each ReLU behind the MaxPool2d that follows it: the same values and gradients, computed for fewer entries."""
     named = list(named)
     for place in range(len(named) - 1):
         if isinstance(named[place][1], nn.ReLU) and isinstance(named[place + 1][1], nn.MaxPool2d):
@@ -196,7 +196,7 @@ def _rule_of(name: str, layer: nn.Module, after: nn.Module | None) -> Rule:
 
 
 def _window(after: nn.Module | None) -> tuple[Pair, Pair] | None:
-    """Kernel and stride of a pooling that drops what does not fill a window."""
+    """Kernel and stride of a pooling layer that drops incomplete windows, else None."""
     if not isinstance(after, nn.MaxPool2d | nn.AvgPool2d) or after.ceil_mode or any(pair_of(after.padding)):
         return None
     if isinstance(after, nn.MaxPool2d) and pair_of(after.dilation) != (1, 1):
@@ -205,13 +205,13 @@ def _window(after: nn.Module | None) -> tuple[Pair, Pair] | None:
 
 
 def _why_not(layer: nn.Module) -> str | None:
-    """What keeps a layer from having a rule. A subclass may do anything: it must be exactly a type that is known."""
+    """The reason why a layer has no rule, or None. The type must match exactly, because a subclass may do anything."""
     if type(layer) not in _ONE_BY_ONE:
         return "for which there is no rule"
     if _hooked(layer):
         return "which has hooks"
     if not {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}:
-        return "which has tensors of the user's own"
+        return "which has parameters besides weight and bias"
     if isinstance(layer, DROPOUT) and layer.training and layer.p > 0:
         return "which is switched on"
     if isinstance(layer, nn.Flatten) and layer.start_dim < 1:
@@ -221,12 +221,12 @@ def _why_not(layer: nn.Module) -> str | None:
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
         return f"which pads with {layer.padding_mode}"
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
-        return "which rescales its rows or their gradients, or has sparse ones"
+        return "which rescales its rows or their gradients, or has sparse gradients"
     return None
 
 
 def _out_of_place(layer: nn.Module) -> nn.Module:
-    """The layer, or a twin of it that does not write over its inputs."""
+    """The layer, or a copy of it that does not overwrite its inputs."""
     if getattr(layer, "inplace", False):
         layer = copy.copy(layer)
         layer.inplace = False  # type: ignore[assignment]
@@ -238,9 +238,9 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:
-    """The engines that may be used for a network, by name; the batched one first where it knows every layer.
+    """The engines that may be used for a network, by name; the batched one first if it knows every layer.
 
-    What is compiled is the batched one, and what serves a kernel as its reference.
+    The batched engine is also the one that is compiled, and the reference for the kernel.
     """
     if name not in get_args(EngineName):
         raise PlanError(f"engine: {name!r} is not one of {', '.join(get_args(EngineName))}")
@@ -250,6 +250,6 @@ def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict
     try:
         batched: dict[str, Engine] = {"batched": BatchedEngine(model, loss)}
     except ModelError as reason:
-        _LOG.log(logging.INFO if name == "auto" else logging.WARNING, "the functional engine is used: %s", reason)
+        _LOG.log(logging.INFO if name == "auto" else logging.WARNING, "using the functional engine: %s", reason)
         return reference
     return batched | reference if name == "auto" else batched

@@ -1,11 +1,11 @@
 """CUDA graphs: many small kernels, recorded once and launched as one.
 
-`Launcher` runs the compiled local steps of a chunk of clients. A step of few clients, or of a small network, is over before
-the host has launched the next one. A graph is recorded once and then launched as a whole; the device itself counts the
-steps. Large steps gain nothing from a graph and would pay for a copy of their weights. So the launcher times the first
-steps: if the host is slower than the device, it records a graph; otherwise it goes on launching step by step.
+`Launcher` runs the compiled local steps of a chunk of clients. A step of few clients, or of a small network, finishes
+before the host has launched the next one. A graph is recorded once and then launched as a whole; the device itself counts
+the steps. Large steps gain nothing from a graph and would pay for a copy of their weights. The launcher therefore times the
+first steps: if the host is slower than the device, it records a graph; otherwise it keeps launching step by step.
 
-`record` makes a graph of an attack's evaluation: a function of one tensor that launches hundreds of small kernels.
+`record` turns an attack's evaluation, a function of one tensor that launches hundreds of small kernels, into a graph.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Program = Callable[..., State]
 """One local step of a chunk of clients as a function of tensors alone."""
 
 _LOG = logging.getLogger("fedcdp")
-_LOOKED_AT = 20  # steps; few enough that the queue of a device does not make the host wait for it
-_HOST_IS_SLOWER = 0.8  # of the time until the device is done, the host was busy launching
+_LOOKED_AT = 20  # steps; few enough not to fill the device's queue, which would make the host wait
+_HOST_IS_SLOWER = 0.8  # share of the time until the device finishes that the host spends launching
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Steps:
     present: Tensor
     """[steps, clients, slots]"""
     sources: Tensor
-    """[steps, terms, 4]: what noise is made from."""
+    """[steps, terms, 4]: the sources of the noise."""
     clients: Tensor
     expected: Tensor
     numbers: Tensor
@@ -50,12 +50,12 @@ class Steps:
         return len(self.records)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, in the order of the fields."""
+        """All tensors, in the order of the fields."""
         return self.records, self.present, self.sources, self.clients, self.expected, self.numbers
 
 
 def take(program: Program, steps: Steps, step: Tensor | int, weights: Tree, velocity: Tree | None) -> State:
-    """One step; its number may be on the device."""
+    """Run one step; its number may be on the device."""
     records, present, source = (_row(each, step) for each in (steps.records, steps.present, steps.sources))
     return program(weights, velocity, records, present, steps.clients, steps.expected, source, steps.numbers)
 
@@ -65,7 +65,7 @@ def _row(values: Tensor, number: Tensor | int) -> Tensor:
 
 
 class Launcher:
-    """Runs all steps of a chunk, by launches at first; by a graph, from the moment the host is found to be the slower."""
+    """Runs all steps of a chunk: one launch a step at first, and a graph once the host proves slower than the device."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -79,7 +79,7 @@ class Launcher:
         on_gpu = steps.records.is_cuda
         for step in range(len(steps)):
             stop_if_asked()
-            if on_gpu and step == 1 and not self._looked:  # the first one may have been compiled
+            if on_gpu and step == 1 and not self._looked:  # not step 0, which may include compilation
                 torch.cuda.synchronize()
                 started = time.perf_counter()
             weights, velocity = take(self._program, steps, step, weights, velocity)
@@ -93,7 +93,7 @@ class Launcher:
 
 
 class Graph:
-    """One step, recorded: it reads its number, its records and its weights where the last one left them."""
+    """One recorded step: it reads its number, records and weights from where the previous step left them."""
 
     def __init__(self, program: Program, steps: Steps, weights: Tree, velocity: Tree | None) -> None:
         self._steps = Steps(*(each.clone() for each in steps.tensors()))
@@ -102,7 +102,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what a library sets up at its first use cannot be recorded
+        with torch.cuda.stream(side):  # warm up, because the setup of a library at its first use cannot be recorded
             take(program, self._steps, self._step, self._weights, self._velocity)
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(self._graph):
@@ -113,7 +113,7 @@ class Graph:
             self._step.add_(1)
 
     def takes(self, steps: Steps) -> bool:
-        """Whether the recorded step is of these shapes."""
+        """Whether the recorded step has the shapes of these steps."""
         shapes = ([each.shape for each in given.tensors()] for given in (self._steps, steps))
         return next(shapes) == next(shapes)
 
@@ -135,7 +135,7 @@ def _recorded(program: Program, steps: Steps, weights: Tree, velocity: Tree | No
     try:
         return Graph(program, steps, weights, velocity)
     except RuntimeError as error:
-        _LOG.info("steps are launched one by one: they cannot be recorded: %s", str(error).strip().partition("\n")[0])
+        _LOG.info("steps are launched one by one, because recording failed: %s", str(error).strip().partition("\n")[0])
         return None
 
 
@@ -154,7 +154,7 @@ _WARM_UP = 3  # runs before the recording, in which libraries choose their algor
 
 
 class Graphed:
-    """A function of one tensor of fixed shape, replayed on a GPU. What it computes is the same, to the bit."""
+    """A function of one tensor of fixed shape, replayed on a GPU. The results are the same, to the bit."""
 
     def __init__(self, function: Function, example: Tensor) -> None:
         self._input = example.clone()
@@ -169,14 +169,14 @@ class Graphed:
             self._outputs = function(self._input)
 
     def __call__(self, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs at these rows of the input, whose values are new; the others keep the last they had."""
+        """The outputs at these rows of the input, which get new values; the other rows keep their last values."""
         self._input[rows] = points
         self._graph.replay()
         return self._outputs[0][rows], self._outputs[1][rows]
 
 
 def record(function: Function, example: Tensor) -> Graphed | None:
-    """The function as a graph; None on a device without them, or where it asks the host a question on the way."""
+    """The function as a graph; None on a device without graphs, or if the function synchronises with the host."""
     if example.device.type != "cuda":
         return None
     try:

@@ -1,7 +1,6 @@
-"""Layers at a network's beginning that are not trained: what they make of the data is computed once, before training.
+"""Frozen layers at the beginning of a network: their features are computed once, before training.
 
-The rest of the network keeps the names of its tensors, so that what was trained behind the features is what the whole
-network holds.
+The rest of the network keeps the names of its tensors, so its trained tensors fit the whole network.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from torch import Tensor, nn
 
 from fedcdp.engine.batched import one_by_one
 
-_LARGEST = 2 * 2**30  # bytes of features; more are not kept, but computed anew in every step
+_LARGEST = 2 * 2**30  # bytes of features; larger ones are not kept but recomputed in every step
 _BATCH = 500
-_FREE = (nn.Flatten, nn.Identity)  # cost nothing, so that by themselves they are left where they are
+_FREE = (nn.Flatten, nn.Identity)  # cost nothing, so a front of these alone is not split off
 
 
 def split(network: nn.Module, inputs: Tensor, device: torch.device) -> tuple[nn.Sequential | None, nn.Module]:
-    """The layers before the first trained one, and the network without them: the same names, and nothing in their place.
+    """The layers before the first trained one, and the network with each of them replaced by `nn.Identity` (names stay).
 
-    None, and the network as it is, unless they are layers of an `nn.Sequential` of which each example's output depends on
-    that example alone, and what they make of all inputs can be kept in memory.
+    Returns None and the unchanged network unless the layers belong to an `nn.Sequential`, each example's output depends on
+    that example alone, and the features of all inputs fit in memory.
     """
     if type(network) is not nn.Sequential:
         return None, network
@@ -36,7 +35,7 @@ def split(network: nn.Module, inputs: Tensor, device: torch.device) -> tuple[nn.
     first = nn.Sequential(*front.values())
     try:
         features = through(first, inputs[:1], device)
-    except Exception:  # what the network does not take, an engine's check refuses in a sentence
+    except Exception:  # the engine's check refuses unsuitable inputs with a clear message
         return None, network
     if features.numel() * features.element_size() * len(inputs) > _LARGEST:
         return None, network
@@ -49,5 +48,5 @@ def split(network: nn.Module, inputs: Tensor, device: torch.device) -> tuple[nn.
 
 @torch.no_grad()
 def through(front: nn.Module | None, inputs: Tensor, device: torch.device) -> Tensor:
-    """What the layers make of the inputs, a few at a time, on the device; without layers, the inputs themselves."""
+    """The features of the inputs on the device, computed a few at a time; without layers, the inputs themselves."""
     return inputs.to(device) if front is None else torch.cat([front(some.to(device)) for some in inputs.split(_BATCH)])

@@ -1,7 +1,7 @@
 """The reference engine: `torch.func` over any `nn.Module`.
 
-Gradients are `vmap` over clients of `vmap` over examples of `grad`. This is slower than rules written for known layers, and
-the standard by which those rules are tested.
+Gradients are `vmap` over clients of `vmap` over examples of `grad`. This is slower than the hand-written rules for known
+layers, and it is the reference against which those rules are tested.
 
 `on_labels` lets PyTorch's binary losses take class labels. `refusal` explains why a network cannot be trained: a mistake
 that plain PyTorch reports too, or a limit of `torch.func`.
@@ -45,7 +45,7 @@ class FunctionalEngine:
         return gradients
 
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
-        """See `Engine`. One backward pass a client, unless some gradient is not finite."""
+        """See `Engine`. One backward pass for each client, unless some gradient is not finite."""
         summed = self.plain_sum(weights, batch)
         return summed if all_finite(summed) else sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
 
@@ -91,12 +91,12 @@ class FunctionalEngine:
 
 
 def all_finite(tree: Tree) -> bool:
-    """Whether every value is finite. A GPU waits for the answer: it is one question, for a sum is finite only if all are."""
+    """Whether every value is finite. A GPU synchronises once, because a sum is finite only if all its terms are."""
     return bool(torch.isfinite(torch.stack([value.double().sum() for value in tree.values()]).sum()))
 
 
 def sum_of_finite(gradients: Tree, present: Tensor) -> Tree:
-    """Sum [clients, examples, ...] over the examples that are real and finite in every tensor."""
+    """Sum [clients, examples, ...] over the examples that are present and finite in every tensor."""
     lead = present.shape
     finite = [torch.isfinite(value.reshape(*lead, -1)).all(-1) for value in gradients.values()]
     usable = present & torch.stack(finite).all(0)
@@ -125,7 +125,7 @@ def on_labels(loss: Loss) -> Loss:
 
 
 class _MistakeError(Exception):
-    """What is wrong with a network or a loss, found without `torch.func`."""
+    """A mistake in a network or a loss, found without `torch.func`."""
 
     def __init__(self, sentence: str, error: Exception | None = None) -> None:
         super().__init__(sentence)
@@ -133,10 +133,10 @@ class _MistakeError(Exception):
 
 
 def refusal(model: nn.Module, loss: Loss, tried: Batch, error: Exception, are_records: bool) -> ModelError:
-    """A sentence that says why the gradients of a batch of one client failed with `error`.
+    """The error that explains why the gradients of a batch of one client failed with `error`.
 
-    The same batch is first tried in plain PyTorch. The error of that attempt is the cause, if there is one. Otherwise
-    `torch.func` is. Of an error on records only the type is told: its text may quote a record.
+    The same batch is first tried in plain PyTorch. If that fails, its error is the cause; otherwise `torch.func` is. For an
+    error on records, only the type is reported, because its text may quote a record.
     """
     try:
         _plain(model, loss, tried)
@@ -145,8 +145,8 @@ def refusal(model: nn.Module, loss: Loss, tried: Batch, error: Exception, are_re
     else:
         if "randomness" in str(error):
             return ModelError(
-                "the network draws random numbers in its forward pass, which the plan's seed does not fix; take nn.Dropout "
-                "in place of torch.nn.functional.dropout: it is switched off"
+                "the network draws random numbers in its forward pass, which the plan's seed does not fix; use nn.Dropout, "
+                "which fedcdp switches off, instead of torch.nn.functional.dropout"
             )
         sentence, cause = "the network cannot be differentiated by torch.func", error
     if are_records:
@@ -158,8 +158,8 @@ def refusal(model: nn.Module, loss: Loss, tried: Batch, error: Exception, are_re
 
 
 def _plain(model: nn.Module, loss: Loss, tried: Batch) -> None:
-    """One forward and backward pass of the batch, and of its first example alone, or a `_MistakeError`."""
-    model = copy.deepcopy(model)  # whose buffers a forward pass may change
+    """Run a forward and backward pass on the batch, and on its first example alone; a failure is a `_MistakeError`."""
+    model = copy.deepcopy(model)  # because a forward pass may change its buffers
     shape, trained = list(tried.inputs.shape[2:]), [p for p in model.parameters() if p.requires_grad]
     for count in dict.fromkeys((tried.inputs.shape[1], 1)):
         inputs, targets = tried.inputs[0, :count], tried.targets[0, :count]
@@ -173,7 +173,7 @@ def _plain(model: nn.Module, loss: Loss, tried: Batch) -> None:
                 raise _MistakeError(f"the network returns {type(outputs).__name__}, not a tensor of outputs")
             if outputs.dim() == 0 or len(outputs) != count:
                 raise _MistakeError(
-                    f"the network returns shape {list(outputs.shape)} for {several}: it needs a row for each"
+                    f"the network returns shape {list(outputs.shape)} for {several}; it must return one row for each example"
                 )
             try:
                 value = loss(outputs, targets)

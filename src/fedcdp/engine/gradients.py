@@ -1,8 +1,8 @@
-"""The gradients of one layer, one for each client and example, in the form in which they are cheapest.
+"""The gradients of one layer, one for each client and example, in the cheapest form.
 
-A linear layer's gradient is a product of two vectors, and a convolution's is a sum of such products over the places where
-its kernel stood. What a method needs of it (its norm, a weighted sum over the examples) can often be had from the factors,
-without ever holding the gradients themselves.
+A linear layer's gradient is an outer product of two vectors, and a convolution's is a sum of such products over the
+positions of its kernel. The quantities that a method needs (norms, weighted sums over the examples) can often be computed
+from the factors, without ever holding the gradients themselves.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Gradients(ABC):
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
-        """The squared L2 norm of each [clients, examples], in float32: infinite or NaN if any value is not finite.
+        """The squared L2 norm of each gradient [clients, examples], in float32: infinite or NaN if any value is not finite.
 
-        Guarantees: it falls short of the true one by a rounding error only, so that whoever clips by it keeps the bound.
+        Guarantees: it falls short of the true norm by at most a rounding error, so clipping by it respects the bound.
         """
 
     @abstractmethod
@@ -37,10 +37,10 @@ class Gradients(ABC):
 
     @abstractmethod
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
-        """The sum over the `usable` examples, each scaled by its factor; of the others nothing is used, not even a NaN."""
+        """The sum over the `usable` examples, each scaled by its factor; other examples add nothing, not even a NaN."""
 
     def ready_to_clip(self) -> Gradients:
-        """The same gradients, in the form from which both norms and weighted sums come without repeating work."""
+        """The same gradients, in a form that gives both norms and weighted sums without repeated work."""
         return self
 
 
@@ -53,7 +53,7 @@ def _as_it_is(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Formed(Gradients):
-    """Gradients that are held one by one [clients, examples, ...]; `shape` gives their trailing axes the tensor's shape."""
+    """Gradients held one by one [clients, examples, ...]; `shape` gives their trailing axes the tensor's shape."""
 
     name: str
     values: Tensor
@@ -81,13 +81,13 @@ class Formed(Gradients):
 
 @dataclass(frozen=True)
 class Products(Gradients):
-    """Gradients that are sums of outer products, Σ_p a_p ⊗ b_p over places p, in one or several groups of channels.
+    """Gradients that are sums of outer products, Σ_p a_p ⊗ b_p over positions p, in one or several groups of channels.
 
-    `left` and `right` are [clients, groups, examples, places, values]: the derivative by a layer's outputs and its inputs,
-    or the reverse. `shape` makes [..., groups, left values, right values] the tensor's shape.
+    `left` and `right` are [clients, groups, examples, positions, values]: the derivative with respect to a layer's outputs
+    and the layer's inputs, or the reverse. `shape` turns [..., groups, left values, right values] into the tensor's shape.
 
-    With one place, a group's norm is |a|·|b|. With several, Σ_pq (a_p·a_q)(b_p·b_q) would do without the gradients, too,
-    but its terms cancel, and a rounding error of the large ones can make a small norm smaller than it is: the gradients
+    With one position, a group's norm is |a|·|b|. With several, Σ_pq (a_p·a_q)(b_p·b_q) would also avoid forming the
+    gradients, but its terms cancel, and rounding errors of the large terms can make a small norm too small. The gradients
     are formed instead.
     """
 
@@ -104,16 +104,16 @@ class Products(Gradients):
         """See `Gradients`."""
         if self.left.shape[3] > 1:
             return self._formed().squared_norms()
-        # In float64 no square overflows or is lost: one factor may be tiny where the other is huge.
+        # In float64 no square overflows or underflows: one factor may be tiny where the other is huge.
         left, right = (value.double().square().sum((3, 4)) for value in (self.left, self.right))
         return (left * right).sum(1).float()
 
     def summed(self) -> Tensor:
-        """See `Gradients`. One product over all examples and places."""
+        """See `Gradients`. One product over all examples and positions."""
         return self.shape(self.left.flatten(2, 3).mT @ self.right.flatten(2, 3)).contiguous()
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
-        """See `Gradients`. One product over all examples and places."""
+        """See `Gradients`. One product over all examples and positions."""
         column = _kept(factors, usable, self.left)[:, None, :, None, None]
         if _value_by_value():
             left, right = (_finite(value).flatten(2, 3) for value in (self.left * column, self.right))
@@ -129,10 +129,10 @@ class Products(Gradients):
 
 
 def _value_by_value() -> bool:
-    """Whether a sum of clipped gradients is taken value by value, and not as a product of matrices.
+    """Whether a sum of clipped gradients is computed elementwise rather than as a matrix product.
 
-    A compiler makes one pass of it and what comes next. And where products may be rounded (tf32), that one must not be:
-    what was rounded up would be longer than the clip bound.
+    A compiler fuses the elementwise sum with the operations that follow. And where products may be rounded (tf32), this one
+    must not be: a gradient rounded up would exceed the clip bound.
     """
     return torch.compiler.is_compiling() or torch.get_float32_matmul_precision() != "highest"
 
@@ -143,5 +143,5 @@ def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """The values, with zero for those that zero times does not make zero. A usable example has none of them."""
+    """The values with zero for NaN and infinities, which a factor of zero would not cancel. Usable examples have none."""
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

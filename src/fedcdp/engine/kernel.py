@@ -1,10 +1,10 @@
 """All local steps of many clients in one GPU kernel, for the paper's CNN: one client on one multiprocessor.
 
-An engine computes a step of all clients, writes their gradients to memory, and computes the next. Here a client's weights,
-activations and sums stay in the caches of the multiprocessor that trains it, from its first step to its last. The numbers
-are those of `Method.local_step` under any engine, up to rounding, and the noise is the same draw.
+An engine computes a step of all clients, writes their gradients to memory, and computes the next step. Here a client's
+weights, activations and sums stay in the caches of the multiprocessor that trains it, from its first step to its last. The
+results equal those of `Method.local_step` under any engine, up to rounding, and the noise is the same draw.
 
-What the kernel takes, `fits` says; everything else is for the engines. Nothing here imports Triton before it is needed.
+`fits` says whether the kernel can train a network; engines train the others. Triton is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from fedcdp.errors import ModelError
 from fedcdp.files.tree import Layout, Tree
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
-_CHANNELS = ((16, 32), (16, 32, 64))  # of the two convolutions
-_MOST_WINDOWS = 64  # of the second pooling; more do not fit into the registers
+_CHANNELS = ((16, 32), (16, 32, 64))  # allowed in the first and the second convolution
+_MOST_WINDOWS = 64  # in the second pooling; more do not fit into the registers
 _MOST_CLASSES = 128
 _MOST_COLOURS = 3
-_WARPS_ALONE = 8  # of a client that has a multiprocessor to itself
-_GROUP = 16  # examples that the dense layer takes at once: the least that Triton's products take
+_WARPS_ALONE = 8  # for a client that has a multiprocessor to itself
+_GROUP = 16  # examples that the dense layer processes at once: the minimum for Triton's products
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the clients train on: their records, as places in the data, and how they are counted."""
+    """The clients' training data: their records, as indices into the data, and their counts."""
 
     records: Tensor
-    """[clients, steps, slots], the real ones first."""
+    """[clients, steps, slots], filled slots first."""
     counts: Tensor
-    """[clients, steps]: how many of a step's records are real. The others cost nothing."""
+    """[clients, steps]: the number of filled slots in a step. Empty slots cost nothing."""
     clients: Tensor
-    """[clients]: their numbers, by which noise is drawn."""
+    """[clients]: the client numbers, which select the noise."""
     expected_batch: Tensor
-    """[clients]: what a step's sum is divided by."""
+    """[clients]: the divisor of a step's sum."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepRule:
 
     learning_rate: float
     clip_bound: float | None = None
-    """C of every example and layer; None: gradients as they are."""
+    """C for every example and layer; None: no clipping."""
     flat: bool = False
     """Clip the whole gradient at once."""
     deviation: float = 0.0
@@ -66,28 +66,28 @@ class StepRule:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the work is laid out on a multiprocessor; it changes nothing beyond rounding."""
+    """How the work is laid out on a multiprocessor; changes results only by rounding."""
 
     warps: int = 4
     programs: int = 4
-    """Programs that are started for each multiprocessor; each has scratch memory, and trains clients in turn."""
+    """Programs started for each multiprocessor; each has scratch memory and trains clients in turn."""
     first_tile: int = 64
     """Pooling windows of the first layer that are computed at once."""
     back_tile: int = 64
-    """The same, on the way back."""
+    """The same, in the backward pass."""
     dense_tile: int = 128
-    """Features that the dense layer takes at once."""
+    """Features that the dense layer processes at once."""
     stages: int = 2
-    """How many products' operands are on their way at once."""
+    """The number of products whose operands are prefetched at once."""
     registers: int | None = None
-    """The most registers of a thread; None: as many as there are."""
+    """The maximum number of registers for each thread; None: no limit."""
     exact: str = "tf32x3"
-    """Triton's name of the products to use where tf32 is not allowed."""
+    """Triton's name for the product precision to use when tf32 is not allowed."""
 
 
 @dataclass(frozen=True)
 class Cnn:
-    """The sizes of a network that the kernel takes, but for those of the image."""
+    """The sizes of a network that the kernel can train, except the image size."""
 
     layout: Layout
     channels: int
@@ -98,11 +98,11 @@ class Cnn:
     activation: str
 
     def check(self, inputs: Tensor) -> None:
-        """`ModelError` if the network does not take such inputs."""
+        """Raise `ModelError` if the network does not accept inputs of this shape."""
         shape = tuple(inputs.shape[1:])
         rest = [((side - 2) // 2 - 2) // 2 for side in shape[1:]]
         if len(shape) != 3 or shape[0] != self.channels or rest[0] * rest[1] * self.second != self.features:
-            raise ModelError(f"the network does not take inputs of shape {list(shape)}")
+            raise ModelError(f"the network does not accept inputs of shape {list(shape)}")
 
     def packed(self, weights: Tree) -> Tensor:
         """Weights [...] in the kernel's order: the inverse of `unpacked`, for one client."""
@@ -111,7 +111,7 @@ class Cnn:
         return torch.cat([part.flatten() for part in parts])
 
     def unpacked(self, flat: Tensor) -> Tree:
-        """Weights [clients, ...] of what the kernel left [clients, size]."""
+        """The weights [clients, ...] from the kernel's result [clients, size]."""
         sizes = [shape.numel() for shape in self.layout.shapes.values()]
         first, second, dense = flat.split(sizes, dim=1)
         parts = (
@@ -137,39 +137,39 @@ def fits(model: nn.Module, loss: Loss) -> str | None:
 
 
 def cnn_of(model: nn.Module) -> Cnn:
-    """The sizes of a network, or a `ModelError` that says what keeps the kernel from taking it."""
-    chain_of(model)  # refuses hooks, shared tensors, and layers that are not known at all
+    """The sizes of a network, or a `ModelError` that says why the kernel cannot train it."""
+    chain_of(model)  # refuses hooks, shared tensors and unknown layers
     layers = [layer for layer in model.modules() if not isinstance(layer, nn.Sequential)]
     match layers:
         case [nn.Conv2d() as one, act, nn.MaxPool2d() as half, nn.Conv2d() as two, again, nn.MaxPool2d() as quarter,
               nn.Flatten() as flatten, nn.Linear() as dense]:  # fmt: skip
             pass
         case _:
-            raise ModelError("the network is not convolution, activation, pooling, twice, and one dense layer")
+            raise ModelError("the network is not convolution, activation, pooling, twice, then one dense layer")
     if type(act) not in _ACTIVATIONS or type(act) is not type(again):
-        raise ModelError("its activations are not ReLU, tanh or sigmoid, both times the same")
+        raise ModelError("its activations are not both ReLU, both tanh or both sigmoid")
     for convolution, allowed in zip((one, two), _CHANNELS, strict=True):
         plain = (convolution.kernel_size, convolution.stride, convolution.dilation) == ((3, 3), (1, 1), (1, 1))
         if not plain or convolution.padding not in ((0, 0), "valid") or convolution.groups != 1:
-            raise ModelError("a convolution is not a plain one of 3×3")
+            raise ModelError("a convolution is not a plain 3×3 convolution")
         if convolution.out_channels not in allowed:
             raise ModelError(f"a convolution has {convolution.out_channels} channels, not one of {allowed}")
     for pool in (half, quarter):
         pairs = [pair_of(each) for each in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
         if pairs != [(2, 2), (2, 2), (0, 0), (1, 1)] or pool.ceil_mode:
-            raise ModelError("a pooling is not a plain one of 2×2")
+            raise ModelError("a pooling is not a plain 2×2 pooling")
     if (flatten.start_dim, flatten.end_dim) != (1, -1):
-        raise ModelError("the dense layer does not see all features of an example")
+        raise ModelError("the dense layer does not receive all features of an example")
     if any(layer.bias is not None for layer in (one, two, dense)):
         raise ModelError("a layer has a bias")
     if not all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters()):
-        raise ModelError("a tensor is frozen, or not of float32")
+        raise ModelError("a tensor is frozen or not float32")
     if (
         dense.in_features > _MOST_WINDOWS * two.out_channels
         or dense.out_features > _MOST_CLASSES
         or one.in_channels > _MOST_COLOURS
     ):
-        raise ModelError("the images or the classes are too many for one multiprocessor")
+        raise ModelError("the images are too large, or the classes or colours too many, for one multiprocessor")
     return Cnn(
         Layout.of(model), one.in_channels, one.out_channels, two.out_channels, dense.out_features, dense.in_features,
         _ACTIVATIONS[type(act)],
@@ -180,11 +180,11 @@ def cnn_of(model: nn.Module) -> Cnn:
 def train(
     network: Cnn, weights: Tree, inputs: Tensor, targets: Tensor, work: Work, rule: StepRule, tuning: Tuning | None = None
 ) -> Tree:
-    """The weights [clients, ...] after all steps of the work, each client's from the global `weights`.
+    """The weights [clients, ...] after all steps of the work; each client starts from the global `weights`.
 
     `inputs` [examples, ...] and `targets` [examples] are the data, on the device. Guarantees: an example's gradient enters
-    the sum with norm at most C a layer, up to rounding; one that is not finite does not enter it at all; noise is that of
-    `SeededNoise.for_step`.
+    the sum with norm at most C in each layer, up to rounding; a gradient that is not finite does not enter it at all; the
+    noise is that of `SeededNoise.for_step`.
     """
     from fedcdp.engine.kernel_cnn import train_cnn
 
@@ -196,7 +196,7 @@ def train(
     padded_classes = _padded(network.classes)
     kernels = sum(weights[name].numel() for name in list(network.layout.shapes)[:2])
     second = 9 * network.first * network.second
-    shared = max(kernels, slots * windows * network.first)  # by noise and activations
+    shared = max(kernels, slots * windows * network.first)  # noise and activations use the same memory in turn
     scratch_size = _aligned(second + 4 * network.features + slots * (2 * network.features + padded_classes) + shared)
     programs = max(1, min(clients, tuning.programs * _multiprocessors(inputs.device)))
     flat = network.packed(weights).expand(clients, -1).contiguous()
@@ -219,7 +219,7 @@ def train(
 
 
 def _padded(size: int) -> int:
-    """The next power of two, at least 16: what Triton's products take."""
+    """The next power of two, at least 16, as Triton's products require."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -228,7 +228,7 @@ def _aligned(size: int) -> int:
 
 
 def _halves(key: int) -> tuple[int, int]:
-    """A 64-bit key as two signed words of 32 bits, low first: a kernel is compiled anew for arguments of other types."""
+    """A 64-bit key as two signed 32-bit words, low first: arguments of another type would recompile the kernel."""
     words = key & 0xFFFFFFFF, key >> 32
     low, high = (word - 2**32 if word >= 2**31 else word for word in words)
     return low, high

@@ -1,18 +1,18 @@
-"""The GPU's side of `engine.kernel`: all local steps of a client in one Triton program, for the paper's CNN.
+"""The GPU side of `engine.kernel`: all local steps of a client in one Triton program, for the paper's CNN.
 
     input [channels, height, width] – 3×3 convolution – 2×2 max pool – activation – 3×3 convolution – 2×2 max pool –
     activation – dense layer
 
-The activations rise, so that pooling before them gives what pooling behind them does, on a quarter of the values. A
-convolution is computed only where a pooling window takes it. Rows of its products come in the order [window, place in the
-window], and a window's largest value is found among four neighbouring rows.
+The activations are monotonic, so pooling before them gives the same result as pooling after them, on a quarter of the
+values. A convolution is computed only where a pooling window uses it. Rows of its products are in the order [window,
+position in the window], so a window's largest value is found among four neighbouring rows.
 
-A program owns its client's weights and a piece of scratch memory, which it reads again and again while they are in the
-GPU's caches. What one thread writes there and another reads is separated by a barrier. Between two barriers nothing is
-overwritten that another thread may still have to read: a value is replaced by one that was computed from it, or nobody
-reads it.
+A program owns its client's weights and a piece of scratch memory, which it reads repeatedly while they are in the GPU's
+caches. A barrier separates writes by one thread from reads by another. Between two barriers, no value is overwritten that
+another thread may still have to read: a value is replaced only by one computed from it, or if it is no longer read.
 
-This file is written in Triton's language, whose functions are typed by their callers. Import it only where Triton is there.
+This file is written in the Triton language, whose functions are typed by their callers. Import it only if Triton is
+installed.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -30,7 +30,7 @@ from triton.language.random import philox_impl
 @triton.jit
 def _activated(values, activation: tl.constexpr):
     if activation == "relu":
-        return tl.where(values < 0, 0.0, values)  # a NaN stays one
+        return tl.where(values < 0, 0.0, values)  # a NaN stays NaN
     decayed = tl.exp(-tl.abs(values))
     if activation == "sigmoid":
         return tl.where(values < 0, decayed, 1.0) / (1.0 + decayed)
@@ -41,7 +41,7 @@ def _activated(values, activation: tl.constexpr):
 
 @triton.jit
 def _slope(outputs, activation: tl.constexpr):
-    """The activation's derivative, by its outputs."""
+    """The activation's derivative, as a function of its outputs."""
     if activation == "relu":
         return tl.where(outputs > 0, 1.0, 0.0)
     if activation == "sigmoid":
@@ -54,7 +54,7 @@ def _slope(outputs, activation: tl.constexpr):
 
 @triton.jit
 def _normals(blocks, step, client, key_low, key_high):
-    """Four standard normal values for each block of coordinates: `randomness.normals`, but for rounding."""
+    """Four standard normal values for each block of coordinates: `randomness.normals`, up to rounding."""
     first, second, third, fourth = philox_impl(
         tl.cast(blocks, tl.uint32), tl.cast(step, tl.uint32), tl.cast(0, tl.uint32), tl.cast(client, tl.uint32),
         tl.cast(key_low, tl.uint32, bitcast=True), tl.cast(key_high, tl.uint32, bitcast=True),
@@ -73,7 +73,7 @@ def _box_muller(radius_word, angle_word):
 
 @triton.jit
 def _cosine_and_sine(angle):
-    """Of angles from 0 to 2π, to rounding: Cephes' polynomials. The library's functions expect any angle, at a cost."""
+    """For angles from 0 to 2π, up to rounding: Cephes' polynomials. The library's functions take any angle, at a cost."""
     quarter = tl.floor(angle * 0.6366197723675814 + 0.5)
     rest = angle - quarter * 1.5703125 - quarter * 4.837512969970703125e-4 - quarter * 7.549789948768648e-8
     square = rest * rest
@@ -87,7 +87,7 @@ def _cosine_and_sine(angle):
 
 @triton.jit
 def _in_turn(one, two, three, four):
-    """[..., n] four times as [..., n, 2, 2], whose last three axes run through the values of a block in their order."""
+    """Four tensors [..., n] as [..., n, 2, 2], whose last three axes run through the values of a block in order."""
     return tl.join(tl.join(one, three), tl.join(two, four))
 
 
@@ -108,13 +108,13 @@ def _write_normals(
 
 @triton.jit
 def _place(window, inside, across: tl.constexpr):
-    """Where a place inside a window stands in an image with so many windows across: down, right."""
+    """The row and column of a position inside a window, in an image with `across` windows in a row."""
     return window // across * 2 + inside // 2, window % across * 2 + inside % 2
 
 
 @triton.jit
 def _pooled(products, windows: tl.constexpr, channels: tl.constexpr):
-    """Of products [windows · 4, channels] the largest of each window, and its place there; the first of equal ones."""
+    """The largest of the products [windows · 4, channels] in each window, and its position there; the first of equals."""
     square = tl.permute(tl.reshape(products, [windows, 2, 2, channels]), [0, 3, 1, 2])
     left, right = tl.split(square)
     upper_left, lower_left = tl.split(left)
@@ -131,7 +131,7 @@ def _larger(largest, chosen, value, place: tl.constexpr):
     return tl.where(better, value, largest), tl.where(better, place, chosen)
 
 
-# What was chosen in a window is kept in the last two bits of what came out of it, where it is less than a rounding error.
+# The position chosen in a window is stored in the last two bits of the window's output, below its rounding error.
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def _marked(values, chosen):
 
 @triton.jit
 def _unmarked(values):
-    """The values, whose zeros are zeros again, and what was chosen."""
+    """The values, in which zeros are zero again, and the chosen positions."""
     bits = values.to(tl.int32, bitcast=True)
     return (bits & -4).to(tl.float32, bitcast=True), bits & 3
 
@@ -153,7 +153,7 @@ def _unmarked(values):
 def _patches(
     image, down, right, real, values: tl.constexpr, channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr
 ):
-    """What the first convolution sees at its places [rows, values]."""
+    """The inputs of the first convolution at its positions [rows, values]."""
     value = tl.arange(0, values)
     channel, offset = value // 9, value % 9
     source = (down * width + right)[:, None] + (channel * height * width + offset // 3 * width + offset % 3)[None, :]
@@ -167,7 +167,7 @@ def _first_layer(
     pooled_height: tl.constexpr, pooled_width: tl.constexpr, patch: tl.constexpr, tile: tl.constexpr,
     activation: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """An image's activations behind the first pooling [windows, first]."""
+    """An image's activations after the first pooling [windows, first]."""
     total: tl.constexpr = pooled_height * pooled_width
     value, channel = tl.arange(0, patch)[:, None], tl.arange(0, first)[None, :]
     kernel = tl.load(weights + value * first + channel, mask=value < 9 * channels, other=0.0)  # [patch, first]
@@ -187,12 +187,12 @@ def _second_layer(
     out_height: tl.constexpr, out_width: tl.constexpr, windows: tl.constexpr,
     activation: tl.constexpr, precision: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """Its features behind the second pooling, in the order [second, window]."""
+    """An image's features after the second pooling, in the order [second, window]."""
     total: tl.constexpr = out_height * out_width
     row, ingoing, outgoing = tl.arange(0, 4 * windows), tl.arange(0, first), tl.arange(0, second)
     down, right = _place(row // 4, row % 4, out_width)
     source = ((down * pooled_width + right) * first)[:, None] + ingoing[None, :]
-    kernel_source = ingoing[:, None] + outgoing[None, :] * first  # [first, second], of a tensor [second, first]
+    kernel_source = ingoing[:, None] + outgoing[None, :] * first  # [first, second], from a tensor [second, first]
     products = tl.zeros([4 * windows, second], dtype=tl.float32)
     for offset in tl.range(9, num_stages=stages):
         step = offset // 3 * pooled_width + offset % 3
@@ -211,7 +211,8 @@ def _dense_layer(
     length: tl.constexpr, classes: tl.constexpr, padded_classes: tl.constexpr, group: tl.constexpr, tile: tl.constexpr,
     precision: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """For the examples from `begin` on: the loss's derivative by the outputs, softmax less target, and by the features."""
+    """For the examples from `begin` on: the loss's derivative with respect to the outputs (softmax minus target) and to the
+    features."""
     example, label, column = begin + tl.arange(0, group), tl.arange(0, padded_classes), tl.arange(0, tile)
     real = example < count
     outputs = tl.zeros([group, padded_classes], dtype=tl.float32)
@@ -251,7 +252,7 @@ def _second_deltas(
     second: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr, windows: tl.constexpr,
     activation: tl.constexpr,
 ):  # fmt: skip
-    """One example's derivative by the products of the second convolution [2 · out height, 2 · out width, second]."""
+    """One example's derivative with respect to the second convolution's products [2 · out height, 2 · out width, second]."""
     total: tl.constexpr = out_height * out_width
     window, outgoing = tl.arange(0, windows)[:, None], tl.arange(0, second)[None, :]
     own, real = window + outgoing * total, window < total
@@ -280,7 +281,7 @@ def _first_gradient(
         backs = backs + (tl.zeros([tile, first], dtype=tl.float32),)
     following = tl.load(weights + kernel_source)
     for offset in range(9):
-        kernel = following  # the next one is on its way while this one is used
+        kernel = following  # the next one is loaded while this one is used
         following = tl.load(weights + tl.minimum(offset + 1, 8) * first * second + kernel_source)
         added = ()
         for part in tl.static_range(tiles):
@@ -311,7 +312,7 @@ def _second_gradient(
     first: tl.constexpr, second: tl.constexpr, pooled_width: tl.constexpr,
     out_height: tl.constexpr, out_width: tl.constexpr, windows: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """One example's gradient of the second convolution: for each place of its kernel [second, first]."""
+    """One example's gradient of the second convolution: [second, first] for each position of its kernel."""
     across: tl.constexpr = 2 * out_width
     row, ingoing, outgoing = tl.arange(0, 4 * windows), tl.arange(0, first), tl.arange(0, second)
     real = (row < 4 * out_height * out_width)[:, None]
@@ -353,7 +354,7 @@ def _clip_factors(
             squares += second_gradient[offset] * second_gradient[offset]
         second_squared = tl.sum(squares)
         first_squared = tl.sum(first_gradient * first_gradient)
-        # An outer product's norm is that of its factors; in float64 no square overflows or is lost.
+        # An outer product's norm is the product of its factors' norms; in float64 no square overflows or underflows.
         feature_squared = tl.sum(feature.to(tl.float64) * feature.to(tl.float64))
         output_squared = tl.sum(output.to(tl.float64) * output.to(tl.float64))
         dense_squared = (feature_squared * output_squared).to(tl.float32)
@@ -363,7 +364,7 @@ def _clip_factors(
             return _is_finite(whole), factor, factor, factor
         usable = _is_finite(first_squared) & _is_finite(second_squared) & _is_finite(dense_squared)
         return usable, _factor(first_squared, bound), _factor(second_squared, bound), _factor(dense_squared, bound)
-    # Zero times a value is zero only if the value is finite, and so is a sum of such zeros.
+    # Zero times a value is zero only if the value is finite, and a sum of such products is zero only if all are.
     zeros = second_gradient[0] * 0.0
     for offset in tl.static_range(1, 9):
         zeros += second_gradient[offset] * 0.0
@@ -380,7 +381,7 @@ def _clear(total, size: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def _add(total, gradients, usable, factor, first: tl.constexpr, second: tl.constexpr):
-    """Add what clipping leaves of a gradient to the step's sum. Nobody else adds at the same time: order is kept."""
+    """Add a clipped gradient to the step's sum. Nothing else adds at the same time, so the order is fixed."""
     place = tl.arange(0, second)[:, None] * first + tl.arange(0, first)[None, :]
     for offset in tl.static_range(9):
         added = tl.where(usable, gradients[offset] * factor, 0.0)
@@ -389,7 +390,7 @@ def _add(total, gradients, usable, factor, first: tl.constexpr, second: tl.const
 
 @triton.jit
 def _keep_output(outputs, features, usable, factor, length: tl.constexpr, padded_classes: tl.constexpr):
-    """What clipping leaves of an outer product: its scaled left factor, and both as zeros where it is not usable."""
+    """Clip an outer product in place: scale its left factor, or set both factors to zero if it is not usable."""
     label, column = tl.arange(0, padded_classes), tl.arange(0, triton.next_power_of_2(length))
     tl.store(outputs + label, tl.where(usable, tl.load(outputs + label) * factor, 0.0))
     if not usable:
@@ -428,7 +429,7 @@ def _update_dense(
     length: tl.constexpr, classes: tl.constexpr, padded_classes: tl.constexpr, group: tl.constexpr, tile: tl.constexpr,
     noisy: tl.constexpr,
 ):  # fmt: skip
-    """The sum of outer products is formed here; noise from the coordinate after `coordinates` on is drawn here."""
+    """Form the sum of outer products, draw its noise, whose first coordinate is `coordinates`, and update the weights."""
     label = tl.arange(0, padded_classes)[:, None]
     for start in range(0, length, tile):
         feature = start + tl.arange(0, tile)[None, :]
@@ -458,10 +459,10 @@ def train_cnn(
     weights,  # [clients, size] in the kernel's order: [patch value, first], [offset, second, first], [class, feature]
     inputs,  # [examples, channels, height, width]
     targets,  # [examples]
-    records,  # [clients, steps, slots], the real ones first
-    counts,  # [clients, steps]: how many are real
-    numbers,  # [clients]: by which noise is drawn
-    expected,  # [clients]: what a step's sum is divided by
+    records,  # [clients, steps, slots], filled slots first
+    counts,  # [clients, steps]: the number of filled slots
+    numbers,  # [clients]: the client numbers, which select the noise
+    expected,  # [clients]: the divisor of a step's sum
     scratch,  # [programs, scratch size]
     clients, steps, slots, scratch_size, learning_rate, bound, deviation, key_low, key_high,
     channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
@@ -471,7 +472,7 @@ def train_cnn(
     first_tile: tl.constexpr, back_tile: tl.constexpr, dense_tile: tl.constexpr, group: tl.constexpr,
     stages: tl.constexpr,
 ):  # fmt: skip
-    """Every program trains one client after the other, from the weights that it finds to those after its last step."""
+    """Train one client after the other in every program, from the given weights to those after the last step."""
     pooled_height: tl.constexpr = (height - 2) // 2
     pooled_width: tl.constexpr = (width - 2) // 2
     out_height: tl.constexpr = (pooled_height - 2) // 2
@@ -485,9 +486,9 @@ def train_cnn(
     deltas = total + second_size  # of one example [2 · out height, 2 · out width, second]
     features = deltas + 4 * length  # [slots, length]
     back = features + slots * length  # [slots, length]
-    outputs = back + slots * length  # [slots, padded classes]: deltas, later what clipping leaves of them
+    outputs = back + slots * length  # [slots, padded classes]: deltas, later clipped
     values = outputs + slots * padded_classes  # [slots, windows, first]
-    noise = values  # of both convolutions, in the order of their weights, when the activations are no longer needed
+    noise = values  # for both convolutions, in the order of their weights, once the activations are no longer needed
 
     for client in tl.range(tl.program_id(0), clients, tl.num_programs(0), disable_licm=True):
         first_weights = weights + tl.cast(client, tl.int64) * (first_size + second_size + classes * length)
@@ -500,7 +501,7 @@ def train_cnn(
             drawn = records + (tl.cast(client, tl.int64) * steps + step) * slots
             count = tl.load(counts + client * steps + step).to(tl.int32)
 
-            # Forward, and back through the dense layer
+            # Forward, then backward through the dense layer
             for example in tl.range(count, disable_licm=True):
                 image = inputs + tl.load(drawn + example).to(tl.int64) * (channels * height * width)
                 _first_layer(
@@ -521,7 +522,7 @@ def train_cnn(
                 )  # fmt: skip
             tl.debug_barrier()
 
-            # Back through the convolutions, example by example, and what clipping leaves of each
+            # Backward through the convolutions, example by example, clipping each gradient
             first_total = tl.zeros([patch, first], dtype=tl.float32)
             _clear(total, second_size, 1024)
             for example in tl.range(count, disable_licm=True):

@@ -1,13 +1,14 @@
 """Rules: how one layer works for all clients and all their examples at once, forward and backward.
 
 Activations are [clients, examples, ...], and each client has its own weights [clients, ...]. A rule is called like
-`torch.func.vjp`. It returns the layer's outputs and a function for the way back, which takes the loss's derivative by the
-outputs and returns the derivative by the inputs and the gradients of the layer's tensors. Autograd records nothing except
-inside layers without tensors of their own. No shape depends on a value, so a compiler can take a whole step at once.
+`torch.func.vjp`. It returns the layer's outputs and a function for the backward pass. That function takes the loss's
+derivative with respect to the outputs; it returns the derivative with respect to the inputs and the gradients of the
+layer's tensors. Autograd records nothing except inside layers without tensors of their own. No shape depends on a value, so
+a compiler can compile a whole step at once.
 
-A convolution is a matrix product over the places where its kernel stands. Its activations keep the shape [clients,
-examples, channels, height, width] and lie in memory with the channels last, as the products leave them, so the copies in
-between are of long runs.
+A convolution is a matrix product over the positions of its kernel. Its activations have the shape [clients, examples,
+channels, height, width] and the channels-last memory layout in which the products leave them, so copies in between are of
+long runs.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ Pair = tuple[int, int]
 
 
 def pair_of(value: int | tuple[int, ...]) -> Pair:
-    """The same number down and across, or the two that are given."""
+    """A pair (vertical, horizontal): the same number twice, or the two that are given."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 def _padding(layer: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Zeros to the left, right, top and bottom; of an odd number for `same`, the larger half is to the right or bottom."""
+    """Zeros to the left, right, top and bottom; an odd number for `same` puts the larger half to the right or bottom."""
     if layer.padding == "same":
         height, width = ((size - 1) * far for size, far in zip(layer.kernel_size, layer.dilation, strict=True))
         return width // 2, width - width // 2, height // 2, height - height // 2
@@ -49,12 +50,13 @@ class Rule(ABC):
 
     @abstractmethod
     def __call__(self, weights: Tree, inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
-        """The outputs, and the way back: to the derivative by the inputs (None unless they matter), and the gradients."""
+        """The outputs and the backward pass: the derivative with respect to the inputs (None unless they matter), and the
+        gradients."""
 
 
 @dataclass(frozen=True)
 class WithoutWeights(Rule):
-    """A layer that does the same to every example of every client: an activation, a pooling, a frozen layer."""
+    """A layer that treats every example of every client alike: an activation, a pooling, a frozen layer."""
 
     layer: Callable[[Tensor], Tensor]
 
@@ -64,7 +66,7 @@ class WithoutWeights(Rule):
 
 
 def _alike_for_all(layer: Callable[[Tensor], Tensor], inputs: Tensor, inputs_matter: bool) -> tuple[Tensor, Back]:
-    """The same layer for every example of every client; the way back is autograd's."""
+    """The same layer for every example of every client, with autograd's backward pass."""
     lead, examples = inputs.shape[:2], inputs.flatten(0, 1)
     if not inputs_matter:
         return layer(examples).unflatten(0, lead), lambda _: (None, [])
@@ -76,8 +78,8 @@ def _alike_for_all(layer: Callable[[Tensor], Tensor], inputs: Tensor, inputs_mat
     return outputs.unflatten(0, lead), back
 
 
-# Three such layers are in most networks. For them autograd's formulas are written out, which takes a tenth of the time that
-# autograd takes to find them. -----------------------------------------------------------------------------------------
+# Most networks contain three such layers. Their derivatives are written out, because that takes a tenth of autograd's time.
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 class Flatten(WithoutWeights):
@@ -91,7 +93,7 @@ class Flatten(WithoutWeights):
             if not inputs_matter:
                 return None, []
             shaped = deltas.reshape(inputs.shape)
-            # As the inputs lie in memory: what is elementwise is many times as fast if all that meets there lies alike.
+            # In the inputs' memory layout: elementwise operations are many times faster if all operands share one.
             alike = shaped.stride() == inputs.stride() or torch.compiler.is_compiling()
             return shaped if alike else torch.empty_like(inputs).copy_(shaped), []
 
@@ -109,7 +111,7 @@ class Relu(WithoutWeights):
 
 
 class MaxPool(WithoutWeights):
-    """The largest of each window."""
+    """The largest value in each window."""
 
     layer: nn.MaxPool2d
 
@@ -142,7 +144,7 @@ def without_weights(layer: nn.Module) -> WithoutWeights:
 
 @dataclass(frozen=True)
 class Linear(Rule):
-    """Outputs x·Wᵀ + b; a weight's gradient is the outer product of δ and x, summed over the places of a sequence."""
+    """Outputs x·Wᵀ + b; a weight's gradient is the outer product of δ and x, summed over the positions of a sequence."""
 
     weight: str
     bias: str | None
@@ -177,9 +179,9 @@ def _linear_weight(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled(Rule):
-    """A normalisation x̂ without weights of its own, then x̂·γ + β, on the axes where γ and β stand.
+    """A normalisation x̂ without weights of its own, then x̂·γ + β on the axes of γ and β.
 
-    With `channels_first` they stand on the first axis of an example (GroupNorm), otherwise on the last ones (LayerNorm).
+    With `channels_first` these are the first axis of an example (GroupNorm), otherwise the last ones (LayerNorm).
     """
 
     normalise: Callable[[Tensor], Tensor]
@@ -209,7 +211,7 @@ class Scaled(Rule):
         return outputs, back
 
     def _spread(self, value: Tensor, like: Tensor) -> Tensor:
-        """A tensor [clients, ...] where it stands in activations [clients, examples, ...]."""
+        """A tensor [clients, ...], reshaped to broadcast over activations [clients, examples, ...]."""
         spare = like.dim() - 1 - value.dim()
         if self.channels_first:
             return value.view(value.shape[0], 1, *value.shape[1:], *(1,) * spare)
@@ -218,7 +220,7 @@ class Scaled(Rule):
 
 @dataclass(frozen=True)
 class Embedding(Rule):
-    """Rows of a table looked up by number. Only the rows that an example used have a gradient."""
+    """Rows of a table, looked up by number. Only the rows that an example used have a gradient."""
 
     weight: str
     padding: int | None
@@ -254,7 +256,7 @@ class Convolution(Rule):
     """Left, right, top, bottom."""
     groups: int
     window: tuple[Pair, Pair] | None = None
-    """Kernel and stride of the pooling that follows, where it drops what does not fill a window: it is not computed."""
+    """Kernel and stride of the pooling that follows, if it drops incomplete windows: their outputs are not computed."""
 
     @staticmethod
     def of(layer: nn.Conv2d, weight: str, bias: str | None, window: tuple[Pair, Pair] | None) -> Convolution:
@@ -277,7 +279,7 @@ class Convolution(Rule):
             before = None
             if inputs_matter:
                 before = self._folded(grouped.flatten(2, 3), kernels, inputs.shape, (height, width))
-            # Outputs to the right, for a product with a short last axis is slow, and a first layer sees few values.
+            # Outputs on the right: a product with a short last axis is slow, and a first layer has few input values.
             gradients: list[Gradients] = [Products(self.weight, columns, grouped, self._shaped)]
             if self.bias is not None:
                 gradients.append(Formed(self.bias, grouped.sum(3).transpose(1, 2).flatten(2)))
@@ -286,7 +288,7 @@ class Convolution(Rule):
         return outputs, back
 
     def _columns(self, inputs: Tensor) -> tuple[Tensor, int, int]:
-        """What the kernel sees at each place, and how many places there are down and across."""
+        """The values under the kernel at each position, and the numbers of positions vertically and horizontally."""
         images = F.pad(inputs.flatten(0, 1), self.padding) if any(self.padding) else inputs.flatten(0, 1)
         seen = images.unflatten(0, inputs.shape[:2]).unflatten(2, (self.groups, -1))
         for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
@@ -296,16 +298,16 @@ class Convolution(Rule):
                 seen = seen.narrow(4 + axis, 0, (seen.shape[4 + axis] - window) // step * step + window)
         # [clients, examples, groups, channels, height, width, kernel height, kernel width]
         channels, height, width = seen.shape[3:6]
-        if channels * self.kernel[1] < width:  # longer runs are copied if the places come last in memory
+        if channels * self.kernel[1] < width:  # longer runs are copied if the positions come last in memory
             rows = seen.permute(0, 2, 6, 7, 3, 1, 4, 5).flatten(5).flatten(2, 4)
             return rows.mT.unflatten(2, (seen.shape[1], -1)), height, width
         return seen.permute(0, 2, 1, 4, 5, 6, 7, 3).flatten(5).flatten(3, 4), height, width
 
     def _folded(self, deltas: Tensor, kernels: Tensor, shape: torch.Size, places: Pair) -> Tensor:
-        """The derivative by the inputs: δ·K goes back to the pixels that `_columns` took, where it is added up.
+        """The derivative with respect to the inputs: δ·K is added back to the pixels that `_columns` read.
 
-        One row of the kernel after the other, and the values of a row together: both the products that are held and the
-        sums over single pixels are a fraction of what they are for the whole kernel at once.
+        This goes one kernel row at a time, with the values of a row together, so the products in memory and the sums over
+        single pixels are a fraction of those for the whole kernel at once.
         """
         if torch.compiler.is_compiling() and self.stride == (1, 1):
             return self._folded_at_once(deltas @ kernels, shape, places)
@@ -322,7 +324,7 @@ class Convolution(Rule):
         return inner.flatten(4).permute(0, 1, 4, 2, 3)
 
     def _folded_at_once(self, products: Tensor, shape: torch.Size, places: Pair) -> Tensor:
-        """The same as a sum of shifted images, of which a compiler makes one pass and what comes next."""
+        """The same as a sum of shifted images, which a compiler fuses with the operations that follow."""
         parts = products.view(shape[0], self.groups, shape[1], *places, *self.kernel, -1).permute(0, 2, 3, 4, 5, 6, 1, 7)
         height, width = places
         left, _, top, _ = self.padding
@@ -346,6 +348,6 @@ class Convolution(Rule):
 
 
 def _reach(first: int, places: int, stride: int, dilation: int) -> slice:
-    """The pixels that one value of the kernel meets along an axis."""
+    """The pixels that one kernel value covers along an axis."""
     start = first * dilation
     return slice(start, start + (places - 1) * stride + 1, stride)

@@ -1,7 +1,7 @@
-"""Batches that are partly empty, packed: only slots that are filled are computed, and all shapes stay as they are.
+"""Packing of partly empty batches: only filled slots are computed, and all shapes stay fixed.
 
-The filled slots of a client, which come first, are cut into rows of a few; rows of all clients lie one behind the other,
-each with the weights of its client. Poisson sampling with S = 3B slots costs little more than a fixed batch of B so.
+The filled slots of a client come first and are cut into short rows. The rows of all clients are concatenated, each with
+the weights of its client. With packing, Poisson sampling with S = 3B slots costs little more than a fixed batch of B.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from fedcdp.files.tree import Group, Tree, masked
 
 
 def rows_needed(present: Tensor, width: int) -> Tensor:
-    """How many rows of a width hold the filled slots of all clients; `present` is [..., clients, slots]."""
+    """How many rows of `width` slots hold the filled slots of all clients; `present` is [..., clients, slots]."""
     return ((present.sum(-1) + width - 1) // width).sum(-1)
 
 
 @dataclass(frozen=True)
 class _Packing:
-    """Where the slots of the clients are in the rows, and back."""
+    """The map from the clients' slots to rows, and back."""
 
     owner: Tensor
     """The client of each row."""
     slots: Tensor
-    """The slots of its client that are in each row [rows, width]."""
+    """The client's slots that are in each row [rows, width]."""
     present: Tensor
-    """Which of them are filled."""
+    """Which of these slots are filled."""
     sources: Tensor
-    """The rows of each client [clients, most]; beyond its own, any row."""
+    """The rows of each client [clients, most]; beyond its own rows, an arbitrary row."""
     own: Tensor
-    """Which of those are its own."""
+    """Which of these rows are the client's own."""
 
     @staticmethod
     def of(present: Tensor, rows: int, width: int) -> _Packing:
@@ -45,12 +45,12 @@ class _Packing:
         slots = ((number - (ends - lengths)[owner]) * width)[:, None] + torch.arange(width, device=present.device)
         most = torch.arange(-(-present.shape[1] // width), device=present.device)
         own = most < lengths[:, None]
-        # Whatever is not its own is read from one place, which is then at hand.
+        # Rows that are not the client's own all point to one row, which stays in the cache.
         sources = torch.where(own, (ends - lengths)[:, None] + most, rows - 1).clamp(max=rows - 1)
         return _Packing(owner, slots.clamp(max=present.shape[1] - 1), slots < counts[owner][:, None], sources, own)
 
     def batch(self, batch: Batch) -> Batch:
-        """The slots of a batch in rows."""
+        """The slots of a batch, arranged in rows."""
         place = self.owner[:, None], self.slots
         return Batch(batch.inputs[place], batch.targets[place], self.present)
 
@@ -59,14 +59,14 @@ class _Packing:
         return {name: value[self.owner] for name, value in tree.items()}
 
     def sums(self, tree: Tree) -> Tree:
-        """Sums of rows, added up for each client in a fixed order."""
+        """The sums of rows, added up for each client in a fixed order."""
         parts = zip(self.sources.unbind(1), self.own.unbind(1), strict=True)
         picked = [{name: masked(value[row], own) for name, value in tree.items()} for row, own in parts]
         return {name: torch.stack([part[name] for part in picked]).sum(0) for name in tree}
 
 
 class PackedEngine:
-    """An engine that computes sums over batches in at most `rows` rows of `width` slots. More is the caller's mistake."""
+    """An engine that computes sums over batches in at most `rows` rows of `width` slots. The caller must not need more."""
 
     def __init__(self, engine: Engine, rows: int, width: int) -> None:
         self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss

@@ -1,10 +1,10 @@
 """The machine under an engine: devices and threads, precision, interrupts and memory.
 
 - Devices and threads: `usable_device` refuses a device that cannot be used, `one_thread` limits PyTorch to one thread, and
-  `wait` returns when a device is done.
+  `wait` returns when a device has finished.
 - Precision: `products` chooses how exactly a GPU multiplies matrices.
-- Interrupts: Ctrl-C takes effect at a safe place (`stop_if_asked`), never inside a function transformed by torch, which
-  cannot be left half-way.
+- Interrupts: Ctrl-C takes effect at a safe point (`stop_if_asked`), never inside a function transformed by torch, which
+  must not be interrupted half-way.
 - Memory: `clients_within_budget` bounds how many clients are trained at once, by an upper estimate for one client.
 """
 
@@ -25,7 +25,7 @@ from fedcdp.files.tree import Layout
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """The device, or a sentence that says it is not there."""
+    """The device; a `PlanError` says why it cannot be used."""
     try:
         torch.zeros(1, device=device).item()
         return torch.device(device)
@@ -35,14 +35,14 @@ def usable_device(device: str | torch.device) -> torch.device:
 
 
 def wait(device: torch.device) -> None:
-    """Until everything that a device was asked for is done: a GPU is asked, and works on its own."""
+    """Wait until a device has finished all queued work, since a GPU works asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch computes with one thread; afterwards with as many as before."""
+    """Run PyTorch with one thread, and restore the previous number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -53,9 +53,9 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def products(tf32: bool) -> Iterator[None]:
-    """Let products of matrices and convolutions round their factors to 10 bits (tf32), or forbid it.
+    """Allow or forbid matrix products and convolutions to round their factors to 10 bits (tf32).
 
-    By torch's own default, convolutions round and other products do not. Norms, clipping and noise never do.
+    By torch's default, convolutions round and other products do not. Norms, clipping and noise are never rounded.
     """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -72,12 +72,12 @@ _asked = threading.Event()
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Hold back Ctrl-C until `stop_if_asked`; a second one is not held back. Outside the main thread, nothing changes."""
+    """Defer Ctrl-C until `stop_if_asked`; a second Ctrl-C is not deferred. Outside the main thread, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody else's, or ours from further out
+    if before is not signal.default_int_handler:  # another program's handler, or ours from an outer call
         yield
         return
 
@@ -96,7 +96,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 def stop_if_asked() -> None:
-    """A safe place: raises KeyboardInterrupt if Ctrl-C was pressed."""
+    """Mark a safe point: raise KeyboardInterrupt if Ctrl-C was pressed."""
     if _asked.is_set():
         _asked.clear()
         raise KeyboardInterrupt
@@ -104,31 +104,31 @@ def stop_if_asked() -> None:
 
 BUDGET = {"cpu": 2**29, "cuda": 8 * 2**30}  # bytes for all clients that are trained at once
 
-_KEPT = 31 * 2**20  # bytes; just below the most that the GNU C library lets its threshold grow to
+_KEPT = 31 * 2**20  # bytes; just below the limit to which the GNU C library lets its threshold grow
 
-_COPIES = 4  # a value is held about so often: as it is, as what the way back needs, and while either is computed
+_COPIES = 4  # approximate copies of a value: the value itself, one for the backward pass, and temporaries of both
 _WORD = 4
 
 
 def clients_within_budget(model: nn.Module, example: Tensor, slots: int, per_example: bool) -> int:
-    """How many clients with so many examples in a step fit into the budget of the device; at least one."""
+    """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one."""
     gradients = Layout.of(model).size * (slots if per_example else 2)
     a_client = _COPIES * _WORD * (gradients + slots * _activations(model, example))
     return max(1, BUDGET.get(example.device.type, BUDGET["cpu"]) // a_client)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next step, in this process and from now on.
+    """Let the C library keep the memory that a step frees for the next step, in this process and from now on.
 
-    GNU's gives large blocks back to the system and asks for them anew, and every page of a new one costs a fault: up to a
-    third of a step's time on a CPU. What "large" means grows with the largest block that was freed so far: this one, which
-    is never written to. Elsewhere it does nothing.
+    The GNU C library returns large blocks to the system and requests them again, and every page of a new block costs a page
+    fault: up to a third of a step's time on a CPU. The threshold for "large" grows with the largest block freed so far; this
+    function frees one that is never written to. With other C libraries it has no effect.
     """
     torch.empty(_KEPT, dtype=torch.uint8)
 
 
 def _activations(model: nn.Module, example: Tensor) -> int:
-    """Values that one example has in the whole network: the outputs of its layers, and what a convolution's kernel sees."""
+    """The number of values that one example has in the whole network: layer outputs and convolution patches."""
     counted = [example.numel()]
 
     def count(layer: nn.Module, _: Any, output: object) -> None:
@@ -139,8 +139,8 @@ def _activations(model: nn.Module, example: Tensor) -> int:
 
     hooks = [layer.register_forward_hook(count) for layer in model.modules() if not list(layer.children())]
     try:
-        with torch.no_grad(), suppress(Exception):  # what the network does not take, an engine's check refuses in a sentence
-            model(torch.zeros_like(example)[None])  # no record: a network may keep what it sees, and is then released
+        with torch.no_grad(), suppress(Exception):  # the engine's check refuses unsuitable inputs with a clear message
+            model(torch.zeros_like(example)[None])  # zeros, not a record: the network may store its inputs and be released
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,1 +1,1 @@
-"""Files: atomic writes, tensors on disk, and reading what somebody else may have written."""
+"""Files: atomic writes, tensors on disk, and safe reading of untrusted files."""

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, whatever crashes."""
+"""Atomic file writes: after a crash, a file is either complete or absent."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedcdp.errors import RunError, StorageError
 PARTIAL = ".partial"
 _FAULTS_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 PRIVATE = 0o600
-"""For what lies in a run directory: it may tell what the noise hides."""
+"""Mode of the files in a run directory: they may reveal data that the noise hides."""
 
 
 def is_fault_of_the_machine(error: BaseException | None) -> bool:
-    """Whether a disk failed, rather than that somebody named a place that cannot be written to."""
+    """Whether the disk failed, as opposed to the user naming a path that cannot be written."""
     return isinstance(error, OSError) and error.errno in _FAULTS_OF_THE_MACHINE
 
 
 def not_written(path: Path, error: OSError) -> RunError:
-    """The sentence for a file that could not be written, of the type that fits the reason."""
+    """The error for a file that could not be written: `StorageError` if the disk failed, else `RunError`."""
     kind = StorageError if is_fault_of_the_machine(error) else RunError
     return kind(f"{path} cannot be written: {error.strerror or error}")
 
 
 def user_cache() -> Path:
-    """Where this user keeps what can be had again: FEDCDP_CACHE, else XDG_CACHE_HOME/fedcdp, else ~/.cache/fedcdp."""
+    """The user's cache directory: FEDCDP_CACHE, else XDG_CACHE_HOME/fedcdp, else ~/.cache/fedcdp."""
     if chosen := os.environ.get("FEDCDP_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -37,20 +37,23 @@ def user_cache() -> Path:
 
 
 def open_unlinked(path: Path, flags: int, mode: int = PRIVATE) -> int:
-    """Open a file of ours for writing, made with `mode` where it is missing; a symbolic link, which may lead to anything,
-    is refused (`OSError`)."""
+    """Open one of our own files for writing; with O_CREAT, a missing file is created with `mode`.
+
+    A symbolic link raises `OSError`, because it may point anywhere.
+    """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 @contextmanager
 def atomic_write(target: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write to, which becomes `target` once the block ends well and vanishes if it raises.
+    """Yield a file that replaces `target` when the block succeeds and is deleted when it raises.
 
-    Guarantees: a reader of `target` sees the old file or the whole new one, also after a crash. The folder is made. A link
-    that lies in the way is replaced, not followed. The file has `mode`, less what the process's mask takes away.
+    Guarantees: a reader of `target` sees the old file or the complete new one, even after a crash. Missing parent
+    directories are created. A symbolic link at `target` is replaced, not followed. The file has `mode`, less the process's
+    umask.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because a rename is atomic only within one file system.
+    # In the target's directory, because a rename is atomic only within one file system.
     part = target.with_name(f".{target.name}{PARTIAL}")
     try:
         part.unlink(missing_ok=True)
@@ -60,14 +63,14 @@ def atomic_write(target: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         part.replace(target)
     except BaseException:
-        with suppress(OSError):  # what went wrong first is what is to be told
+        with suppress(OSError):  # report the original error, not one from the cleanup
             part.unlink(missing_ok=True)
         raise
     sync_directory(target.parent)
 
 
 def sync_directory(folder: Path) -> None:
-    """See that the names in a folder are on the disk."""
+    """Flush a directory's entries to disk."""
     directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -76,6 +79,6 @@ def sync_directory(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     with atomic_write(path, mode) as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Tensors in files: safetensors with a checksum, never pickle."""
+"""Tensor files: safetensors with a checksum, never pickle."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from fedcdp.files.untrusted import read_bounded
 
 MOST_TENSORS = 2**34
 _MOST_HEADER = 2**26
-_ABOUT = "fedcdp"  # the one metadata key: with several, their order in the file would be left to chance
+_ABOUT = "fedcdp"  # a single metadata key, because safetensors does not fix the order of several
 
 
 def save_tensors(path: Path, tensors: Tree, about: Mapping[str, Any], mode: int = 0o666) -> None:
-    """Write tensors, with a digest of them and what is to be known `about` them, atomically."""
+    """Write tensors atomically, with the metadata `about` and a digest of both."""
     from safetensors.torch import save
 
-    # Copies, because tied weights share their memory and the format does not allow that.
+    # Copies, because tied weights share memory, which the format does not allow.
     owned = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     written = json.dumps({**about, "sha256": _digest(owned, about)}, sort_keys=True)
     write_atomically(path, save(owned, {_ABOUT: written}), mode)
 
 
 def size_of(tensors: Mapping[str, Tensor]) -> int:
-    """How large a file of `save_tensors` can be that holds these tensors twice, as a checkpoint with an average does."""
+    """An upper bound on the size of a `save_tensors` file that holds these tensors twice, as a checkpoint with a moving
+    average does."""
     return 2 * sum(value.numel() * value.element_size() for value in tensors.values()) + _MOST_HEADER
 
 
 def load_tensors(path: Path, form: str, most: int = MOST_TENSORS) -> tuple[Tree, dict[str, Any]]:
-    """Read tensors that `save_tensors` wrote with `about["format"] == form`, or say in a sentence what is wrong.
+    """Read tensors that `save_tensors` wrote with `about["format"] == form`; any defect is a `RunError`.
 
-    A file of more than `most` bytes is not read: the caller knows its network (`size_of`).
+    A file larger than `most` bytes is refused: the caller knows the size of its network (`size_of`).
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -56,31 +57,31 @@ def load_tensors(path: Path, form: str, most: int = MOST_TENSORS) -> tuple[Tree,
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except (SafetensorError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError,
             RuntimeError):  # fmt: skip
-        raise RunError(f"{path} is damaged or truncated, or not a file of this program") from None
+        raise RunError(f"{path} is damaged, truncated, or not a fedcdp file") from None
     if known != form:
-        raise RunError(f"{path} is not a {form} file of this program")
+        raise RunError(f"{path} is not a fedcdp {form} file")
     if checksum != _digest(tensors, about):
         raise RunError(f"{path} is damaged: its content does not match its checksum")
     return tensors, about
 
 
 def read_about(path: Path, form: str) -> dict[str, Any]:
-    """What is said about the tensors in a file. Only its header is read, and nothing is verified, as by `load_tensors`."""
+    """Read the metadata of a tensor file from its header alone. Unlike `load_tensors`, this verifies no checksum."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             length = struct.unpack("<Q", file.read(8))[0]
             about = json.loads(json.loads(file.read(min(length, _MOST_HEADER)))["__metadata__"][_ABOUT])
         if about["format"] != form:
-            raise RunError(f"{path} is not a {form} file of this program")
+            raise RunError(f"{path} is not a fedcdp {form} file")
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, struct.error, KeyError, TypeError, RecursionError):
-        raise RunError(f"{path} is damaged or truncated, or not a file of this program") from None
+        raise RunError(f"{path} is damaged, truncated, or not a fedcdp file") from None
     return dict(about)
 
 
 def check_tensors(path: Path, found: Tree, wanted: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are not those of the network."""
+    """Refuse tensors whose names, shapes or types differ from the network's."""
     if {name: (value.shape, value.dtype) for name, value in found.items()} != {
         name: (value.shape, value.dtype) for name, value in wanted.items()
     }:

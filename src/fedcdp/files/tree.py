@@ -1,6 +1,6 @@
-"""Weights, gradients and updates as named tensors ("trees"), and the order in which their coordinates are counted.
+"""Weights, gradients and updates as named tensors ("trees"), and the order of their coordinates.
 
-Leading axes come first and mean the same everywhere: none for the global model, [clients] for local weights and updates,
+Leading axes mean the same everywhere: none for the global model, [clients] for local weights and updates,
 [clients, examples] for per-example gradients.
 """
 
@@ -18,10 +18,10 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The trainable tensors of a network: their names and shapes in a fixed order, and the layer each belongs to.
+    """The trainable tensors of a network: their names and shapes in a fixed order, and the layer of each.
 
     A *layer* is a module that owns trainable parameters, its weight and bias together. Frozen parameters are not part of
-    a layout: nothing clips them, noises them or sends them.
+    a layout: they are never clipped, noised or sent.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -37,16 +37,16 @@ class Layout:
         return Layout({name: p.shape for name, p in trainable.items()}, tuple(tuple(g) for g in layers.values()))
 
     def groups(self, mode: str) -> tuple[Group, ...]:
-        """The groups that are clipped together: each layer, or (`flat`) everything at once."""
+        """The groups of tensors that are clipped together: each layer, or (`flat`) all tensors."""
         return self.layers if mode == "layer" else (tuple(self.shapes),)
 
     @property
     def size(self) -> int:
-        """How many trainable weights there are."""
+        """The number of trainable weights."""
         return sum(shape.numel() for shape in self.shapes.values())
 
     def flatten(self, tree: Tree, lead: int) -> Tensor:
-        """All coordinates of a tree with `lead` leading axes as one last axis, in the layout's order."""
+        """Join all coordinates of a tree with `lead` leading axes into one last axis, in the layout's order."""
         return torch.cat([tree[name].reshape(*tree[name].shape[:lead], -1) for name in self.shapes], dim=-1)
 
     def unflatten(self, flat: Tensor) -> Tree:
@@ -59,17 +59,17 @@ class Layout:
 
 
 def masked(values: Tensor, usable: Tensor) -> Tensor:
-    """The values where `usable` (whose axes are the leading ones) holds, zero elsewhere, also in place of NaN."""
+    """Keep the values where `usable` holds; zero elsewhere, even in place of NaN. Its axes are the leading ones."""
     return torch.where(usable.view(usable.shape + (1,) * (values.dim() - usable.dim())), values, 0.0)
 
 
 def combine(left: Tree, right: Tree, alpha: float | Tensor = 1.0) -> Tree:
     """left + alpha · right, tensor by tensor."""
-    if isinstance(alpha, Tensor):  # a number that a compiled program takes as it comes
+    if isinstance(alpha, Tensor):  # an input of a compiled program; torch.add takes only a Python number
         return {name: left[name] + alpha * right[name] for name in left}
     return {name: torch.add(left[name], right[name], alpha=alpha) for name in left}
 
 
 def repeat(tree: Tree, clients: int) -> Tree:
-    """The global weights once for each client, without copying."""
+    """The global weights repeated for each client, without copying."""
     return {name: value.expand(clients, *value.shape) for name, value in tree.items()}

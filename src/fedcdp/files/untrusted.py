@@ -1,12 +1,11 @@
-"""Reading what somebody else may have written: never more than a stated size, never so deep that Python gives up, and shown
-without what a terminal would obey.
+"""Safe reading of untrusted files: bounded size, bounded nesting, and no control characters in printed text.
 
-| | at most |
+| file | limit |
 | --- | --- |
-| a text file of settings (TOML) | 256 KiB, 200 dots a line |
-| a JSON file | 64 MiB |
+| settings (TOML) | 256 KiB, 200 dots a line |
+| JSON | 64 MiB |
 | a ledger, metrics | 1 GiB |
-| what a packed file unpacks to | 256 MiB, or 50 times its packed size where that is more; of a benchmark, its own size |
+| unpacked content of a packed file | 256 MiB or 50 times its packed size, if larger; for a benchmark, its known size |
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ MOST_JSON = 2**26
 MOST_LINES = 2**30
 MOST_UNPACKED = 2**28
 MOST_RATIO = 50
-_MOST_DOTS = 200  # a key of n parts takes the parser n² steps
-# Control characters of both sets, line and paragraph separators, and marks that reorder what is read.
+_MOST_DOTS = 200  # the parser takes n² steps for a key of n parts
+# C0 and C1 control characters, line and paragraph separators, marks that change the text direction, and lone surrogates.
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def read_bounded(path: Path | str, most: int, *, stream: bool = False) -> bytes:
-    """The bytes of a file that is not larger than `most`; otherwise an `OSError` says so, as of one that cannot be read.
+    """The bytes of a file of at most `most` bytes. A larger file raises `OSError`, as an unreadable one does.
 
-    Only a regular file is read, since a pipe may never end and a device has no size. With `stream`, for a path that the
-    user gave, anything that ends within `most` is.
+    Only regular files are read, since a pipe may never end and a device has no size. With `stream`, for a path that the
+    user gave, anything that ends within `most` bytes is read.
     """
     try:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if stream else os.O_NONBLOCK))
     except ValueError as error:  # a name that no file can have
-        raise OSError(errno.EINVAL, "this is not the name of a file") from error
+        raise OSError(errno.EINVAL, "it is not a valid file name") from error
     with os.fdopen(opened, "rb") as file:
         found = os.fstat(opened)
         if stat.S_ISDIR(found.st_mode):
@@ -54,7 +53,7 @@ def read_bounded(path: Path | str, most: int, *, stream: bool = False) -> bytes:
 
 
 def _first(file: BinaryIO, most: int) -> bytes:
-    """As many bytes as come, up to `most`, with no more room than they take."""
+    """Read up to `most` bytes, without allocating more memory than the file fills."""
     content = b""
     while len(content) < most and (more := file.read(min(2**16, most - len(content)))):
         content += more
@@ -62,7 +61,7 @@ def _first(file: BinaryIO, most: int) -> bytes:
 
 
 def parse_toml(content: bytes | str) -> dict[str, Any]:
-    """TOML as plain values; whatever is wrong with it is a `ValueError`."""
+    """Parse TOML into plain values; any defect is a `ValueError`."""
     text = content if isinstance(content, str) else content.decode("utf-8")
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
         raise ValueError(f"a line has more than {_MOST_DOTS} dots")
@@ -73,7 +72,7 @@ def parse_toml(content: bytes | str) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """JSON as plain values; whatever is wrong with it is a `ValueError`."""
+    """Parse JSON into plain values; any defect is a `ValueError`."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -81,10 +80,10 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def most_unpacked(packed: int) -> int:
-    """How large what a file of so many bytes holds may be, unpacked."""
+    """The largest unpacked size that is accepted from a file of `packed` bytes."""
     return max(MOST_UNPACKED, MOST_RATIO * packed)
 
 
 def printable(text: str) -> str:
-    """A text in which nothing moves a cursor, changes a colour, ends a line or turns the direction of reading."""
+    """Escape every character that would move the cursor, change a colour, end a line or change the text direction."""
     return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)

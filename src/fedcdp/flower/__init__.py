@@ -1,14 +1,14 @@
-"""The same plan across real processes and machines, on Flower (`pip install fedcdp[flower]`).
+"""Run the same plan across real processes and machines, on Flower (the extra `flower`).
 
 | name | for |
 | --- | --- |
-| `app` | the ready Flower app |
+| `app` | the ready-made Flower app |
 | `client_app`, `server_app`, `ServerSettings` | your own Flower app |
 | `PlanStrategy`, `Job` | your own server |
 | `Task` | what a server publishes |
-| `ClientPolicy`, `Facts`, `ClientLedger` | what a client grants, by what it knows and by what it has released |
+| `ClientPolicy`, `Facts`, `ClientLedger` | what a client grants, based on its data and its past releases |
 
-Nothing is imported before it is asked for: Flower is an optional part.
+Imports are lazy, because Flower is an optional dependency.
 """
 
 from __future__ import annotations

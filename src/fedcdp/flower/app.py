@@ -1,4 +1,4 @@
-"""The ready app: in a Flower app's `pyproject.toml`,
+"""The ready-made app. In a Flower app's `pyproject.toml`:
 
 ```toml
 [tool.flwr.app.components]

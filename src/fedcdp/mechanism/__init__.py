@@ -1,1 +1,1 @@
-"""The privacy mechanism: clipping, noise, sampling and the randomness that they draw from."""
+"""The privacy mechanism: clipping, noise, sampling, and their source of randomness."""

@@ -25,15 +25,15 @@ _TINY = torch.finfo(torch.float32).tiny
 def sensitivity(bound: float, groups: int) -> float:
     """C·√M: the largest L2 norm of one whole entry that is clipped at C in each of M groups.
 
-    That is the distance between the sums of two neighbouring batches when an entry is zeroed out. The noise of a release,
-    its accounting and the admission of updates all take it from here.
+    This is the largest distance between the sums of two neighbouring batches, one of which has an entry zeroed out. The
+    noise of a release, its accounting and the admission of updates all take it from here.
     """
     return bound * math.sqrt(groups)
 
 
 @dataclass(frozen=True)
 class Clipped:
-    """Clipped gradients or updates, and what one of them can change at most (`sensitivity`)."""
+    """Clipped gradients or updates, and the largest change that one of them can cause in their sum (`sensitivity`)."""
 
     values: Tree
     sensitivity: float
@@ -42,8 +42,8 @@ class Clipped:
 def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[Tensor]:
     """The L2 norm of every group, over all but the `lead` leading axes, accumulated in float32."""
 
-    # Not torch.linalg.vector_norm: on a CPU it adds term by term and can be 0.3 % short of the norm of a million
-    # weights, which would let a gradient through that is longer than C. A plain sum adds pairwise.
+    # Not torch.linalg.vector_norm: on a CPU it adds term by term and can fall 0.3 % short for a million weights, which
+    # would let a gradient longer than C through. A plain sum adds pairwise.
     def squared(value: Tensor) -> Tensor:
         return value.reshape(*value.shape[:lead], -1).float().square().sum(-1)
 
@@ -51,21 +51,22 @@ def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[T
 
 
 def norms_of_groups(squared: Tree, groups: tuple[Group, ...]) -> list[Tensor]:
-    """The L2 norm of every group, of the squared norms of its tensors."""
-    # A root's slope at 0 is infinite. Whoever differentiates a clipped gradient (an attack) would get NaN for a zero one.
+    """The L2 norm of every group, from the squared norms of its tensors."""
+    # The square root has infinite slope at 0: an attack that differentiates through clipping would get NaN for a zero
+    # gradient.
     return [torch.stack([squared[name] for name in group]).sum(0).clamp(min=_TINY).sqrt() for group in groups]
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What clipping multiplies each group of each entry by, and the entries that it keeps at all."""
+    """The factors by which clipping scales each group of each entry, and the entries that it keeps."""
 
     of_groups: tuple[Tensor, ...]
     usable: Tensor
 
 
 def clip_factors(norms: list[Tensor], bound: float, present: Tensor) -> Factors:
-    """C / max(C, ‖g‖₂) for every group; an entry that is not real, or not finite in some group, is not usable."""
+    """C / max(C, ‖g‖₂) for every group. An entry is not usable if it is not present, or not finite in some group."""
     usable = present & torch.stack([torch.isfinite(norm) for norm in norms]).all(0)
     return Factors(tuple(bound / norm.clamp(min=bound) for norm in norms), usable)
 
@@ -73,7 +74,8 @@ def clip_factors(norms: list[Tensor], bound: float, present: Tensor) -> Factors:
 def clip(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tensor) -> Clipped:
     """Scale every group of every entry to norm at most `bound`: g / max(1, ‖g‖₂ / C), layer by layer.
 
-    `present` [clients, examples] or [clients] marks the entries that are real; its axes are the leading ones.
+    `present` [clients, examples] or [clients] marks the entries that exist, as opposed to empty slots; its axes are the
+    leading ones.
     """
     factors = clip_factors(group_norms(gradients, groups, present.dim()), bound, present)
     clipped: Tree = {}

@@ -1,6 +1,6 @@
-"""The generator of `randomness` as kernels for a GPU: the same words, and the same normal values but for rounding.
+"""The generator of `randomness` as GPU kernels: the same words, and the same normal values except for rounding.
 
-Written in tensor operations, ten rounds of Philox are a hundred passes over memory; here they are one.
+In tensor operations, ten rounds of Philox take a hundred passes over memory; these kernels take one.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SIZE = 512  # blocks of four words a program
+_SIZE = 512  # blocks of four words for each program
 
 
 def words(source: Tensor, rows: Tensor, first: Tensor, length: int) -> Tensor:
-    """`length` 32-bit words (in int64) for each row, of `source` [4] (key low, key high, any, second) and `first` [rows]."""
+    """`length` 32-bit words (in int64) for each row, from `source` [4] (key low, key high, unused, second) and `first`
+    [rows]."""
     blocks = -(-length // 4)
     drawn = torch.empty(len(rows), 4 * blocks, dtype=torch.int64, device=rows.device)
     _words[(triton.cdiv(blocks, _SIZE), len(rows))](drawn, source, rows, first, blocks, _SIZE)
@@ -48,7 +49,7 @@ def _interleaved(a, b, c, d):
 
 @triton.jit
 def _place(SIZE: tl.constexpr):
-    """The numbers of a program's blocks, and the places of its words in the row's."""
+    """The indices of a program's blocks, and the positions of its words within the row."""
     first = tl.program_id(0) * SIZE
     return (first + tl.arange(0, SIZE)).to(tl.uint32), 4 * first + tl.arange(0, 4 * SIZE)
 
@@ -63,7 +64,7 @@ def _words(out, source, rows, first, blocks, SIZE: tl.constexpr):
 
 @triton.jit
 def _pair(radius_word, angle_word, DOUBLE: tl.constexpr):
-    """Box and Muller's transform, as in `randomness`."""
+    """The Box–Muller transform, as in `randomness`."""
     kind: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     radius = tl.sqrt(-2.0 * tl.log((radius_word.to(kind) + 0.5) * 2.0**-32))
     angle = angle_word.to(kind) * (2.0**-32 * 6.283185307179586)

@@ -1,8 +1,8 @@
-"""Noise: where the Gaussian is added, with what scale, and from which stream.
+"""Noise: where Gaussian noise is added, at what scale, and from which stream.
 
 The noise of a simulation is a pure function of (seed, round, client, step, slot, coordinate), drawn from streams that
-nothing else uses. Whoever has the seed can subtract it: a seeded run is reproducible research, not protection. Under
-`secure_noise` it comes from the operating system instead, and nothing that is kept can give it back.
+nothing else uses. Anyone who has the seed can subtract it: a seeded run is reproducible research, not protection. Under
+`secure_noise` the noise comes from the operating system instead, and nothing that is stored can reproduce it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from fedcdp.config.plan import NoiseGenerator, Plan
 from fedcdp.errors import PlanError
+from fedcdp.files.installation import install_command
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.mechanism.randomness import box_muller, gaussians, normals, philox, stream_key
 
-_WHOLE_SUM = 0  # the slot number of a draw that stands for all of a step; single examples count from 1
+_WHOLE_SUM = 0  # the slot number of a draw for a whole step; single examples are numbered from 1
 
 
 def deviation_of_step_sum(plan: Plan, round_: int, current: float | None = None) -> float:
@@ -35,22 +36,22 @@ def deviation_of_step_sum(plan: Plan, round_: int, current: float | None = None)
     | `batch` (the authors' released code) | the sum | σC |
     | `cohort` (fits the accuracy that the paper prints for K ≥ 1000) | the sum, 1/K_t of it | σC / K_t |
 
-    It never depends on how many records a step drew: noise whose energy shows the batch size would void the
-    amplification by sampling. `current` is the bound, where it follows a quantile.
+    It never depends on how many records a step drew: noise whose energy reveals the batch size would void
+    amplification by sampling. If the clip bound follows a quantile, `current` is its present value.
     """
     return plan.noise_scale_at(round_, current) * plan.noise_on_sum
 
 
 def deviation_of_count(plan: Plan) -> float:
-    """Standard deviation of the noise on a Fed-CDP client's sum of indicators: the same convention, σ_b in place of σC."""
+    """Standard deviation of the noise on a Fed-CDP client's sum of indicators: the same convention, with σ_b for σC."""
     return plan.quantile_noise * plan.noise_on_sum
 
 
 def noised(values: Tree, noise: Tree) -> Tree:
     """Values plus noise, in the values' precision (at least float32).
 
-    The two are added in the noise's precision and rounded once. Noise that was rounded first lies on a grid of its own;
-    where it nearly cancels a value, or the value is the finer of the two, the last digits of the sum would be the value's.
+    The two are added in the noise's precision and rounded once. Noise that is rounded first lies on a grid of its own:
+    where it nearly cancels a value, or where the value's grid is finer, the last digits of the sum would be the value's.
     """
     return {
         name: (value + noise[name]).to(torch.promote_types(value.dtype, torch.float32)) for name, value in values.items()
@@ -63,21 +64,21 @@ def noise_of(plan: Plan, layout: Layout) -> Noise:
 
 
 class Noise(ABC):
-    """Gaussian noise for every place where a method adds some; no two draws share a value."""
+    """Gaussian noise for every place where a method adds noise; no two draws share a value."""
 
     layout: Layout
 
     def for_step(self, round_: int, clients: Tensor, step: int, deviation: float) -> Tree:
-        """One draw a client [clients, ...] for the whole of a local step."""
+        """One draw for each client [clients, ...], covering a whole local step."""
         return self._tree("step-noise", round_, clients, step, _WHOLE_SUM, deviation)
 
     def for_examples(self, round_: int, clients: Tensor, step: int, slots: int, deviation: float) -> Tree:
-        """One draw for each slot of a local step [clients, slots, ...]: what a type-2 reader sees is noised one by one."""
+        """One draw for each slot of a local step [clients, slots, ...], because a type-2 adversary sees single examples."""
         draws = [self._tree("step-noise", round_, clients, step, 1 + slot, deviation) for slot in range(slots)]
         return {name: torch.stack([draw[name] for draw in draws], dim=1) for name in self.layout.shapes}
 
     def for_update(self, round_: int, clients: Tensor, deviation: float) -> Tree:
-        """One draw a client [clients, ...] for the update that it sends."""
+        """One draw for each client [clients, ...], for the update that it sends."""
         return self._tree("update-noise", round_, clients, 0, 0, deviation)
 
     def for_server(self, round_: int, device: torch.device, deviation: float) -> Tree:
@@ -85,10 +86,10 @@ class Noise(ABC):
         draw = self._tree("server-noise", round_, _nobody(device), 0, 0, deviation)
         return {name: value[0] for name, value in draw.items()}
 
-    # Of a clip bound that follows a quantile: in streams of their own, in float64
+    # Noise for a clip bound that follows a quantile: in separate streams, in float64
 
     def for_count(self, round_: int, clients: Tensor, deviation: float) -> Tensor:
-        """One draw a client [clients] for the indicators that it sends: their sum, or its only one."""
+        """One draw for each client [clients], for the sum of indicators, or the single indicator, that it sends."""
         return self._unit("indicator-noise", round_, clients, 0, _WHOLE_SUM, 1).double()[:, 0] * deviation
 
     def for_indicators(self, round_: int, clients: Tensor, slots: int, deviation: float) -> Tensor:
@@ -104,7 +105,7 @@ class Noise(ABC):
         return self.layout.unflatten(drawn * deviation)
 
     def sources(self, round_: int, step: int) -> list[tuple[int, int, int, int]] | None:  # noqa: ARG002
-        """What `StepNoise` makes the noise of a local step from; None: it cannot."""
+        """The sources from which `StepNoise` draws the noise of a local step; None if this noise has none."""
         return None
 
     @abstractmethod
@@ -114,7 +115,7 @@ class Noise(ABC):
 
 @dataclass(frozen=True)
 class SeededNoise(Noise):
-    """Gaussian noise by counters: the same for any engine, chunking or machine that asks with the same arguments."""
+    """Counter-based Gaussian noise: the same arguments give the same noise on any engine, chunking or machine."""
 
     seed: int
     layout: Layout
@@ -130,16 +131,17 @@ class SeededNoise(Noise):
 
 @dataclass(frozen=True)
 class SecureNoise(Noise):
-    """Gaussian noise from the operating system's entropy, fresh for every draw; it keeps no key and no other state.
+    """Gaussian noise from the operating system's entropy, fresh for every draw; no key or other state is kept.
 
-    `philox` expands a fresh 64-bit key for every draw, from a fresh place in its stream; it passes the usual statistical
-    tests but is not made to withstand cryptanalysis. `chacha20` expands a fresh 256-bit key with a cipher that is.
+    `philox` expands a fresh 64-bit key for every draw, from a fresh position in its stream; it passes the usual statistical
+    tests but is not designed to withstand cryptanalysis. `chacha20` expands a fresh 256-bit key with a cipher that is.
 
-    A value is half the sum of four independent normal ones in float64; what it is added to is rounded with it, once
-    (`noised`). The values that one transform of finitely many random bits can take have gaps, in a pattern that depends on
-    what is added to them (Mironov, CCS 2012; Jin et al., IEEE S&P 2022); the sum of several fills the gaps and has too many
-    origins to be searched (Holohan and Braghin, ESORICS 2021, which Opacus' secure mode follows, too). What that does not
-    guard against: how long anything takes. Only a discrete Gaussian on integers is exact; this has the 53 bits of float64.
+    Each value is half the sum of four independent normal values in float64; it is rounded once, together with the value
+    that it is added to (`noised`). A single transform of finitely many random bits leaves gaps between the values that it
+    can take, in a pattern that depends on what is added to them (Mironov, CCS 2012; Jin et al., IEEE S&P 2022). The sum of
+    several fills the gaps and has too many origins to be searched (Holohan and Braghin, ESORICS 2021, which Opacus' secure
+    mode also follows). This does not protect against timing attacks. Only a discrete Gaussian on integers is exact; this
+    one has the 53 bits of float64.
     """
 
     layout: Layout
@@ -147,10 +149,10 @@ class SecureNoise(Noise):
 
     def __post_init__(self) -> None:
         if self.generator == "chacha20":
-            _chacha20_words(0, 0, torch.device("cpu"))  # says what is missing before any work is done
+            _chacha20_words(0, 0, torch.device("cpu"))  # reports a missing package before any work is done
 
     def sources(self, round_: int, step: int) -> list[tuple[int, int, int, int]] | None:  # noqa: ARG002
-        """See `Noise`. Fresh at every call."""
+        """See `Noise`. Fresh on every call."""
         if self.generator == "chacha20":
             return None
         return [struct.unpack("<IIII", os.urandom(16)) for _ in range(_TERMS)]
@@ -165,9 +167,10 @@ class SecureNoise(Noise):
 
 @dataclass(frozen=True)
 class StepNoise(Noise):
-    """The noise of one local step, made from `sources` [terms, 4] that are a tensor: for a program that is compiled once.
+    """The noise of one local step, drawn from `origins` [terms, 4] (`Noise.sources` as a tensor).
 
-    With one source it is what `SeededNoise` draws for the clients; with several, of the kind that `SecureNoise` draws.
+    Because the origins are a tensor, a program compiled once can draw with any key.
+    With one source the draws equal those of `SeededNoise`; with several they are of the kind that `SecureNoise` draws.
     """
 
     layout: Layout
@@ -183,7 +186,7 @@ class StepNoise(Noise):
 
 @dataclass(frozen=True)
 class Silence(Noise):
-    """No noise at all: what a method does besides adding some, for whoever models it (an attack on its releases)."""
+    """No noise: lets an attack model the other operations of a method on its releases."""
 
     layout: Layout
 
@@ -203,8 +206,9 @@ def _chacha20_words(rows: int, blocks: int, device: torch.device) -> Sequence[Te
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError:
-        raise PlanError("noise_generator: chacha20 needs the package cryptography; install it, or use philox") from None
-    cipher = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None)  # a key for one use needs no nonce
+        wanted = f"install it with {install_command('secure')}, or use philox"
+        raise PlanError(f"noise_generator: chacha20 needs the package cryptography; {wanted}") from None
+    cipher = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None)  # a single-use key needs no nonce
     keystream = cipher.encryptor().update(bytes(16 * rows * blocks))
     words = torch.from_numpy(np.frombuffer(keystream, dtype="<u4").astype(np.int64)).to(device)
     return words.view(rows, blocks, 4).unbind(-1)

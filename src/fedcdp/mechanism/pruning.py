@@ -1,7 +1,7 @@
 """Compression: a client sends only the larger entries of its update.
 
-What was noised before may be pruned freely (post-processing). Pruning alone protects nothing: which entries are sent, and
-their values, are functions of the data.
+An update that is already noised may be pruned freely (post-processing). Pruning alone protects nothing: which entries are
+sent, and their values, are functions of the data.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from fedcdp.files.tree import Layout, Tree
 
 
 def keep_largest(update: Tree, layout: Layout, fraction: float) -> Tree:
-    """Set all but the largest `fraction` of each client's entries [clients, ...] to zero, judged over the whole update.
+    """Set all but the largest `fraction` of each client's entries [clients, ...] to zero, ranked over the whole update.
 
-    At least one entry is kept; among equal magnitudes the earlier coordinates win.
+    At least one entry is kept; among equal magnitudes, earlier coordinates win.
     """
     if fraction >= 1:
         return update

@@ -1,11 +1,11 @@
-"""Randomness by counters: every draw is a pure function of (seed, purpose, round, client, step, ...).
+"""Counter-based randomness: every draw is a pure function of (seed, purpose, round, client, step, ...).
 
 No generator object is ever advanced, so a value does not depend on the engine, on how clients are grouped into chunks, or
-on the machine that asks for it. The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011), the one that NumPy, cuRAND and Triton use, written in tensor operations so that a GPU draws for all
-clients at once, and in NumPy's for a CPU.
+on the machine. The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
+the one that NumPy, cuRAND and Triton use. It is written in tensor operations, so a GPU draws for all clients at once, and
+in NumPy operations for a CPU.
 
-A stream is named by its purpose ("noise", "records", ...). Streams have unrelated keys, hence never share a value.
+A stream is named by its purpose ("noise", "records", ...). Streams have unrelated keys and hence never share a value.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _ROUNDS = 10
 _MASK = 0xFFFFFFFF
 _TURN = 2.0**-32 * 2 * math.pi
 _HALF, _LOWER = np.uint64(32), np.uint64(_MASK)
-_PIECE = 2**14  # blocks that a CPU draws at once: what they take stays in its cache
+_PIECE = 2**14  # blocks that a CPU draws at once, few enough to stay in its cache
 _TRITON = find_spec("triton") is not None
 
 
 def stream_key(seed: int, purpose: str, *where: int) -> int:
-    """A 64-bit key for one purpose at one place, e.g. `stream_key(seed, "noise", round)`."""
+    """A 64-bit key for one purpose and position, e.g. `stream_key(seed, "noise", round)`."""
     written = "/".join(["fedcdp", str(seed), purpose, *map(str, where)])
     return int.from_bytes(hashlib.blake2b(written.encode(), digest_size=8).digest(), "little")
 
 
 def numpy_generator(seed: int, purpose: str, *where: int) -> np.random.Generator:
-    """A NumPy generator of its own for one purpose at one place: for what is drawn once on the host."""
+    """A separate NumPy generator for one purpose and position, for values that are drawn once on the host."""
     return np.random.Generator(np.random.Philox(key=stream_key(seed, purpose, *where)))
 
 
 def philox(key: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]) -> list[Tensor]:
-    """Philox 4x32-10 of broadcastable 32-bit counters; four tensors of 32-bit words held in int64."""
+    """Philox 4x32-10 of broadcastable 32-bit counters: four tensors of 32-bit words, held in int64."""
     counters = [torch.as_tensor(c, dtype=torch.int64) for c in counter]
     if any(c.device.type != "cpu" for c in counters):
         return _philox_on_device(key, *counters)
@@ -53,10 +53,10 @@ def philox(key: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Te
 
 
 def _philox_on_device(key: int | tuple[Tensor, Tensor], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
-    """In tensor operations.
+    """Philox in tensor operations.
 
     A 32×32-bit product needs 64 bits; int64 arithmetic wraps to the right bit pattern, and masking after the shift
-    discards the copied sign.
+    discards the extended sign bits.
     """
     for k0, k1 in _round_keys(key):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -67,7 +67,7 @@ def _philox_on_device(key: int | tuple[Tensor, Tensor], c0: Tensor, c1: Tensor, 
 
 
 def _philox_by_numpy(key: int, *counter: Words | int) -> list[Words]:
-    """The same words on a CPU, in half the time: both halves of a round at once, and in place."""
+    """The same words on a CPU in half the time: both halves of a round are computed at once and in place."""
     shape = np.broadcast_shapes(*(np.shape(c) for c in counter))
     even, odd, product = (np.empty((2, *shape), np.uint64) for _ in range(3))
     even[0], odd[0], even[1], odd[1] = counter
@@ -78,7 +78,7 @@ def _philox_by_numpy(key: int, *counter: Words | int) -> list[Words]:
         np.right_shift(product, _HALF, out=even)
         even ^= odd
         even ^= round_key.reshape(column)
-        even &= _LOWER  # also drops the upper half of the product that is still in `odd`
+        even &= _LOWER  # also drops the upper half of the previous product, still in `odd`
         odd, product = product, odd
     odd &= _LOWER
     return [word.view(np.int64) for word in (even[0, ...], odd[0, ...], even[1, ...], odd[1, ...])]
@@ -92,8 +92,8 @@ def _round_keys(key: int | tuple[Tensor, Tensor]) -> list[tuple[Any, Any]]:
 def words(key: int, rows: Tensor, first: int | Tensor, second: int, length: int) -> Tensor:
     """`length` random 32-bit words (in int64) for each row; row r, word j depend on (key, rows[r], first, second, j).
 
-    `rows` are the clients; `first` (for all, or one for each row) and `second` place the draw within them (a step and a
-    slot, say).
+    `rows` are the clients. `first` (one value for all rows, or one for each) and `second` position the draw within a
+    client, for example by step and slot.
     """
     first = torch.as_tensor(first, device=rows.device).expand(len(rows))
     if rows.is_cuda and _TRITON:
@@ -106,14 +106,14 @@ def words(key: int, rows: Tensor, first: int | Tensor, second: int, length: int)
 
 
 def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Tensor:
-    """`length` standard normal values (float32) for each row, by Box and Muller's transform of the same words."""
+    """`length` standard normal values (float32) for each row: the Box–Muller transform of the same words."""
     if rows.device.type != "cpu":
         return gaussians(_source(key, first, second, rows.device)[None], rows, length, torch.float32)
     return torch.from_numpy(_normals_by_numpy(key, rows.numpy(), first, second, -(-length // 4))).flatten(1)[:, :length]
 
 
 def _normals_by_numpy(key: int, rows: Words, first: int, second: int, count: int) -> NDArray[np.float32]:
-    """In pieces that stay in a CPU's cache [rows, blocks, 4]."""
+    """The values of `normals` [rows, blocks, 4], in pieces that stay in a CPU's cache."""
     drawn, blocks = np.empty((len(rows), count, 4), np.float32), np.arange(count)
     high = max(1, round(_PIECE / max(1, count)))
     for top in range(0, len(rows), high):
@@ -125,9 +125,9 @@ def _normals_by_numpy(key: int, rows: Words, first: int, second: int, count: int
 
 
 def gaussians(sources: Tensor, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Sums of `normals`, one term for each of the `sources` [terms, 4] (key low, key high, first, second), on a device.
+    """Sums of `normals` on a device, one term for each of the `sources` [terms, 4] (key low, key high, first, second).
 
-    The sources are a tensor so that a program compiled once can draw with any key at any step.
+    The sources are a tensor, so a program compiled once can draw with any key at any step.
     """
     if rows.is_cuda and _TRITON:
         from fedcdp.mechanism import gpu_randomness
@@ -146,7 +146,7 @@ def _source(key: int, first: int, second: int, device: torch.device) -> Tensor:
 
 
 def box_muller(drawn: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Four standard normal values of four 32-bit words: of tensors [rows, blocks], values [rows, 4 · blocks]."""
+    """Four standard normal values from four 32-bit words: tensors [rows, blocks] give values [rows, 4 · blocks]."""
     if drawn[0].device.type != "cpu":
         return torch.stack(_normal_pairs(drawn, dtype), dim=-1).flatten(1)
     into = torch.empty(*drawn[0].shape, 4, dtype=dtype)
@@ -158,7 +158,7 @@ def _normal_pairs(drawn: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """√(−2·ln u)·(cos, sin)(2π·v) for two pairs of uniform numbers (u, v), in tensor operations."""
     pairs = []
     for radius_word, angle_word in (drawn[:2], drawn[2:]):
-        # +½ keeps the logarithm finite; small words keep their full precision, so the tail reaches 6.7 deviations.
+        # +½ keeps the logarithm finite; small words keep full precision, so the tail reaches 6.7 standard deviations.
         radius = radius_word.to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
         angle = angle_word.to(dtype).mul_(_TURN)
         pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
@@ -166,7 +166,7 @@ def _normal_pairs(drawn: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _box_muller_by_numpy(drawn: Sequence[Words], into: NDArray[Any]) -> None:
-    """The same on a CPU: NumPy's logarithm, sine and cosine of float32 take half the time."""
+    """The same on a CPU, where NumPy's float32 logarithm, sine and cosine take half the time."""
     for first, (radius_word, angle_word) in ((0, drawn[:2]), (2, drawn[2:])):
         radius, angle = radius_word.astype(into.dtype), angle_word.astype(into.dtype)
         radius += 0.5

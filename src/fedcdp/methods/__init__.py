@@ -1,4 +1,4 @@
-"""The methods, one file each: pure functions that the simulator and a deployment share."""
+"""The training methods, one file each: pure functions shared by the simulator and deployments."""
 
 from fedcdp.config.plan import MethodName
 from fedcdp.methods.base import GradientSum, Local, Method, Moment, Sent
@@ -12,7 +12,7 @@ METHODS: dict[MethodName, Method] = {
     "nonprivate": NonPrivate(),
     "fed-sdp": FedSDP(),
     "fed-cdp": FedCDP(),
-    "fed-cdp-decay": FedCDP(),  # the same algorithm; its plan's clip bound decays
+    "fed-cdp-decay": FedCDP(),  # the same algorithm; only the plan's clip bound differs
     "dssgd": DSSGD(),
 }
 

@@ -1,8 +1,8 @@
-"""The server: adds up what clients send, and moves the global model.
+"""The server: adds up what clients send and updates the global model.
 
-Every client has the same weight. The sum is divided by the *planned* number of clients K_t, also when fewer or more took
-part (Poisson sampling, dropped clients), since the real number is not the server's to reveal, and the accounting counts
-on a fixed divisor.
+Every client has the same weight. The sum is divided by the *planned* number of clients K_t, even when fewer or more took
+part (Poisson sampling, dropped clients): the server must not reveal the real number, and the accounting relies on a
+fixed divisor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fedcdp.methods.quantile import clip_rule
 
 
 class Aggregate:
-    """A running sum of what the clients of a round sent, in float64, so that grouping clients differently changes nothing.
+    """A running sum of what the clients of a round sent, in float64, so the grouping of clients does not matter.
 
-    Under `fedsgd` clients send updates ΔW_k; under `fedaveraging` they send models W_k = W + ΔW_k. The two agree.
+    Under `fedsgd` clients send updates ΔW_k; under `fedaveraging` they send models W_k = W + ΔW_k. The results agree.
     """
 
     def __init__(self, weights: Tree, plan: Plan) -> None:
@@ -32,7 +32,7 @@ class Aggregate:
         self._total = {name: torch.zeros_like(value) for name, value in self._weights.items()}
 
     def add(self, updates: Tree, counts: Tensor | None = None) -> None:
-        """Add the admitted updates [clients, ...] of some clients, and their counts [clients] where there are any."""
+        """Add the admitted updates [clients, ...] of some clients, and their counts [clients] if there are any."""
         if counts is not None:
             self._counts.append(counts)
         for name, update in updates.items():
@@ -61,7 +61,7 @@ def server_update(method: Method, weights: Tree, received: Aggregate, at: Moment
 
 
 def next_clip(received: Aggregate, at: Moment) -> float | None:
-    """The next round's clip bound, where it follows a quantile (`quantile`)."""
+    """The next round's clip bound if it follows a quantile (`quantile`), else None."""
     return clip_rule(at.plan).next_bound(received.total_count(), at)
 
 

@@ -1,7 +1,7 @@
-"""What every method has in common: federated SGD, in which a method decides what is computed, released and admitted.
+"""The base of every method: federated SGD, in which a method decides what is computed, released and admitted.
 
-All functions are pure and work on many clients at once (a leading axis [clients, ...]); a deployed client is an axis of
-length one.
+All functions are pure and work on many clients at once (a leading axis [clients, ...]); for a deployed client that axis
+has length one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tap = Callable[[str, "Moment", Tree], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in the training a function is called: all that it may depend on besides its tensors."""
+    """The point in training at which a function is called: everything it may depend on besides its tensors."""
 
     plan: Plan
     engine: Engine
@@ -32,14 +32,14 @@ class Moment:
     clients: Tensor
     """The numbers of the clients on the leading axis."""
     expected_batch: Tensor
-    """min(B, N_i) for each of them: what a sum over a step's records is divided by, however many were drawn."""
+    """min(B, N_i) for each of them: the divisor of a sum over a step's records, however many were drawn."""
     step: int = 0
     tap: Tap | None = None
-    """Told what a reader of "type2", "type1" or "type0" sees; None: nobody reads. What goes with it to let the clip bound
-    follow a quantile is told as "type2-count", "type1-count", "type0-count". Whoever reads on the client also knows the
-    weights that a local step starts from: told as "local-weights", before the step."""
+    """Called with what an adversary of "type2", "type1" or "type0" sees; None if there is no observer. The counts released
+    for a clip bound that follows a quantile are passed as "type2-count", "type1-count", "type0-count". An adversary on the
+    client also knows the weights that a local step starts from: they are passed as "local-weights", before the step."""
     current_clip: float | None = None
-    """The bound to which the rounds before this one moved it, where it follows a quantile."""
+    """The present value of a clip bound that follows a quantile, as moved by the rounds before this one."""
 
     @property
     def clip_bound(self) -> float:
@@ -53,7 +53,7 @@ class Moment:
 
     @property
     def step_deviation(self) -> float:
-        """Standard deviation of the noise on the sum of a local step, where steps are noised."""
+        """Standard deviation of the noise on the sum of a local step, for methods that noise steps."""
         return deviation_of_step_sum(self.plan, self.round, self.current_clip)
 
     @property
@@ -67,29 +67,29 @@ class Moment:
         return self.engine.layout.groups(self.plan.clip_mode)
 
     def show(self, reader: str, seen: Tree) -> None:
-        """Let a reader see what the method releases here."""
+        """Show the tap what the method releases at this point."""
         if self.tap is not None:
             self.tap(reader, self, seen)
 
 
 @dataclass(frozen=True)
 class Local:
-    """Where clients are in their local training [clients, ...]."""
+    """The state of clients in their local training [clients, ...]."""
 
     weights: Tree
     velocity: Tree | None = None
-    """The running sum of gradients, where there is momentum."""
+    """The running sum of gradients, with momentum."""
     count: Tensor | None = None
-    """What they will tell the server of the norms within the clip bound, where it follows a quantile."""
+    """The count of norms within the clip bound that clients will send, if the bound follows a quantile."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What leaves clients in a round [clients, ...]."""
+    """What clients send in a round [clients, ...]."""
 
     update: Tree
     count: Tensor | None = None
-    """The sum of their indicators, where the clip bound follows a quantile and they are the ones to count."""
+    """The sum of their indicators, if the clip bound follows a quantile and the clients count."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class GradientSum:
 
     total: Tree
     count: Tensor | None = None
-    """The noised sum of the indicators [clients], where the clip bound follows a quantile and this step counts."""
+    """The noised sum of the indicators [clients], if the clip bound follows a quantile and this step counts."""
 
 
 class Method(ABC):
@@ -106,10 +106,10 @@ class Method(ABC):
 
     @abstractmethod
     def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> GradientSum:
-        """The sum of a step's gradients as the method lets local training use them."""
+        """The sum of a step's gradients, in the form that local training may use."""
 
     def local_step(self, local: Local, batch: Batch, at: Moment) -> Local:
-        """One local iteration: W ← W − η·v, with v the batch mean, or its running sum under momentum."""
+        """One local iteration: W ← W − η·v, where v is the batch mean, or its running sum with momentum."""
         summed = self.gradient_sum(local.weights, batch, at)
         mean = {name: value / _column(at.expected_batch, value) for name, value in summed.total.items()}
         velocity = mean if local.velocity is None else combine(mean, local.velocity, at.plan.momentum)
@@ -118,14 +118,14 @@ class Method(ABC):
         return Local(weights, velocity if at.plan.momentum else None, count)
 
     def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
-        """The update that leaves a client, ΔW_i(t) = W_i(t)_L − W(t): sanitised first, then pruned, never the reverse."""
+        """The update that a client sends, ΔW_i(t) = W_i(t)_L − W(t): sanitised first, then pruned, never the reverse."""
         update = self.sanitise_update(combine(after, before, -1.0), at)
         update = keep_largest(update, at.engine.layout, self.shared_fraction(at.plan))
         at.show("type1", update)
         return update
 
     def sanitise_update(self, update: Tree, at: Moment) -> Tree:  # noqa: ARG002
-        """What a client does to its update before it leaves."""
+        """Sanitise a client's update before it is sent."""
         return update
 
     def shared_fraction(self, plan: Plan) -> float:
@@ -133,11 +133,11 @@ class Method(ABC):
         return 1 - plan.compression
 
     def admit(self, update: Tree, at: Moment) -> Tree:  # noqa: ARG002
-        """What the server does to each update before it adds them up."""
+        """Process each update at the server before it is added up."""
         return update
 
     def sanitise_sum(self, total: Tree, at: Moment) -> Tree:  # noqa: ARG002
-        """What the server does to the sum of the updates before it uses it."""
+        """Sanitise the sum of the updates at the server before it is used."""
         return total
 
 

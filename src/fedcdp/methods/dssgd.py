@@ -1,6 +1,6 @@
 """DSSGD: distributed selective SGD (Shokri and Shmatikov, CCS 2015).
 
-Each client shares only the entries of its update that changed most. That protects nothing: the shared part is raw.
+Each client shares only the entries of its update that changed most. This protects nothing: the shared entries are raw.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from fedcdp.methods.nonprivate import NonPrivate
 
 
 class DSSGD(NonPrivate):
-    """Local training as without privacy; the largest `share_fraction` of the update is sent, the rest is zero."""
+    """Non-private local training; the largest `share_fraction` of the update is sent, the rest is zero."""
 
     def shared_fraction(self, plan: Plan) -> float:
-        """θ of the original, less what the plan prunes of it."""
+        """θ of the original paper, times the share that the plan's compression keeps."""
         return plan.share_fraction * super().shared_fraction(plan)

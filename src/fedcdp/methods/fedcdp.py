@@ -2,10 +2,10 @@
 
 Fed-CDP(decay) is the same algorithm under a plan whose clip bound decays.
 
-By itself the method asks its engine for clipped gradients, or for their sum, and adds the noise afterwards. The release is
-the same, but between the two a reader on the client finds gradients that are only clipped. An adversary of type-2
-(`example`) is such a reader. With `NoisedExamples` as its engine, the method is given no gradient without noise, and no sum
-of such.
+By default the method asks its engine for clipped gradients, or for their sum, and adds the noise afterwards. The release
+is the same, but between the two steps an adversary on the client can read gradients that are only clipped. A type-2
+adversary (`example`) is in that position. With `NoisedExamples` as its engine, the method receives no gradient without
+noise and no sum of such gradients.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from fedcdp.methods.quantile import count_examples, counts_examples, indicators
 class FedCDP(Method):
     """Every example's gradient is clipped layer by layer and noised before anything else touches it.
 
-    Guarantees: a step's sum has L2 sensitivity C·√M (C flat) when a record is zeroed out, and carries Gaussian noise of
-    `deviation_of_step_sum` a coordinate, whatever the batch. Under `example` noise that is one independent N(0, (σC)²)
-    for each of the S slots, so that a reader of single examples meets noise too; under `batch` and `cohort` noise such a
-    reader sees gradients that are only clipped.
+    Guarantees: a step's sum has L2 sensitivity C·√M (C if clipped flat) when a record is zeroed out, and carries Gaussian
+    noise with standard deviation `deviation_of_step_sum` on every coordinate, whatever the batch. Under `example` noise
+    this is one independent N(0, (σC)²) for each of the S slots, so an adversary who reads per-example gradients also sees
+    noise. Under `batch` and `cohort` noise such an adversary sees gradients that are only clipped.
 
     If the bound follows a quantile, the first step of a round also releases a sum of indicators, whose sensitivity is ½
     and whose noise follows the same convention (`quantile.count_examples`).
     """
 
     def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> GradientSum:
-        """The sum of a step's sanitised gradients; in the first step, also of the indicators of a quantile clip."""
-        if isinstance(at.engine, NoisedExamples):  # somebody may read along on this client: lines 6-14 inside the engine
+        """The sum of a step's sanitised gradients; in the first step, also the sum of the indicators of a quantile clip."""
+        if isinstance(at.engine, NoisedExamples):  # an adversary may be on this client: lines 6-14 run inside the engine
             released, within = at.engine.released(weights, batch, at)
             at.show("type2", released)
             if within is not None:
                 at.show("type2-count", {"within": within})
             return GradientSum(_sum(released), None if within is None else within.sum(1))
-        if at.tap is None and not counts_examples(at):  # nobody looks at a single example: lines 6-12 at once, then line 14
+        if at.tap is None and not counts_examples(at):  # no observer of single examples: lines 6-12 at once, then line 14
             return GradientSum(_noised(at.engine.clipped_sum(weights, batch, at.groups, at.clip_bound), at))
         gradients = at.engine.per_example_gradients(weights, batch)  # lines 6-7
         count = count_examples(gradients, batch.present, at) if counts_examples(at) else None
@@ -54,7 +54,7 @@ class FedCDP(Method):
 
 def _noised_sum(clipped: Tree, at: Moment) -> Tree:
     if at.plan.noise == "example" and at.tap is not None:
-        released = noise_each(clipped, at)  # line 14, one by one, for somebody reads the examples
+        released = noise_each(clipped, at)  # line 14 one by one, because the tap reads single examples
         at.show("type2", released)
         return _sum(released)
     at.show("type2", clipped)
@@ -62,7 +62,7 @@ def _noised_sum(clipped: Tree, at: Moment) -> Tree:
 
 
 def _noised(total: Tree, at: Moment) -> Tree:
-    """Line 14, in one draw of the summed variance."""
+    """Line 14, in one draw with the summed variance."""
     return noised(total, at.noise.for_step(at.round, at.clients, at.step, at.step_deviation))
 
 
@@ -71,11 +71,11 @@ def _sum(examples: Tree) -> Tree:
 
 
 class NoisedExamples:
-    """An engine that clips and noises every example's gradient, one by one, before it gives it out, and gives out no other.
+    """An engine that returns only gradients that were clipped and noised one by one.
 
-    Guarantees: what `released` returns carries an independent N(0, (σC)²) on every coordinate of every slot, empty ones
-    included; the sum over the slots is distributed as under one draw for the whole step. Raw gradients exist inside the
-    engine only, for the time of one step, and are not kept.
+    Guarantees: the result of `released` carries an independent N(0, (σC)²) on every coordinate of every slot, including
+    empty ones; the sum over the slots has the same distribution as with one draw for the whole step. Raw gradients exist
+    only inside the engine, for the duration of one step, and are not kept.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -84,7 +84,7 @@ class NoisedExamples:
         self.outputs, self.check = engine.outputs, engine.check
 
     def released(self, weights: Tree, batch: Batch, at: Moment) -> tuple[Tree, Tensor | None]:
-        """Lines 6 to 14 of Algorithm 2: noised gradients [clients, slots, ...], and noised indicators where they count."""
+        """Lines 6 to 14 of Algorithm 2: noised gradients [clients, slots, ...], and noised indicators in a counting step."""
         gradients = self._engine.per_example_gradients(weights, batch)
         within = None
         if counts_examples(at):
@@ -110,7 +110,7 @@ class NoisedExamples:
 
 
 def noise_each(clipped: Tree, at: Moment) -> Tree:
-    """Noise on every slot of the step, also on the trailing empty ones that the batch left out."""
+    """Add noise to every slot of the step, including the trailing empty slots that the batch omits."""
     noise = at.noise.for_examples(at.round, at.clients, at.step, at.plan.slots, at.noise_scale)
     slots = {}
     for name, value in clipped.items():
@@ -120,4 +120,4 @@ def noise_each(clipped: Tree, at: Moment) -> Tree:
 
 
 def _without_noise() -> DefectError:
-    return DefectError("this engine gives out no gradient without noise; the method must ask for what is released")
+    return DefectError("this engine returns no gradient without noise; the method must call released()")

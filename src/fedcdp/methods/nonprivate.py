@@ -1,4 +1,4 @@
-"""Federated learning without privacy: the reference that the paper compares with (FedSGD, McMahan et al., 2017)."""
+"""Federated learning without privacy: the paper's baseline (FedSGD, McMahan et al., 2017)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedcdp.methods.base import GradientSum, Method, Moment
 
 
 class NonPrivate(Method):
-    """Raw gradients, raw updates. Guarantees nothing: any reader can invert what it sees."""
+    """Raw gradients and raw updates. Guarantees nothing: any adversary can invert what it sees."""
 
     def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> GradientSum:
         """The plain sum of the gradients of the batch."""

@@ -1,4 +1,4 @@
-"""One participation: the local training of some clients in a round, and what then leaves them."""
+"""One participation: the local training of some clients in a round, and what they then send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedcdp.methods.quantile import clip_rule
 
 
 def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Sent:
-    """L local iterations of every client from the global weights W(t), and what then leaves them."""
+    """Run L local iterations of every client from the global weights W(t); return what the clients send."""
     before = repeat(weights, len(at.clients))
     local = Local(before)
     for step, batch in enumerate(batches):
@@ -23,7 +23,7 @@ def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Momen
 
 
 def leave(method: Method, before: Tree, local: Local, at: Moment) -> Sent:
-    """What leaves clients after their local steps."""
+    """What clients send after their local steps."""
     sent = Sent(method.release(before, local.weights, at), clip_rule(at.plan).leaving(before, local, at))
     at.show("type0", sent.update)
     if sent.count is not None:
@@ -33,5 +33,5 @@ def leave(method: Method, before: Tree, local: Local, at: Moment) -> Sent:
 
 
 def train_locally(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Tree:
-    """`take_part`, for those who look at the updates [clients, ...] alone."""
+    """`take_part`, returning only the updates [clients, ...]."""
     return take_part(method, weights, batches, at).update

@@ -1,9 +1,9 @@
-"""How the clip bound of the next round is found: by a schedule, or by following a quantile of the norms, privately (Andrew
-et al., "Differentially private learning with adaptive clipping", NeurIPS 2021).
+"""The clip bound of the next round: scheduled, or privately following a quantile of the norms (Andrew et al.,
+"Differentially private learning with adaptive clipping", NeurIPS 2021).
 
-The paper suggests the median norm as the bound. Computed as it is, it depends on the data, and no finite ε holds. Here an
-example (Fed-CDP, in the first local step of a round) or a client (Fed-SDP) says only whether it lay within the bound, and
-under noise. The noised sum moves the bound: C · exp(−η · (share within C − γ)).
+The Fed-CDP paper suggests the median norm as the bound. A median computed directly depends on the data, and no finite ε
+holds. Here each example (Fed-CDP, in the first local step of a round) or each client (Fed-SDP) reports only whether its
+norm lay within the bound, and the report is noised. The noised sum moves the bound: C · exp(−η · (share within C − γ)).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedcdp.methods.base import Local, Moment, Sent
 
 
 def clip_rule(plan: Plan) -> ClipRule:
-    """The rule of a plan: who counts, who adds the noise, and how many indicators a round is planned to have."""
+    """The rule for a plan: who counts, who adds the noise, and how many indicators a round is planned to have."""
     if plan.quantile is None:
         return ClipRule()
     if plan.per_example:
@@ -28,30 +28,30 @@ def clip_rule(plan: Plan) -> ClipRule:
 
 
 class ClipRule:
-    """A bound that is scheduled: nobody counts anything."""
+    """A scheduled bound: nothing is counted."""
 
     def leaving(self, before: Tree, local: Local, at: Moment) -> Tensor | None:  # noqa: ARG002
-        """The noised indicators that leave clients beside their updates [clients]."""
+        """The noised indicators [clients] that clients send along with their updates."""
         return None
 
     def admitted(self, sent: Sent, at: Moment) -> Tensor | None:  # noqa: ARG002
-        """The indicators that the server adds up [clients]."""
+        """The indicators [clients] that the server adds up."""
         return sent.count
 
     def sanitised(self, total: float, at: Moment) -> float:  # noqa: ARG002
-        """Their sum, as the server uses it."""
+        """The sum of the indicators in the form that the server uses."""
         return total
 
     def planned(self, plan: Plan) -> int:
-        """How many indicators a round is planned to have, by which their sum is divided whatever came."""
+        """The planned number of indicators in a round: the divisor of their sum, however many arrived."""
         return plan.per_round
 
     def next_bound(self, total: float, at: Moment) -> float | None:
-        """The next round's clip bound, of the sum of the admitted indicators; None where it is scheduled.
+        """The next round's clip bound, from the sum of the admitted indicators; None if it is scheduled.
 
-        The share within the bound is ½ + (Σ indicators, sanitised) / their planned number. What is missing (clients that
-        dropped out, clients with fewer than B records, records that could not be used) counts as half within, and draws the
-        share towards ½.
+        The share within the bound is ½ + (Σ indicators, sanitised) / their planned number. A missing indicator (a client
+        that dropped out, a client with fewer than B records, a record that could not be used) counts as half within and
+        pulls the share towards ½.
         """
         if at.plan.quantile is None:
             return None
@@ -60,10 +60,11 @@ class ClipRule:
 
 
 class ExamplesCount(ClipRule):
-    """Fed-CDP: the examples of a round's first local step say whether they lay within, noised as their gradients are."""
+    """Fed-CDP: the examples of a round's first local step report whether they lay within the bound, noised as their
+    gradients are."""
 
     def leaving(self, before: Tree, local: Local, at: Moment) -> Tensor | None:  # noqa: ARG002
-        """What the first local step counted."""
+        """The count of the first local step."""
         return local.count
 
     def planned(self, plan: Plan) -> int:
@@ -81,14 +82,14 @@ class ClientsCount(ClipRule):
 
 
 class ServerCounts(ClipRule):
-    """Fed-SDP with noise at the server: it counts the raw updates that it received, and noises the sum."""
+    """Fed-SDP with noise at the server: the server counts the raw updates that it received and noises the sum."""
 
     def admitted(self, sent: Sent, at: Moment) -> Tensor:
         """The indicator of each received update."""
         return count_clients(sent.update, at)
 
     def sanitised(self, total: float, at: Moment) -> float:
-        """Noise once on the sum, whoever took part."""
+        """Noise the sum once, regardless of which clients took part."""
         return total + at.noise.for_server_count(at.round, at.clients.device, at.plan.quantile_noise)
 
 
@@ -98,10 +99,10 @@ def counts_examples(at: Moment) -> bool:
 
 
 def indicators(values: Tree, present: Tensor, at: Moment) -> Tensor:
-    """For each entry, the share of its groups with norm ≤ C, less ½; zero for one that clipping would leave out.
+    """For each entry, the share of its groups with norm ≤ C, minus ½; zero for an entry that clipping would drop.
 
-    Guarantees: a number in [−½, ½]. Zeroing out one record changes the sum over a step by at most ½; zeroing out a client,
-    by at most S/2 (of its step's sum) or ½ (of its update).
+    Guarantees: a number in [−½, ½]. Zeroing out one record changes the sum over a step by at most ½; zeroing out a client
+    changes it by at most S/2 (its step's sum) or ½ (its update).
     """
     norms = torch.stack(group_norms(values, at.groups, present.dim()))
     usable = present & torch.isfinite(norms).all(0)
@@ -109,7 +110,7 @@ def indicators(values: Tree, present: Tensor, at: Moment) -> Tensor:
 
 
 def count_examples(gradients: Tree, present: Tensor, at: Moment) -> Tensor:
-    """The noised sum of a step's indicators [clients], by the convention that noises its gradients."""
+    """The noised sum of a step's indicators [clients], under the same noise convention as its gradients."""
     raw = indicators(gradients, present, at)
     if at.plan.noise == "example" and at.tap is not None:
         released = at.noise.for_indicators(at.round, at.clients, at.plan.slots, at.plan.quantile_noise)
@@ -121,5 +122,5 @@ def count_examples(gradients: Tree, present: Tensor, at: Moment) -> Tensor:
 
 
 def count_clients(update: Tree, at: Moment) -> Tensor:
-    """The indicator of each client's update [clients], not noised."""
+    """The indicator of each client's update [clients], without noise."""
     return indicators(update, torch.ones_like(at.clients, dtype=torch.bool), at)

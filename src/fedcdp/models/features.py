@@ -1,12 +1,12 @@
-"""Fixed features: a map from one example to a vector, of which nothing is learned and nothing is private.
+"""Fixed features: a map from one example to a vector that is not learned and uses no private data.
 
-A network that trains only a linear layer behind such a map has few weights to noise, and gradients whose norm is known:
-for features of norm 1 it is that of softmax less target, so that clipping hardly distorts them. No statistic of the
-training data enters (dividing by their mean and deviation would leak them, and no ε would cover it): every constant
-here was fixed beforehand, and every normalisation is of one example by itself.
+A network that trains only a linear layer on such features has few weights to noise, and gradients whose norm is known: for
+features of norm 1 it is the norm of softmax minus target, so clipping hardly distorts them. No statistic of the training
+data is used (scaling by the data's mean and standard deviation would leak them, and no ε would cover it): every constant
+here was fixed beforehand, and every normalisation uses a single example.
 
-The constants are buffers, rounded to a few binary digits, so that two machines hold the same ones to the bit: a client
-of a deployment is admitted by their digest.
+The constants are buffers, rounded to a few binary digits, so all machines hold bit-identical ones: a deployment admits a
+client by their digest.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ _COLOUR_CELL = 4
 
 
 class OrientedGradients(nn.Module):
-    """How strongly an image rises in each of several directions, cell by cell: Dalal and Triggs' histograms, softened.
+    """The strength of an image's gradient in several directions, cell by cell: a soft form of Dalal and Triggs' histograms.
 
-    1. Slopes of every channel (with `colour`: of brightness, red less green, and yellow less blue), by a smoothed difference
-       of neighbours.
-    2. Their share in each of `orientations` directions, all around: a cosine to the power of `sharpness`, none if behind.
-    3. Weighted means in overlapping windows (a pyramid of half-width `reach`), one every `stride` pixels.
-    4. Each cell of a channel divided by its own norm (and by `floor`, for what is flat), less its mean over the directions.
-    5. With `colour`: the mean of every 4×4 pixels in each channel, less mid-grey, in all `colour` times as long as the rest.
-    6. Everything divided by its norm.
+    1. Compute the slopes of every channel (with `colour`: of brightness, red minus green, and yellow minus blue) as smoothed
+       differences of neighbours.
+    2. Split them over `orientations` directions around the full circle: the cosine to the power of `sharpness`, zero for
+       directions more than 90° away.
+    3. Take weighted means in overlapping windows (a pyramid of half-width `reach`), one every `stride` pixels.
+    4. Divide each cell of a channel by its own norm (with `floor` added under the root, for flat regions) and subtract its
+       mean over the directions.
+    5. With `colour`: add the mean of every 4×4 pixels in each channel minus mid-grey, scaled to `colour` times the norm of
+       the rest.
+    6. Divide everything by its norm.
 
     Guarantees: inputs [examples, channels, height, width] (with `colour`: red, green, blue); outputs [examples, features]
     of norm at most 1, each a function of its own example alone.
@@ -67,7 +70,7 @@ class OrientedGradients(nn.Module):
             self.register_buffer("opponents", opponents[:, :, None, None])
 
     def extra_repr(self) -> str:
-        """All that the constants were made of."""
+        """The arguments from which the constants are computed."""
         names = ("orientations", "stride", "reach", "sharpness", "floor", "colour")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
@@ -93,9 +96,9 @@ class OrientedGradients(nn.Module):
 
 
 class UnitNorm(nn.Module):
-    """Each example divided by its own norm, with one more value that is always the same, `constant` times as long.
+    """Divide each example by its own norm, append the fixed value `constant`, and rescale to a norm of at most 1.
 
-    A linear layer needs no bias behind it, and the norm is at most 1 all the same.
+    With a constant, the linear layer that follows needs no bias.
     """
 
     def __init__(self, constant: float = 0.0) -> None:
@@ -103,11 +106,11 @@ class UnitNorm(nn.Module):
         self.constant = constant
 
     def extra_repr(self) -> str:
-        """All that there is to choose."""
+        """The only argument."""
         return f"constant={self.constant}"
 
     def forward(self, values: Tensor) -> Tensor:
-        """[examples, features] to [examples, features + 1]; without a constant, as many as there were."""
+        """Map [examples, features] to [examples, features + 1], or to [examples, features] without a constant."""
         if not self.constant:
             return _unit(values)
         one = torch.full_like(values[:, :1], self.constant)
@@ -115,14 +118,14 @@ class UnitNorm(nn.Module):
 
 
 FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm)
-"""Layers of this module: nothing to train, nothing random, each output a function of its own example alone."""
+"""The layers of this module: nothing to train, no randomness, each output a function of its own example alone."""
 
 
 def _unit(values: Tensor) -> Tensor:
-    """Each row divided by its norm; a row of zeros stays."""
+    """Divide each row by its norm; a row of zeros stays zero."""
     return values / (values.square().sum(1, keepdim=True) + _TINY).sqrt()
 
 
 def _rounded(value: float) -> float:
-    """The nearest number that float32 holds exactly, whatever the machine's cosine."""
+    """Round to a number that float32 holds exactly, so the result does not depend on the machine's cosine."""
     return round(value * _PRECISION) / _PRECISION

@@ -1,4 +1,4 @@
-"""The paper's networks, those that train a linear layer alone, and what any `nn.Module` must satisfy to be trained."""
+"""The paper's networks, networks that train a single linear layer, and the checks on any `nn.Module` before training."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ActivationName = Literal["relu", "tanh", "sigmoid"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_RANDOM = (*DROPOUT, nn.RReLU)  # layers that draw random numbers in training mode, and only there
-_WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)  # layers that read a dropout rate of their own in `forward`
+_RANDOM = (*DROPOUT, nn.RReLU)  # layers that draw random numbers in training mode only
+_WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)  # layers that apply their own dropout rate in `forward`
 _INSTANCE_NORMS = (
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
     nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
@@ -34,16 +34,15 @@ def build(network: str, shape: tuple[int, ...], classes: int, activation: str | 
     """A network for inputs of `shape`, initialised from `seed` alone.
 
     `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `oriented-gradients`, `auto` (cnn for images, mlp for vectors), or
-    `package.module:factory`. Without an `activation` each takes its own: ReLU, sigmoid for `cpl`, tanh for `small`; the
-    linear ones have none. A factory is called with those of the keywords `input_shape`, `classes` and `activation` that it
-    takes.
+    `package.module:factory`. The default `activation` is ReLU, sigmoid for `cpl`, and tanh for `small`; the linear networks
+    have none. A factory receives those of the keywords `input_shape`, `classes` and `activation` that it accepts.
     """
     if activation is not None and activation not in get_args(ActivationName):
         raise ModelError(f"activation: {activation!r} is not one of {', '.join(get_args(ActivationName))}")
     if network == "auto":
         network = "cnn" if len(shape) == 3 else "mlp"
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not that of a GPU, which nothing here draws from
+        torch.default_generator.manual_seed(seed)  # not the GPU's generator, which nothing here uses
         if ":" in network:
             return _from_factory(network, shape, classes, activation)
         if network not in _NETWORKS:
@@ -54,7 +53,7 @@ def build(network: str, shape: tuple[int, ...], classes: int, activation: str | 
 
 
 def paper_cnn(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
-    """The paper's CNN: two 3×3 convolutions (32, 64), each pooled, and one dense layer; no biases (authors' release)."""
+    """The paper's CNN: two 3×3 convolutions (32, 64), each pooled, and one dense layer; no biases (the authors' code)."""
     channels, height, width = _image_shape("cnn", shape)
     height, width = ((height - 2) // 2 - 2) // 2, ((width - 2) // 2 - 2) // 2
     if min(height, width) < 1:
@@ -77,7 +76,7 @@ def paper_mlp(shape: tuple[int, ...], classes: int, activation: str | None = Non
 
 
 def cpl_network(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
-    """The network that the authors attack (CPL): four 5×5 convolutions of 12 channels and one dense layer.
+    """The network that the paper's authors attack (CPL): four 5×5 convolutions of 12 channels and one dense layer.
 
     Every weight and bias is drawn from U(−0.5, 0.5).
     """
@@ -94,7 +93,8 @@ def cpl_network(shape: tuple[int, ...], classes: int, activation: str | None = N
 
 
 def small_cnn(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
-    """A tenth of the paper's CNN, for demonstrations: two 5×5 convolutions of 12 channels, stride 2, and one dense layer."""
+    """A network a tenth the size of the paper's CNN, for demonstrations: two 5×5 convolutions of 12 channels, stride 2, and
+    one dense layer."""
     channels, height, width = _image_shape("small", shape)
     act = _ACTIVATIONS[activation or "tanh"]
     return nn.Sequential(
@@ -105,17 +105,17 @@ def small_cnn(shape: tuple[int, ...], classes: int, activation: str | None = Non
 
 
 def linear(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
-    """One linear layer, zero at first, on inputs that are each divided by their norm; a constant input stands for a bias."""
+    """One linear layer, initialised to zero, on inputs divided by their norm; a constant input replaces the bias."""
     _no_activation("linear", activation)
     layer = nn.Linear(torch.Size(shape).numel() + 1, classes, bias=False)
     return nn.Sequential(nn.Flatten(), UnitNorm(constant=0.3), _zero(layer))
 
 
 def oriented_gradients(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
-    """One linear layer, zero at first, on fixed features of images: all that is trained is their weight in each class."""
+    """One linear layer, initialised to zero, on fixed features of images; only that layer is trained."""
     _no_activation("oriented-gradients", activation)
     channels, height, width = _image_shape("oriented-gradients", shape)
-    # Digits need finer cells than pictures of things, which need their colours (docs/recommended.md).
+    # Digits need finer cells; colour pictures of objects need their colours (docs/recommended.md).
     features = OrientedGradients(stride=8, reach=8, colour=0.7) if channels == 3 else OrientedGradients()
     with torch.no_grad():
         found = features(torch.zeros(1, channels, height, width)).shape[1]
@@ -133,14 +133,14 @@ _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = 
 
 
 def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Module:
-    """A copy of the model, on the device, that can be trained under the plan; or a sentence that says why not.
+    """A copy of the model on the device, ready to be trained under the plan; a `ModelError` says why it cannot be.
 
     - Weights are float32 (or float64). In float16 a sum of clipped gradients and noise would be rounded so
       coarsely that no guarantee holds.
-    - Layers that mix examples (BatchNorm) are refused under a private method: one example's gradient would hold the
-      others' data. Without privacy they use the statistics of the batch at hand, always.
-    - Dropout is switched off, also inside attention and recurrent layers, and so is the random slope of RReLU: their
-      randomness is not derived from the plan's seed. Dropout in a `forward` of your own is refused later, by
+    - Layers that mix examples (BatchNorm) are refused under a private method: one example's gradient would depend on the
+      others' data. Without privacy they always use the statistics of the current batch.
+    - Dropout is switched off, including inside attention and recurrent layers, and so is the random slope of RReLU: their
+      randomness is not derived from the plan's seed. Functional dropout in your own `forward` is refused later, by
       `Engine.check`.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -148,19 +148,17 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             kind = str(parameter.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{name} is {kind}, which neither bounds nor noise would survive; train in float32 (model.float())"
-            )
+            raise ModelError(f"{name} is {kind}, too coarse for clipping and noise; train in float32 (model.float())")
     for name, module in mixing_layers(model):
         kind = type(module).__name__
         if plan.private:
             raise ModelError(
-                f"layer {name or '(the network itself)'} is {kind}, which mixes examples, so that no {plan.method} "
+                f"layer {name or '(the network itself)'} is {kind}, which mixes examples, so no {plan.method} "
                 "guarantee would hold; use GroupNorm or LayerNorm instead"
             )
         if plan.record_sampling == "poisson":
             raise ModelError(
-                f"layer {name or '(the network itself)'} is {kind}, whose batch statistics would count the empty slots of "
+                f"layer {name or '(the network itself)'} is {kind}, whose batch statistics would include the empty slots of "
                 "Poisson record sampling; use record_sampling fixed or partition, or GroupNorm"
             )
     ready = copy.deepcopy(model).to(device).train()
@@ -169,14 +167,14 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
         if isinstance(module, _RANDOM):
             module.eval()
         elif isinstance(module, _WITH_DROPOUT):
-            module.dropout = 0.0  # not `eval`, in which attention takes another path, one that `torch.func` cannot transform
+            module.dropout = 0.0  # not `eval`: attention would then take a path that `torch.func` cannot transform
     return ready
 
 
 def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers in which an example's output depends on the other examples of its batch.
 
-    A batch norm of any library has `track_running_stats`; so has torch's instance norm, which keeps examples apart.
+    Batch norms of all libraries have `track_running_stats`; so does torch's instance norm, which does not mix examples.
     """
     return [
         (name, layer)
@@ -187,7 +185,7 @@ def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _no_activation(network: str, activation: str | None) -> None:
     if activation is not None:
-        raise ModelError(f"activation: {network} takes no activation; leave it out")
+        raise ModelError(f"activation: {network} has no activation; leave the option out")
 
 
 def _zero(layer: nn.Linear) -> nn.Linear:
@@ -205,7 +203,7 @@ def _image_shape(network: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
 def _from_factory(path: str, shape: tuple[int, ...], classes: int, activation: str | None) -> nn.Module:
     module_name, _, factory_name = path.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
-        raise ModelError(f"model: {path} is of Python's own library, which has no networks")
+        raise ModelError(f"model: {path} belongs to Python's own library, which has no networks")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -214,7 +212,7 @@ def _from_factory(path: str, shape: tuple[int, ...], classes: int, activation: s
     except Exception as error:
         raise ModelError(f"model: {path} cannot be imported as a function: {error}") from error
     if activation is not None and "activation" not in accepted:
-        raise ModelError(f"activation: {path} takes no activation; leave it out")
+        raise ModelError(f"activation: {path} accepts no activation; leave the option out")
     known = {"input_shape": shape, "classes": classes, "activation": activation}
     try:
         model = factory(**{name: value for name, value in known.items() if name in accepted})

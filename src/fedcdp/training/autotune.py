@@ -1,7 +1,7 @@
-"""Autotuning: the engine and the number of clients at once with which a training is fastest on this machine.
+"""Autotuning: choose the fastest engine and number of clients at once for a training on this machine.
 
-A measurement is remembered in the user's cache, under everything that it may depend on. What cannot be read there is
-ignored, and measured again.
+A measurement is stored in the user's cache, under everything that it may depend on. An unreadable entry is ignored and
+measured again.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from fedcdp.training.local_engines import (
 )
 
 _LOG = logging.getLogger("fedcdp")
-_LONG = 20_000  # client steps; a shorter training ends before a measurement has paid
-_WORTH_COMPILING = 60.0  # seconds of training; a program takes about twenty to compile
-_GAIN_OF_COMPILING = 0.55  # of the time, about; to compile a program only to measure it would take longer than it may save
-_WORTH_A_KERNEL = 20.0  # seconds of training; a kernel takes up to ten to compile
-_CHUNKS = {"cpu": (16, 8, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # the first is where a search begins
-_RULES = 2  # counted up with changes that make old measurements worthless
-_WORSE = 1.1  # a chunk that is slower than the one before it by this factor ends the search in its direction
+_LONG = 20_000  # client steps; a shorter training ends before a measurement pays off
+_WORTH_COMPILING = 60.0  # seconds of training; compiling a program takes about twenty
+_GAIN_OF_COMPILING = 0.55  # approximate share of the time; compiling only to measure could take longer than it saves
+_WORTH_A_KERNEL = 20.0  # seconds of training; compiling a kernel takes up to ten
+_CHUNKS = {"cpu": (16, 8, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # a search starts at the first
+_RULES = 2  # increment when a change invalidates old measurements
+_WORSE = 1.1  # the search in one direction ends at a chunk slower than the previous one by this factor
 
 
 Seconds = Callable[[LocalEngine, int], float]
-"""How long a local step of one client takes with this engine and so many clients at once."""
+"""Seconds per local step of one client with this engine and chunk size."""
 
 
 def choose_engine(
@@ -61,7 +61,7 @@ def choose_engine(
     most: int,
     seconds: Seconds,
 ) -> tuple[LocalEngine, int]:
-    """The fastest engine among those that `name` allows and, unless it is given, the fastest chunk of at most `most`."""
+    """The fastest engine that `name` allows and, unless `chunk` is given, the fastest chunk of at most `most` clients."""
 
     def stepwise(engine: str) -> LocalEngine:
         return StepwiseEngine(METHODS[plan.method], engines[engine], examples)
@@ -83,16 +83,16 @@ def choose_engine(
 
 
 def _kernel(plan: Plan, engine: Engine, examples: Examples, *, asked: bool) -> KernelEngine | None:
-    """The kernel, if it can carry out the training; a refusal is told where the kernel was asked for."""
+    """The kernel, if it supports the training; a refusal is logged as a warning if the kernel was requested."""
     reason = refusal(plan, engine, examples)
     if reason:
-        _LOG.log(logging.WARNING if asked else logging.DEBUG, "the batched engine is used, not the kernel: %s", reason)
+        _LOG.log(logging.WARNING if asked else logging.DEBUG, "using the batched engine, not the kernel: %s", reason)
         return None
     return KernelEngine(METHODS[plan.method], plan, engine, examples)
 
 
 def _equal_chunks(clients: int, most: int) -> int:
-    """A number of clients at once that leaves little of the last chunk empty, where it is computed all the same."""
+    """A chunk size that leaves little of the last chunk empty, because empty places are computed as well."""
     return math.ceil(clients / math.ceil(clients / most))
 
 
@@ -104,7 +104,7 @@ def _measured(
     most: int,
     seconds: Callable[[str, int], float],
 ) -> Choice:
-    """The fastest of the engines and the fastest chunk, remembered; a short training keeps to the usual ones."""
+    """The fastest engine and chunk, from the cache if possible; a short training uses the defaults."""
     device, engine = examples.inputs.device, next(iter(engines))
     usual = Choice(engine, chunk or usual_chunk(device, most))
     chunks = [chunk] if chunk else chunks_up_to(min(most, plan.per_round), device)
@@ -119,12 +119,12 @@ def _measured(
         "chunks": chunks,
     }
     found = remembered(what, lambda: fastest(engines, chunks, seconds))
-    return found if found.engine in engines and found.chunk in chunks else usual  # somebody may have edited the cache
+    return found if found.engine in engines and found.chunk in chunks else usual  # the cache may have been edited
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine, how many clients it trains at once, and how long a local step of one of them then takes."""
+    """An engine, its chunk size, and the seconds per local step of one client."""
 
     engine: str
     chunk: int
@@ -132,10 +132,10 @@ class Choice:
 
 
 def fastest(engines: Iterable[str], chunks: Sequence[int], seconds: Callable[[str, int], float]) -> Choice:
-    """The choice with the least `seconds(engine, chunk)` a client.
+    """The choice with the least `seconds(engine, chunk)` per client.
 
-    Engines are compared at the first chunk; then, for the fastest engine, chunks from there up and from there down, for as
-    long as they do not get slower.
+    Engines are compared at the first chunk. For the fastest engine, larger and then smaller chunks are tried as long as they
+    do not get slower.
     """
     first, *others = chunks
     times = {Choice(engine, first): seconds(engine, first) for engine in engines}
@@ -154,12 +154,12 @@ def fastest(engines: Iterable[str], chunks: Sequence[int], seconds: Callable[[st
 
 
 def chunks_up_to(most: int, device: torch.device) -> list[int]:
-    """The numbers of clients at once that are worth trying, none above `most`; the one to begin with first."""
+    """The chunk sizes worth trying, none above `most`; the one to start with comes first."""
     return list(dict.fromkeys(min(chunk, most) for chunk in _CHUNKS.get(device.type, _CHUNKS["cuda"])))
 
 
 def remembered(what: Mapping[str, object], measure: Callable[[], Choice]) -> Choice:
-    """The choice that was measured for `what` on this machine before, or one that is measured now."""
+    """The choice measured earlier for `what` on this machine, or a new measurement."""
     path = user_cache() / "engines" / f"{_digest(what)}.json"
     choice = _read(path)
     if choice is None:

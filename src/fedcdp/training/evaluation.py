@@ -15,7 +15,7 @@ _BATCH = 1000
 
 
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:
-    """Accuracy and mean loss of the global weights on some data."""
+    """Accuracy and mean loss of the global weights on a dataset."""
     correct, loss, threshold = 0, 0.0, None
     for inputs, targets in zip(data.inputs.split(_BATCH), data.targets.split(_BATCH), strict=True):
         outputs = engine.outputs(weights, inputs.to(device))
@@ -24,29 +24,29 @@ def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device)
             threshold = threshold_of(engine.loss, outputs)
         correct += int((predictions(outputs, threshold or 0.0) == targets).sum())
         loss += float(engine.loss(outputs.double(), targets)) * len(targets)
-    # JSON has no NaN: a loss that is not finite is written as null.
+    # JSON has no NaN: a non-finite loss is written as null.
     return {"accuracy": correct / len(data), "loss": loss / len(data) if math.isfinite(loss) else None}
 
 
 def predictions(outputs: Tensor, threshold: float = 0.0) -> Tensor:
-    """The class that a network's outputs name for each example [examples].
+    """The predicted class of each example [examples].
 
-    Outputs [examples, classes] name the class with the largest one. A single output for each example, [examples] or
-    [examples, 1], names class 1 where it is above the threshold: 0 for a logit, 0.5 for a probability.
+    For outputs [examples, classes], the class with the largest output. For a single output per example, [examples] or
+    [examples, 1], class 1 if the output is above the threshold: 0 for a logit, 0.5 for a probability.
     """
     return (outputs.flatten() > threshold).long() if is_binary(outputs) else outputs.argmax(-1)
 
 
 def is_binary(outputs: Tensor) -> bool:
-    """Whether there is a single output for each example, which can tell two classes apart."""
+    """Whether there is a single output per example, which can distinguish two classes."""
     return outputs.dim() == 1 or (outputs.dim() == 2 and outputs.shape[1] == 1)
 
 
 def threshold_of(loss: Loss, outputs: Tensor) -> float:
-    """Where a single output changes from class 0 to class 1, given the loss that the network is trained with.
+    """The value at which a single output changes from class 0 to class 1, given the training loss.
 
-    For logits and margins an output of −1 suits class 0 better than an output of 0: the threshold is 0. For outputs on the
-    scale of the labels (probabilities, regression on 0 and 1), −1 is no better than 0, or has no loss: it is 0.5.
+    For logits and margins, an output of −1 fits class 0 better than an output of 0: the threshold is 0. For outputs on the
+    scale of the labels (probabilities, regression on 0 and 1), −1 fits no better than 0, or has no loss: it is 0.5.
     """
 
     def at(output: float, label: int) -> float:
@@ -55,5 +55,5 @@ def threshold_of(loss: Loss, outputs: Tensor) -> float:
 
     try:
         return 0.0 if at(-1, 0) < at(0, 0) and math.isfinite(at(-1, 1)) else 0.5
-    except Exception:  # the loss does not take a number below 0
+    except Exception:  # the loss does not accept a number below 0
         return 0.5

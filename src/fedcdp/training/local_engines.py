@@ -1,8 +1,8 @@
-"""Local engines: how all local steps of some clients are carried out, with the method's own code on top of an engine.
+"""Local engines: run all local steps of a chunk of clients, with the method's own code on top of an engine.
 
-All give what the methods' own code gives, but for rounding. `StepwiseEngine` takes one step after the other, serves every
-tap, and is the reference. `CompiledEngine` runs a program that is compiled from the method's own code, once for all steps of
-all rounds. `KernelEngine` keeps a client on one multiprocessor for all its steps.
+All give the result of the methods' own code, up to rounding. `StepwiseEngine` takes one step at a time, serves every tap,
+and is the reference. `CompiledEngine` runs a program compiled from the method's own code, once for all steps of all rounds.
+`KernelEngine` keeps a client on one multiprocessor for all its steps.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fedcdp.methods import Local, Method, Moment, Sent, leave, take_part
 
 @dataclass(frozen=True)
 class Examples:
-    """The training data on the device, where they stay; only places in them move."""
+    """The training data, kept on the device; only indices into them move."""
 
     inputs: Tensor
     targets: Tensor
 
     def batch(self, records: Tensor, present: Tensor) -> Batch:
-        """The examples in some slots."""
+        """The examples in these slots."""
         return Batch(self.inputs[records], self.targets[records], present)
 
 
@@ -46,21 +46,21 @@ class LocalEngine(Protocol):
     """Trains clients locally from the global weights."""
 
     gradients: Engine
-    """What computes the gradients."""
+    """The engine that computes the gradients."""
 
     @property
     def name(self) -> str:
-        """As in `--engine`."""
+        """The engine's name in `--engine`."""
         ...
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
-        """What leaves the clients after the steps of `draw` [steps, clients, slots], whose positions are records."""
+        """What the clients send after the steps of `draw` [steps, clients, slots], whose positions are records."""
         ...
 
 
 @dataclass
 class StepwiseEngine:
-    """Local training one step after the other, each as the method writes it. It serves every tap, and is the reference."""
+    """Local training one step at a time, as the method is written. It serves every tap, and is the reference."""
 
     method: Method
     gradients: Engine
@@ -76,8 +76,8 @@ class StepwiseEngine:
         return take_part(self.method, weights, self.batches(draw), at)
 
     def batches(self, draw: Draw) -> Iterator[Batch]:
-        """The batches of the steps, cut to the slots that some client fills."""
-        # Filled slots come first. One transfer for the whole round: asking at every step would make a GPU wait.
+        """The batches of the steps, cut to the slots that at least one client fills."""
+        # Filled slots come first. One transfer for the whole round: a query at every step would make a GPU wait.
         widths = draw.present.any(1).sum(1).clamp(min=1).tolist()
         for records, present, width in zip(draw.positions, draw.present, widths, strict=True):
             stop_if_asked()
@@ -85,15 +85,15 @@ class StepwiseEngine:
 
 
 _LOG = logging.getLogger("fedcdp")
-_COPIES = 6  # of a client's weights: before, inside, after, and while an update is formed
+_COPIES = 6  # copies of a client's weights: before, during and after training, and while the update is computed
 _WORD = 4
 
 
 class KernelEngine:
-    """All local steps of a chunk of clients in one launch, where `refusal` has nothing against it.
+    """All local steps of a chunk of clients in one launch, if `refusal` returns None.
 
-    What somebody reads is trained by the reference, step by step; so is everything from then on that a device's compiler
-    refuses.
+    Tapped steps are trained by the reference, step by step. So is everything after the device's compiler has rejected the
+    kernel.
     """
 
     name = "kernel"
@@ -117,7 +117,7 @@ class KernelEngine:
         except TritonError as error:
             self._works = False
             reason = str(error).strip().partition("\n")[0]
-            _LOG.warning("the batched engine is used: the kernel cannot be run on this device: %s", reason)
+            _LOG.warning("using the batched engine: the kernel cannot run on this device: %s", reason)
             return self._stepwise(weights, draw, at)
 
     def _in_one_launch(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
@@ -140,36 +140,36 @@ class KernelEngine:
 
 
 def refusal(plan: Plan, engine: Engine, examples: Examples) -> str | None:
-    """Why the kernel cannot carry out a training, or None if it can."""
+    """Why the kernel cannot run a training, or None if it can."""
     if not examples.inputs.is_cuda:
         return "there is no GPU"
     if plan.momentum:
-        return "it has no momentum"
+        return "it does not support momentum"
     if plan.per_example and plan.secure_noise:
-        return "its noise is seeded"
+        return "it does not support secure noise"
     if plan.per_example and plan.quantile is not None:
-        return "it does not count norms within a clip bound"
+        return "it does not support clip bounds that follow a quantile"
     return kernel.fits(engine.model, engine.loss)
 
 
 def most_clients(engine: Engine) -> int:
-    """How many clients may be trained at once within the budget of memory."""
+    """Number of clients that can be trained at once within the memory budget."""
     return max(1, BUDGET["cuda"] // (_COPIES * _WORD * engine.layout.size))
 
 
 def usual_chunk(device: torch.device, most: int) -> int:
-    """How many clients to train at once where nothing is measured; on a CPU, larger chunks fall out of its caches."""
+    """Default chunk size without a measurement; on a CPU, larger chunks do not fit its caches."""
     return min({"cpu": 64, "cuda": 1024}.get(device.type, 64), most)
 
 
 _LOG = logging.getLogger("fedcdp")
-_WORTH_PACKING = 0.75  # of the slots at most are filled
+_WORTH_PACKING = 0.75  # pack if at most this share of the slots is filled
 _ROOM = 1.05
 
 
 @dataclass(frozen=True)
 class _Traced(Moment):
-    """A moment whose numbers are tensors, so that a program compiled in one step serves all steps of all rounds."""
+    """A moment whose numbers are tensors, so a program compiled in one step serves all steps of all rounds."""
 
     bound: Tensor = field(kw_only=True)
     deviation: Tensor = field(kw_only=True)
@@ -189,11 +189,10 @@ class _Traced(Moment):
 
 
 class CompiledEngine:
-    """Local training by one compiled program a step, for always the same number of clients.
+    """Local training by one compiled program per step, for a fixed number of clients.
 
-    Nothing in it waits for an answer from the device. What the method asks of values (is a sum of gradients finite?) is
-    asked once, after the last step; if the answer is no, the steps are done again by the reference. So are steps that
-    somebody reads.
+    It never waits for a result from the device. Checks on values (is a sum of gradients finite?) run once, after the last
+    step. If a check fails, the reference repeats the steps. Tapped steps also run in the reference.
     """
 
     name = "compiled"
@@ -214,13 +213,13 @@ class CompiledEngine:
         read = at.tap is not None or self._plan.quantile is not None
         if read or at.noise.sources(at.round, 0) is None or not self._works:
             return self._stepwise(weights, draw, at)
-        # Every training of a process counts as a variant of one program; by default, the ninth is refused.
+        # Every training in a process counts as a variant of one program; by default, the ninth is rejected.
         with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
             try:
                 return self._compiled_steps(weights, draw, at)
             except torch._dynamo.exc.TorchDynamoException as error:
                 self._works = False
-                _LOG.warning("the batched engine is used: a local step cannot be compiled: %s", _first_line(error))
+                _LOG.warning("using the batched engine: a local step cannot be compiled: %s", _first_line(error))
                 return self._stepwise(weights, draw, at)
 
     def _compiled_steps(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
@@ -229,7 +228,7 @@ class CompiledEngine:
         velocity = {name: torch.zeros_like(value) for name, value in start.items()} if self._plan.momentum else None
         device = at.clients.device
         numbers = torch.tensor([at.learning_rate, at.clip_bound, at.step_deviation], device=device)
-        # One transfer for all steps: the device waits for each.
+        # One transfer for all steps, because the device waits for each transfer.
         sources = torch.tensor([at.noise.sources(at.round, step) for step in range(len(draw.positions))], device=device)
         steps = Steps(
             _padded(draw.positions, self._chunk, 1), _padded(draw.present, self._chunk, 1, value=False), sources,
@@ -242,7 +241,7 @@ class CompiledEngine:
         return leave(method, before, Local(after), at)
 
     def _launcher_for(self, present: Tensor) -> Launcher:
-        """The program for these slots [steps, clients, slots]: packed if many are empty, with some room to spare."""
+        """The program for these slots [steps, clients, slots]; if many are empty, packed, with some spare room."""
         clients, slots = present.shape[1:]
         needed = int(rows_needed(present, self._width).max())
         if needed * self._width > _WORTH_PACKING * clients * slots:
@@ -285,7 +284,7 @@ def _program(method: Method, plan: Plan, engine: Engine, examples: Examples) -> 
 
 
 def _padded(values: Tensor, length: int, axis: int = 0, value: Any = None) -> Tensor:
-    """Clients repeated (or filled with `value`) up to a number: they are there for their place alone."""
+    """Pad to a fixed number of clients, by repeating them or with `value`; padded clients only fill places."""
     missing = length - values.shape[axis]
     if not missing:
         return values

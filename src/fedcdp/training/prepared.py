@@ -1,4 +1,4 @@
-"""An experiment made ready: data loaded and dealt out, the network built, each of them once for a command."""
+"""A prepared experiment: data loaded and partitioned, the network built, each once per command."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from fedcdp.training.rundir import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that a training needs: the plan, its clients, a network ready to be trained, and what an accountant must know."""
+    """All inputs of a training: the plan, its clients, a network in training mode, and the facts the accountant needs."""
 
     plan: Plan
     federation: Federation
     network: nn.Module
-    """A copy of the given one, in training mode."""
+    """A copy of the given network, in training mode."""
     population: Population
 
     @staticmethod
     def of(model: nn.Module, federation: Federation, plan: Plan) -> Prepared:
-        """Check that the plan can train this network over this federation, and make it ready. The model is left as it is."""
+        """Check that the plan can train this network over this federation, and prepare it. The model is not changed."""
         plan.check_clients(federation.clients)
         network = prepare(model, plan, "cpu")
         if (mixing := mixing_layers(model)) and federation.smallest < plan.batch_size:
             raise ModelError(
                 f"layer {mixing[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
-                f"slots of a batch of {plan.batch_size} empty, which it would count; use GroupNorm or a smaller batch"
+                f"empty slots in a batch of {plan.batch_size}, which would be mixed in; use GroupNorm or a smaller batch"
             )
         population = Population.of(federation, Layout.of(network), plan)
         return Prepared(plan=plan, federation=federation, network=network, population=population)
@@ -61,7 +61,7 @@ def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quie
 
 
 def deal_out(experiment: Experiment, splits: Splits) -> Federation:
-    """Deal the data out to clients."""
+    """Partition the data among clients."""
     settings = experiment.data
     return partition(
         splits,
@@ -75,7 +75,7 @@ def deal_out(experiment: Experiment, splits: Splits) -> Federation:
 
 
 def build_network(experiment: Experiment, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Build the network for inputs of some shape, initialised from the plan's seed."""
+    """Build the network for inputs of this shape, initialised from the plan's seed."""
     return build(experiment.model.network, shape, classes, experiment.model.activation, experiment.plan.seed)
 
 
@@ -87,13 +87,13 @@ def network_of(experiment: Experiment, splits: Splits) -> nn.Module:
 def prepare_experiment(
     experiment: Experiment, data_dir: Path | str | None = None, *, quiet: bool = False, splits: Splits | None = None
 ) -> Prepared:
-    """Load the data, unless `splits` are given, deal them out and build the network."""
+    """Load the data, unless `splits` are given, partition them and build the network."""
     splits = splits or load_splits(experiment, data_dir, quiet)
     return Prepared.of(network_of(experiment, splits), deal_out(experiment, splits), experiment.plan)
 
 
 def stored(directory: Path | str, given: Iterable[Settings] = ()) -> Experiment:
-    """The experiment of a run directory. Settings that are `given` again must agree, but for where it runs."""
+    """The experiment of a run directory. Settings in `given` must agree with it, except where it runs."""
     run = RunDirectory(directory)
     run.require()
     written = read_toml(run.config)
@@ -113,7 +113,7 @@ _LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3, "linear": 1, "or
 def population_of(
     experiment: Experiment, records: int | None = None, copies: int | None = None, layers: int | None = None
 ) -> Population:
-    """K, N_i, copies and layers as the settings say; what is given here wins, and what nothing says is asked for."""
+    """K, N_i, copies and layers from the settings; arguments take precedence, and missing values raise an error."""
     data, plan = experiment.data, experiment.plan
     if data.file is not None:
         found = prepare_experiment(experiment).population
@@ -125,12 +125,12 @@ def population_of(
     if layers is None:
         layers = 1 if plan.clip_mode == "flat" else _LAYERS.get(experiment.model.network)
     if layers is None:
-        raise PlanError(f"layers: say with --layers how many layers {experiment.model.network} has")
+        raise PlanError(f"layers: give the number of layers of {experiment.model.network} with --layers")
     held = records or data.records
     if data.partition == "full" and held in (None, benchmark.train):
         return Population(data.clients, benchmark.train, copies or data.clients, layers)
     if held is None:
         held = benchmark.train // data.clients
     if not 1 <= held <= benchmark.train:
-        raise PlanError(f"records: {held} is not allowed; {data.dataset} has {benchmark.train} to deal out")
+        raise PlanError(f"records: {held} is not allowed; {data.dataset} has {benchmark.train} records to distribute")
     return Population(data.clients, held, copies or -(-data.clients // (benchmark.train // held)), layers)

@@ -1,9 +1,9 @@
 """Rounds of many virtual clients on one device.
 
-A round is four steps: choose the clients, train them locally (in chunks, so that memory is bounded), add up what they
-send, move the global model. Nothing carries over from round to round but the weights and a clip bound that follows a
-quantile: all randomness is derived from the seed and the round, so that a stopped run continues exactly where it was
-(under secure noise: as it might have).
+A round is four steps: choose the clients, train them locally (in chunks, to bound memory), add up their updates, move the
+global model. Only the weights, and a clip bound that follows a quantile, carry over from round to round. All randomness is
+derived from the seed and the round, so a stopped run continues exactly where it stopped (under secure noise: with fresh
+randomness).
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ from fedcdp.training.evaluation import evaluate
 from fedcdp.training.local_engines import Examples, LocalEngine, StepwiseEngine, usual_chunk
 from fedcdp.training.rundir import Row, State
 
-_TIMED_STEPS = 2  # after as many to warm up
+_TIMED_STEPS = 2  # after the same number of warm-up steps
 
 
 class ClientData:
-    """The federation's data on the device, where they stay, and what clients draw from them. Only indices move."""
+    """The federation's data, kept on the device, and the clients' draws from them. Only indices move."""
 
     def __init__(self, federation: Federation, plan: Plan, device: torch.device, front: nn.Module | None = None) -> None:
-        """With `front`, the data are what those layers make of them."""
+        """With `front`, the data are the outputs of those layers."""
         self.federation, self.plan, self.device = federation, plan, device
         self.examples = Examples(through(front, federation.train.inputs, device), federation.train.targets.to(device))
         self.validation = federation.validation
         if front is not None and self.validation is not None:
             self.validation = replace(self.validation, inputs=through(front, self.validation.inputs, device))
-        # What is drawn is as secret as the noise: nobody has the seed, not even a resumed run, which draws afresh. Twice the
-        # same records under fresh noise would be more than two releases of random ones.
+        # The draws are as secret as the noise: nobody has their seed, not even a resumed run, which draws afresh. Releasing
+        # the same records twice under fresh noise would reveal more than two releases of random records.
         self.draws = plan.but(seed=secrets.randbits(62)) if plan.secure_noise and plan.private else plan
 
     def records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
-        """The records [clients, most], as places in the training data, and how many each has."""
+        """The records [clients, most], as indices into the training data, and the number of records of each client."""
         table, sizes = self.federation.table(clients.numpy())
         return torch.from_numpy(table).to(self.device), torch.from_numpy(sizes).to(self.device)
 
     def draw(self, at: Moment, table: Tensor, sizes: Tensor) -> Draw:
-        """The records of all local steps [steps, clients, slots], as places in the training data."""
+        """The records of all local steps [steps, clients, slots], as indices into the training data."""
         drawn = choose_records_of_steps(self.draws, at.clients, sizes, at.round)
         return Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present)
 
     def first_batch(self) -> Batch:
-        """What the first client would train on in its first step."""
+        """The batch of the first client's first step."""
         table, sizes = self.records_of(torch.zeros(1, dtype=torch.int64))
         width = min(self.plan.batch_size, int(sizes[0]))
         everything = torch.ones(1, width, dtype=torch.bool, device=self.device)
         return self.examples.batch(table[:, :width], everything)
 
     def most_clients(self, model: nn.Module) -> int:
-        """How many clients of a network may be trained at once within the budget of memory."""
+        """Number of clients of this network that can be trained at once within the memory budget."""
         return clients_within_budget(model, self.examples.inputs[0], self.plan.slots, self.plan.per_example)
 
 
 class Simulator:
-    """Rounds of virtual clients, `chunk` of whom are trained at once."""
+    """Rounds of virtual clients, `chunk` of which are trained at once."""
 
     def __init__(self, data: ClientData, local_engine: LocalEngine, chunk: int) -> None:
         self.data, self.local_engine, self.chunk = data, local_engine, chunk
@@ -80,17 +80,17 @@ class Simulator:
 
     @staticmethod
     def stepwise(data: ClientData, engine: Engine, chunk: int | None = None) -> Simulator:
-        """A simulator that takes one step after the other, as the methods write them: the reference, open to every tap."""
+        """A simulator that takes one step at a time, as the methods are written: the reference, open to every tap."""
         local_engine = StepwiseEngine(METHODS[data.plan.method], engine, data.examples)
         return Simulator(data, local_engine, chunk or usual_chunk(data.device, data.most_clients(engine.model)))
 
     @property
     def engine(self) -> Engine:
-        """What computes the gradients."""
+        """The engine that computes the gradients."""
         return self.local_engine.gradients
 
     def round(self, state: State, chosen: Tensor) -> State:
-        """One global round with the chosen clients: the state after it."""
+        """Run one global round with the chosen clients; return the state after it."""
         method, plan = METHODS[self.plan.method], self.plan
         received = Aggregate(state.weights, plan)
         for clients in chosen.split(self.chunk) if len(chosen) else ():
@@ -105,12 +105,12 @@ class Simulator:
         return State(state.round + 1, weights, average, next_clip(received, at))
 
     def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
-        """Where clients with so many records each are at the start of a round."""
+        """The moment at the start of a round for clients with `sizes` records."""
         expected = sizes.clamp(max=self.plan.batch_size)
         return Moment(self.plan, self.engine, self.noise, state.round, clients, expected, current_clip=state.clip)
 
     def measure(self, before: State, state: State, chosen: Tensor, every: int) -> Row:
-        """What is written of a round. In a private run nothing here comes from before the noise."""
+        """The metrics row of a round. In a private run, nothing in it is taken from before the noise is added."""
         row: Row = {"round": state.round}
         if not self.plan.hides_cohort:
             row["clients"] = len(chosen)
@@ -128,11 +128,10 @@ class Simulator:
     def gradient_norm(self, state: State, chosen: Tensor) -> float | None:
         """The mean over the chosen clients of ‖∇‖₂ at the global model, ∇ the mean gradient of a client's first batch.
 
-        Raw gradients: to be shown only where a run claims no privacy. None where nobody was chosen, or where it is not
-        finite.
+        This reads raw gradients: show it only if a run claims no privacy. None if nobody was chosen, or if it is not finite.
         """
         norms = []
-        # A local engine may hold more clients than their gradients leave room for.
+        # A local engine may hold more clients than there is memory for their gradients.
         at_once = min(self.chunk, self.data.most_clients(self.engine.model))
         for clients in chosen.split(at_once) if len(chosen) else ():
             table, sizes = self.data.records_of(clients)
@@ -146,7 +145,7 @@ class Simulator:
         return mean if math.isfinite(mean) else None
 
     def seconds_a_client_step(self, state: State) -> float:
-        """How long a local step of one client takes when a chunk is trained: gradients, clip, noise and update."""
+        """Seconds per local step of one client when training a chunk: gradients, clip, noise and update."""
         clients = torch.arange(self.chunk) % self.data.federation.clients
         table, sizes = self.data.records_of(clients)
         at = self.moment(state, clients.to(self.data.device), sizes)

@@ -1,16 +1,16 @@
-"""Run directories: what a training run leaves on disk, written so that a crash at any point loses at most one round.
+"""Run directories: the files of a training run, written such that a crash at any point loses at most one round.
 
 ```
-RUN/config.toml              what was run: enough to run it again
-RUN/metrics.jsonl            one line a round
+RUN/config.toml              the settings: enough to run it again
+RUN/metrics.jsonl            one line per round
 RUN/checkpoint.safetensors   the latest round's state
 RUN/model.safetensors        the trained model, once the run is done
-RUN/ledger.jsonl             what was released, and who took part: written before a release is used
-RUN/engine.json              what computes the gradients: a resumed run keeps to it, for another one rounds differently
-RUN/lock                     held by the process that is at work
+RUN/ledger.jsonl             releases and participants: written before a release is used
+RUN/engine.json              the engine: a resumed run keeps it, because another one rounds differently
+RUN/lock                     held by the running process
 ```
 
-The directory and what is in it are its owner's alone to read: with the seed in `config.toml`, noise can be subtracted.
+Only the owner can read the directory and its files: with the seed in `config.toml`, noise can be subtracted.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _NAME = re.compile("[a-z][a-z0-9_]{0,63}")
 
 @dataclass(frozen=True)
 class State:
-    """All that a run needs to go on: what else is random is derived from the plan's seed and the round, or drawn anew."""
+    """All that a run needs to continue: other randomness is derived from the plan's seed and the round, or drawn anew."""
 
     round: int
-    """Rounds that are done."""
+    """Number of finished rounds."""
     weights: Tree
     average: Tree | None
-    """The moving average of the global model, where the plan asks for one."""
+    """The moving average of the global model, if the plan has one."""
     clip: float | None = None
-    """The clip bound of the next round, where it follows a quantile."""
+    """The clip bound of the next round, if it follows a quantile."""
 
 
 class RunDirectory:
-    """One training run on disk. What cannot be read or written is said in a sentence.
+    """One training run on disk. Every failure to read or write raises an error with one sentence.
 
-    A `RunError` is a directory that cannot be used as asked; a `StorageError`, one that could not be written to any more.
+    A `RunError` means that the directory cannot be used as asked; a `StorageError`, that it could no longer be written.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -67,14 +67,14 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     def create(self, config: str) -> None:
-        """Start a new run; refuses a directory that holds anything but what a killed start left behind."""
+        """Start a new run; refuses a directory that holds anything except the remains of a killed start."""
         with _said_in_a_sentence(self.path):
             if self.path.exists() and not self.path.is_dir():
                 raise RunError(f"{self.path} is a file; choose another name for the run directory")
             self._require_nothing()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.locked():
-                self._require_nothing()  # of two that start at once, the other may have been here first
+                self._require_nothing()  # another process may have started a run here at the same time
                 write_atomically(self.config, config.encode(), PRIVATE)
                 sync_directory(self.path.absolute().parent)
 
@@ -83,7 +83,7 @@ class RunDirectory:
             raise RunError(f"{self.path} already exists; resume it with --resume, or choose another directory")
 
     def require(self) -> None:
-        """Refuse a directory that is not a run's."""
+        """Raise unless this is a run directory."""
         try:
             if not self.config.is_file():
                 raise RunError(f"{self.path} is not a run directory: it has no config.toml")
@@ -92,7 +92,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for one process; the lock goes with the process, however it ends."""
+        """Hold the run for one process; the lock is released when the process ends, however it ends."""
         with _said_in_a_sentence(self.path):
             lock = os.fdopen(open_unlinked(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         with lock:
@@ -109,10 +109,10 @@ class RunDirectory:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Write in the middle of a run: whatever is in the way now was not when it began, so it is no fault of the input."""
+        """Write during a run: an obstacle that was not there at the start is not the fault of the input."""
         try:
             if self._lock and not os.path.samestat(os.fstat(self._lock.fileno()), (self.path / "lock").stat()):
-                raise StorageError(f"{self.path} was replaced by others while this run was at work")
+                raise StorageError(f"{self.path} was replaced by others during this run")
             yield
         except OSError as error:
             raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
@@ -120,7 +120,7 @@ class RunDirectory:
     # The state -------------------------------------------------------------------------------------------------------
 
     def save_state(self, state: State, plan: str) -> None:
-        """Replace the checkpoint by a newer one; `plan` says which plan it belongs to."""
+        """Replace the checkpoint by a newer one; `plan` is the digest of its plan."""
         tensors = {f"weights/{name}": value for name, value in state.weights.items()}
         if state.average is not None:
             tensors |= {f"average/{name}": value for name, value in state.average.items()}
@@ -136,13 +136,13 @@ class RunDirectory:
             save_tensors(self.model, model, {"format": "model-1", "round": rounds}, PRIVATE)
 
     def rounds_done(self) -> int:
-        """How many rounds the latest state says to have; its tensors are not read."""
+        """Number of rounds in the latest state; its tensors are not read."""
         if not self.checkpoint.exists():
             return 0
         return self._round_in(read_about(self.checkpoint, "checkpoint-1"))
 
     def load_state(self, plan: str | None = None, most: int = MOST_TENSORS) -> State | None:
-        """The latest state, or None where the run did not finish a round; refuses that of another plan.
+        """The latest state, or None if no round was finished; raises if it belongs to another plan.
 
         A checkpoint of more than `most` bytes is not read.
         """
@@ -169,13 +169,13 @@ class RunDirectory:
     # What computes ---------------------------------------------------------------------------------------------------
 
     def save_engine(self, device: str, engine: str, chunk: int) -> None:
-        """Keep what computes the gradients on a kind of device, and how many clients at once."""
+        """Store the engine and chunk size used on a kind of device."""
         with self._at_work():
             kept = {"device": device, "engine": engine, "chunk": chunk}
             write_atomically(self.engine, json.dumps(kept).encode() + b"\n", PRIVATE)
 
     def load_engine(self, device: str) -> tuple[str, int] | None:
-        """What a run computed with on this kind of device, if that is known: a preference, not a part of the state."""
+        """The engine and chunk size of the run on this kind of device, if known: a preference, not part of its state."""
         try:
             kept = parse_json(read_bounded(self.engine, _MOST_ENGINE))
             engine, chunk = kept["engine"], kept["chunk"]
@@ -187,7 +187,7 @@ class RunDirectory:
     # The metrics -----------------------------------------------------------------------------------------------------
 
     def append_metrics(self, row: Row) -> None:
-        """Add one round's line; it is on the disk before the round's checkpoint is."""
+        """Append one round's line; it is on disk before the round's checkpoint."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with self._at_work(), os.fdopen(open_unlinked(self.metrics, flags), "a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -195,7 +195,7 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def read_metrics(self) -> list[Row]:
-        """All complete lines; a torn last line, left by a crash, is passed over."""
+        """All complete lines; a torn last line, left by a crash, is skipped."""
         try:
             lines = read_bounded(self.metrics, MOST_LINES).split(b"\n") if self.metrics.exists() else []
         except OSError as error:
@@ -211,7 +211,7 @@ class RunDirectory:
         return rows
 
     def forget_metrics_after(self, rounds: int) -> list[Row]:
-        """Drop the lines of rounds that the checkpoint does not have, so that they are not there twice."""
+        """Drop the lines of rounds that the checkpoint does not have, to avoid duplicates."""
         rows = [row for row in self.read_metrics() if row["round"] <= rounds]
         if [row["round"] for row in rows] != list(range(1, rounds + 1)):
             raise RunError(f"{self.metrics} does not have one line for each of the {rounds} rounds in the checkpoint")
@@ -234,7 +234,7 @@ def _left_by_a_killed_start(path: Path) -> bool:
 
 
 def _is_figure(value: object) -> bool:
-    """A number as this program writes one, or nothing where there is none."""
+    """Whether this is a number as this program writes it, or None."""
     return value is None or (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
 
 
@@ -245,4 +245,4 @@ def _said_in_a_sentence(path: Path) -> Iterator[None]:
     except OSError as error:
         raise not_written(path, error) from error
     except UnicodeEncodeError:
-        raise RunError(f"{path} cannot be written: a setting holds a text that is not UTF-8") from None
+        raise RunError(f"{path} cannot be written: a setting holds text that is not UTF-8") from None

@@ -1,7 +1,7 @@
-"""A run directory read back: the trained model, its accuracy and exports, and what the run has spent.
+"""Read back a run directory: the trained model, its accuracy and exports, and the privacy budget spent.
 
-`spent` states ε by the ledger alone, also on another machine than the one that trained. A statement by another run's ledger
-would be false, so `check_ledger` compares first:
+`spent` computes ε from the ledger alone, also on a machine other than the one that trained. With another run's ledger the
+statement would be false, so `check_ledger` compares first:
 
 | in the directory | must agree with the ledger |
 | --- | --- |
@@ -9,8 +9,8 @@ would be false, so `check_ledger` compares first:
 | the number of clients in `config.toml`, or the clients in `clients.json` | the population |
 | the checkpoint, the model | their plan is that of `config.toml`; each of their rounds is charged |
 
-A ledger that has more rounds than the checkpoint counts too much at worst, and is accepted. A file that is missing is not
-compared: config and ledger are enough on another machine.
+A ledger with more rounds than the checkpoint at worst counts too much, and is accepted. A missing file is not compared:
+config and ledger are enough on another machine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.files.disk import write_atomically
+from fedcdp.files.installation import install_command
 from fedcdp.files.tensors import check_tensors, load_tensors, read_about, save_tensors, size_of
 from fedcdp.files.tree import Layout
 from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, parse_json, parse_toml, read_bounded
@@ -55,7 +56,7 @@ _QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of a run directory, with the data that it was trained on."""
+    """The model of a run directory, with the data it was trained on."""
 
     directory: RunDirectory
     experiment: Experiment
@@ -64,7 +65,7 @@ class Trained:
 
     @staticmethod
     def load(path: Path | str, data_dir: Path | str | None = None, quiet: bool = True) -> Trained:
-        """Read a run directory; of a run that is not done, the latest checkpoint."""
+        """Read a run directory; for an unfinished run, the latest checkpoint."""
         experiment, directory = stored(path), RunDirectory(path)
         splits = load_splits(experiment, data_dir, quiet)
         model = prepare(network_of(experiment, splits), experiment.plan, "cpu").eval()
@@ -81,11 +82,11 @@ class Trained:
         return Trained(directory, experiment, splits, model)
 
     def as_run(self) -> Run:
-        """The run as training would have returned it, but for the time that it took."""
+        """The run as training would have returned it, except for the time it took."""
         federation = deal_out(self.experiment, self.splits)
         ledger = Ledger.open(self.directory.ledger)
         if ledger.population["clients"] != federation.clients:
-            raise RunError(f"{self.directory.ledger} is of {ledger.population['clients']} clients, not {federation.clients}")
+            raise RunError(f"{self.directory.ledger} has {ledger.population['clients']} clients, not {federation.clients}")
         metrics, released = self.directory.read_metrics(), Releases(federation.clients, ledger)
         plan = self.experiment.plan
         return Run(
@@ -102,7 +103,7 @@ class Trained:
         )
 
     def split(self, name: str) -> Dataset:
-        """One of the splits, or a sentence that says which there are."""
+        """One of the splits; raises an error that lists them if the name is unknown."""
         found = {"train": self.splits.train, "validation": self.splits.validation, "test": self.splits.test}.get(name)
         if found is None:
             names = ["train", "validation"] + (["test"] if self.splits.test is not None else [])
@@ -116,10 +117,10 @@ class Trained:
         return torch.cat(answers) == data.targets
 
     def evaluate(self, split: str = "validation", per_client: bool = False) -> dict[str, Any]:
-        """Accuracy on a split; with `per_client` also how it spreads over clients.
+        """Accuracy on a split; with `per_client` also its distribution over clients.
 
-        A client's accuracy on the training split is that on its own records; on a split that is not dealt out to clients,
-        it is the accuracy in each class, weighted by how often the client holds that class.
+        A client's accuracy on the training split is that on its own records. On a split that is not partitioned among
+        clients, it is the accuracy per class, weighted by how often the client holds that class.
         """
         data = self.split(split)
         correct = self.correct(data)
@@ -132,7 +133,7 @@ class Trained:
         return result
 
     def export(self, form: str, to: Path) -> Path:
-        """Write the model, or the metrics of its training, in another format."""
+        """Write the model, or its training metrics, in another format."""
         if form not in get_args(ExportFormat):
             raise RunError(f"format: {form!r} is not one of {', '.join(get_args(ExportFormat))}")
         try:
@@ -142,13 +143,13 @@ class Trained:
                 raise RunError(f"{to} cannot be written: there is no directory {to.parent}")
             getattr(self, f"_export_{form}")(to)
         except ImportError as error:
-            raise RunError(f"format: {form} needs {error.name}; install it with pip install 'fedcdp[report]'") from error
+            raise RunError(f"format: {form} needs {error.name}; install it with {install_command('report')}") from error
         except OSError as error:
             raise RunError(f"{to} cannot be written: {error.strerror}") from error
         return to
 
     def _no_records(self, count: int) -> Tensor:
-        """Inputs of the right shape, for a format that records what a model does: it may keep the inputs, too."""
+        """Inputs of the right shape for formats that trace a model: such a format may also keep the inputs."""
         return torch.zeros_like(self.splits.validation.inputs[:1]).repeat(count, *(1 for _ in self.splits.validation.shape))
 
     def _export_safetensors(self, to: Path) -> None:
@@ -159,7 +160,7 @@ class Trained:
         write_atomically(to, buffer)
 
     def _export_onnx(self, to: Path) -> None:
-        import onnx  # noqa: F401  (named in the error where it is missing)
+        import onnx  # noqa: F401  (named in the error if it is missing)
         import onnxscript  # noqa: F401
 
         batch = {0: torch.export.Dim("batch")}
@@ -194,7 +195,7 @@ def _per_client(correct: Tensor, data: Dataset, federation: Federation, own_reco
     for clients in np.array_split(np.arange(federation.clients), -(-federation.clients // _BATCH)):
         table, sizes = federation.table(clients)
         held = np.arange(table.shape[1]) < sizes[:, None]
-        # A class that the split does not hold has no accuracy; it counts neither for nor against a client.
+        # A class without examples in the split has no accuracy; it counts neither for nor against a client.
         counted = held & np.isfinite(scores[table])
         scored = np.where(counted, scores[table], 0.0).sum(1)
         judged = counted.any(1)
@@ -203,7 +204,7 @@ def _per_client(correct: Tensor, data: Dataset, federation: Federation, own_reco
 
 
 def check_ledger(run: RunDirectory, ledger: Ledger) -> None:
-    """Refuse a ledger that is of another run, or that lacks rounds (`RunError`)."""
+    """Raise `RunError` if a ledger belongs to another run or lacks rounds."""
     config = _read(run.config, MOST_SETTINGS, parse_toml)
     try:
         ours, theirs = (Plan(**plan | {"seed": 0}) for plan in (config["plan"], ledger.plan))
@@ -212,9 +213,9 @@ def check_ledger(run: RunDirectory, ledger: Ledger) -> None:
         raise RunError(f"{run.config} or {run.ledger} holds a plan that this program does not know: {error}") from error
     for name, value in ours.written().items():
         if (other := theirs.written()[name]) != value:
-            raise RunError(f"{run.ledger} belongs to another run: its plan has {name} = {other}, and {run.config} {value}")
+            raise RunError(f"{run.ledger} belongs to another run: its plan has {name} = {other}, but {run.config} {value}")
     if ledger.noise != ("secure" if ours.secure_noise else "seeded"):
-        raise RunError(f"{run.ledger} belongs to another run: its noise is {ledger.noise}, and {run.config} says otherwise")
+        raise RunError(f"{run.ledger} belongs to another run: its noise is {ledger.noise}, but {run.config} says otherwise")
     _check_clients(run, ledger, config)
     charged = ledger.charges[-1].round + 1 if ledger.charges else 0
     for path, form in ((run.checkpoint, "checkpoint-1"), (run.model, "model-1")):
@@ -237,9 +238,9 @@ def _check_clients(run: RunDirectory, ledger: Ledger, config: Mapping[str, Any])
         except (KeyError, TypeError, ValueError):
             raise RunError(f"{roster} is damaged") from None
         if (clients, True) != (counted, ledger.population.get("records", 1) <= fewest):
-            raise RunError(f"{run.ledger} belongs to another run: it is not of the {clients} clients in {roster.name}")
+            raise RunError(f"{run.ledger} belongs to another run: it is not for the {clients} clients in {roster.name}")
     elif isinstance(data := config.get("data"), dict) and (dealt := data.get("clients")) != counted:
-        raise RunError(f"{run.ledger} belongs to another run: it is of {counted} clients, and {run.config} of {dealt}")
+        raise RunError(f"{run.ledger} belongs to another run: it is for {counted} clients, but {run.config} has {dealt}")
 
 
 def _read(path: Path, most: int, parse: Any) -> Any:
@@ -267,7 +268,7 @@ def spent(directory: Path | str, mode: Mode = "tight") -> tuple[Plan, Privacy]:
 
 
 def usage_of(ledger: Ledger, population: Population) -> Usage:
-    """How often the most-used clients took part: one, or as many as may hold copies of a record."""
+    """Participation counts of the most-used clients: one, or as many clients as may hold copies of a record."""
     from fedcdp.accounting.statement import Usage
 
     counts = ledger.busiest(population.copies)

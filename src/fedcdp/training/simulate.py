@@ -1,6 +1,6 @@
 """The simulator: a whole training on one device, from a network and data to a `Run`.
 
-Four steps: prepare the network and the data, choose an engine, open the run, and go round by round.
+Four steps: prepare the network and the data, choose an engine, open the run, and run the rounds.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def train(
     budget: Allows | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Train what is prepared; the rest as for `simulate`. What was prepared is left as it is."""
+    """Train a prepared experiment; other arguments as for `simulate`. The prepared objects are not changed."""
     if chunk is not None and chunk < 1:
         raise PlanError(f"chunk: {chunk} is not allowed; it must be at least 1")
     if evaluate_every < 1:
@@ -205,7 +205,7 @@ def train_experiment(
     splits: Splits | None = None,
     prepared: Prepared | None = None,
 ) -> Run:
-    """Run an experiment into a directory (None: in memory only), on what is loaded or `prepared` already, if it is."""
+    """Run an experiment into a directory (None: in memory only); `splits` or `prepared` are used if given."""
     consent.remember(experiment.model.network)
     machine = experiment.run
     return train(
@@ -236,19 +236,19 @@ def begin(
 ) -> tuple[Simulator, State]:
     """The simulator with the fastest engine that `engine` and `chunk` allow, and the state before the first round.
 
-    Refuses a network that cannot be trained, or (`per_example`, by default as the plan needs) differentiated.
+    Raises for a network that cannot be trained, or differentiated per example (`per_example`, by default as the plan needs).
     """
     plan, federation = prepared.plan, prepared.federation
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
     for name, value in weights.items():
         if not torch.isfinite(value).all():
-            raise ModelError(f"{name} holds a weight that is not finite; nothing can be trained from there")
+            raise ModelError(f"{name} holds a weight that is not finite; training cannot start from it")
     front, trained = split(network, federation.train.inputs, device)
     engines = engines_for(trained, loss, engine)
     data = ClientData(federation, plan, device, front)
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
-    # Not a single example, which BatchNorm does not take; the first client, which is tried, need not hold every class.
+    # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
     _check_outputs(first.outputs(weights, data.first_batch().inputs[0]), federation.train.classes, loss)
     state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
     local_engine, at_once = choose_engine(
@@ -273,7 +273,7 @@ def _opened(
     config: str | None,
     resume: bool,
 ) -> Iterator[tuple[State, Releases]]:
-    """The state from which a run goes on, and what it has released: from its directory, which stays locked, or fresh."""
+    """The state to continue from and the releases so far: from the run directory, which stays locked, or fresh."""
     plan, clients = prepared.plan, prepared.federation.clients
     if directory is None:
         yield fresh, Releases(clients)
@@ -287,7 +287,7 @@ def _opened(
             for tree in (stored.weights, stored.average or stored.weights):
                 check_tensors(directory.checkpoint, tree, fresh.weights)
             if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
-                raise RunError(f"{directory.checkpoint} is not of the plan that config.toml describes")
+                raise RunError(f"{directory.checkpoint} does not belong to the plan in config.toml")
             fresh = stored
         noise: NoiseKind = "secure" if plan.secure_noise else "seeded"
         ledger = Ledger.of_run(directory.ledger, plan, prepared.population, noise, fresh.round)
@@ -310,7 +310,7 @@ def _rounds(
     every: int,
     progress: Progress | None,
 ) -> Run:
-    """All rounds that are left, each charged before it begins and kept on disk before the next one does.
+    """Run the remaining rounds; each is charged before it begins and saved to disk before the next one begins.
 
     Ctrl-C ends them between two local steps.
     """
@@ -327,7 +327,7 @@ def _rounds(
         steps += (plan.per_round if plan.hides_cohort else len(chosen)) * plan.local_steps
         row = simulator.measure(before, state, torch.from_numpy(chosen), every)
         wait(data.device)
-        if not plan.hides_cohort:  # how long a round took tells how many clients it had
+        if not plan.hides_cohort:  # the duration of a round reveals how many clients it had
             row["seconds"] = round(time.perf_counter() - round_started, 4)
         metrics.append(row)
         if directory:
@@ -359,7 +359,7 @@ def _at_most(releases: int, budget: Allows | None) -> Allows:
 
 
 def _check_outputs(outputs: torch.Tensor, classes: int, loss: Loss) -> None:
-    """Refuse a network that cannot name some class."""
+    """Raise if a network's outputs cannot represent every class."""
     if is_binary(outputs) and classes == 2 and loss is not F.cross_entropy:
         return
     if outputs.dim() != 2 or outputs.shape[-1] < classes:
@@ -371,7 +371,7 @@ def _check_outputs(outputs: torch.Tensor, classes: int, loss: Loss) -> None:
 def _kept_engine(
     directory: RunDirectory, device: torch.device, engine: EngineName, chunk: int | None
 ) -> tuple[EngineName, int | None]:
-    """What a run computed with before it was stopped, where nothing else is asked for: other chunks round otherwise."""
+    """The engine and chunk size before the run was stopped, unless others are requested: other chunks round differently."""
     kept = directory.load_engine(device.type)
     names = {name: name for name in get_args(EngineName)}
     if kept is None or kept[0] not in names or engine not in ("auto", kept[0]):
@@ -380,7 +380,7 @@ def _kept_engine(
 
 
 def _config_of_python(plan: Plan, federation: Federation) -> str:
-    """What is written of a run whose network and data came from Python: no command can build them again."""
+    """The config of a run whose network and data came from Python: no command can rebuild them."""
     import tomli_w
 
     written = tomli_w.dumps({"python": federation.describe(), "plan": plan.written()})

@@ -104,7 +104,7 @@ def test_gzip_files_serve_as_well(small: Path) -> None:
         (record(39).replace("77516", "many"), "line 2: 'many' is not a value of fnlwgt"),
         (record(39).replace("77516", "?"), "line 2: '?' is not a value of fnlwgt"),
         (record(39).replace("White", "Green"), "line 2: 'Green' is not a value of race"),
-        (record(39).replace("White", "Wh\xefte"), "is not a text file of Adult"),
+        (record(39).replace("White", "Wh\xefte"), "is not a text file of the Adult dataset"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_line(line: str, message: str) -> None:

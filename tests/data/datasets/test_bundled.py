@@ -131,7 +131,7 @@ def _pickled(path: Path) -> None:
         (None, "No such file"),
         (_cut_short, "not a zip file"),
         (_with_a_changed_byte, ""),
-        (_with_another_pixel, "other digits than those that were packed"),
+        (_with_another_pixel, "its digits differ from those that were packed"),
         (_without_labels, "labels"),
         (_pickled, "allow_pickle=False"),
     ],
@@ -146,6 +146,6 @@ def test_packed_digits_that_are_missing_or_damaged_are_one_line(
         load("mnist5k")
     message = str(caught.value)
     assert message.startswith(f"{tmp_path / 'digits.npz'} is missing or damaged (")
-    assert message.endswith("): install fedcdp again")
+    assert message.endswith("): reinstall fedcdp")
     assert reason in message
     assert "\n" not in message

@@ -91,7 +91,7 @@ def test_an_incomplete_download_is_not_kept_as_lfw(cache: Path, monkeypatch: pyt
         draw(data_home / "lfw_home" / "lfw_funneled", "Ann_First", 21, (200, 20, 10))
 
     monkeypatch.setattr("sklearn.datasets.fetch_lfw_people", fetch)
-    with pytest.raises(DataError, match="does not hold all of LFW: remove"):
+    with pytest.raises(DataError, match="does not hold all of LFW: delete"):
         load("lfw")
     assert not (cache / "lfw" / lfw.PACKED).exists()
 

@@ -243,7 +243,7 @@ def test_a_budget_of_the_servers_own_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("labels", [np.array("a"), np.array([["1"], ["2"]])], ids=["no axis", "two axes"])
 def test_labels_of_text_that_are_not_one_a_record_are_refused(tmp_path: Path, labels: Any) -> None:
     np.savez(tmp_path / "own.npz", x=np.zeros((2, 3)), y=labels)
-    with pytest.raises(DataError, match="one whole number a record"):
+    with pytest.raises(DataError, match="one whole number per record"):
         _file(tmp_path / "own.npz")
 
 

@@ -129,11 +129,11 @@ def test_no_release_without_a_reservation(tmp_path: Path) -> None:
             ledger.charge(digest, round_, 0, 4.0)
         with pytest.raises(RefusedError, match="no participation is reserved"):
             ledger.charge(digest, 5, 0, 4.0)
-        with pytest.raises(RefusedError, match="has the next place"):
+        with pytest.raises(RefusedError, match="must have the next place"):
             ledger.reserve(digest, 1, 4)  # what was reserved is not reserved again
         ledger.reserve(digest, 2, 1)
         ledger.charge(digest, 5, 0, 4.0)
-        with pytest.raises(RefusedError, match="has the next place"):
+        with pytest.raises(RefusedError, match="must have the next place"):
             ledger.reserve(digest, 2, 3)
     with ClientLedger.held(tmp_path) as ledger:
         assert [(each.place, each.participations) for each in ledger.reservations()] == [(1, 4), (2, 1)]
@@ -158,7 +158,7 @@ def test_releases_without_a_reservation_count_as_many_as_they_are(tmp_path: Path
         assert [(each.place, each.participations) for each in ledger.reservations()] == [(1, 3), (2, 2)]
         with pytest.raises(RefusedError, match="no participation is reserved"):
             ledger.charge(first.digest(), 3, 0, 4.0)
-        with pytest.raises(RefusedError, match="larger than what was released"):
+        with pytest.raises(RefusedError, match="must exceed the number of releases"):
             ledger.reserve(first.digest(), 1, 3)
         ledger.reserve(first.digest(), 1, 12)
         ledger.charge(first.digest(), 3, 0, 4.0)

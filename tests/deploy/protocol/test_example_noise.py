@@ -213,7 +213,7 @@ def test_a_policy_against_readers_on_the_client_declines_every_other_noise(
     node = make_nodes(tmp_path, ClientPolicy(epsilon=epsilon, adversary="example", methods=allowed))[100]
     answer = send(node, messages.publish(job(**plan).task()), "query.subscribe").config_records["answer"]
     assert answer["accepts"] is False
-    assert "no ε against example" in str(answer["reason"])
+    assert "has no ε against example" in str(answer["reason"])
 
 
 def test_noise_is_on_the_slots_that_are_empty() -> None:

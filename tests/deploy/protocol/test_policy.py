@@ -27,7 +27,7 @@ FACTS = Facts(records=100, shape=(3,), classes=2, tensors=TENSORS, constants="")
 NO_LIMIT = {"epsilon": math.inf, "methods": ALL}
 TABLE: dict[str, tuple[dict[str, Any], Task, Facts, str | None]] = {
     "what fits": ({}, task(), FACTS, None),
-    "a method that is not allowed": ({}, task(method="nonprivate"), FACTS, "method nonprivate is not one of"),
+    "a method that is not allowed": ({}, task(method="nonprivate"), FACTS, "method nonprivate is not allowed here"),
     "no privacy, but a limit": ({"methods": ALL}, task(method="nonprivate"), FACTS, "no finite ε .*nothing is noised"),
     "no privacy, and no limit": (NO_LIMIT, task(method="dssgd"), FACTS, None),
     "Fed-SDP, raw at the server": ({"unit": "client"}, task(method="fed-sdp"), FACTS, "no finite ε .* raw updates"),
@@ -43,7 +43,7 @@ TABLE: dict[str, tuple[dict[str, Any], Task, Facts, str | None]] = {
     "a small cohort": ({"smallest_cohort": 3}, task(), FACTS, "as small as 2; at least 3"),
     "a published seed": ({}, task(reproducible=True), FACTS, "can subtract the noise"),
     "a published seed, for a test": ({"allow_reproducible": True}, task(reproducible=True), FACTS, None),
-    "code by name": ({}, task(network="os:system"), FACTS, "would have to be imported by name"),
+    "code by name": ({}, task(network="os:system"), FACTS, "by name is not allowed here"),
     "code by name, allowed": ({"allow_custom_network": True}, task(network="my:net"), FACTS, None),
     "another shape": ({}, task(), replace(FACTS, shape=(4,)), r"the shape \[4\], not \[3\]"),
     "more classes": ({}, task(), replace(FACTS, classes=3), "some label here"),

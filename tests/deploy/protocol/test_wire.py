@@ -106,7 +106,7 @@ BAD = {
         "type object|cannot be read",
     ),
     "fewer values than its header claims": (
-        but(a_bias=Array("float32", (3,), "numpy.ndarray", npy(np.zeros(3, F4)).data[:-4])), "not as many values",
+        but(a_bias=Array("float32", (3,), "numpy.ndarray", npy(np.zeros(3, F4)).data[:-4])), "not have as many values",
     ),
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from fedcdp.deploy.site.directory import Site, SiteSettings
 from fedcdp.deploy.site.local_deployment import Deployment
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.errors import DeploymentError, DeploymentFailedError
+from fedcdp.files.installation import install_command
 
 CANCER = {"data": {"dataset": "cancer"}, "plan": {"rounds": 2, "local_steps": 2}}
 LISTEN = f"""exec {sys.executable} -c '
@@ -130,7 +131,7 @@ def test_a_port_in_use_is_refused(site: Site) -> None:
 
 
 def test_a_deployment_is_up_once(site: Site) -> None:
-    with Deployment(site.path)._locked(), pytest.raises(DeploymentError, match="up already"):
+    with Deployment(site.path)._locked(), pytest.raises(DeploymentError, match="already running"):
         _up(site)
 
 
@@ -151,7 +152,7 @@ def test_the_commands_say_one_line_and_exit_with_2(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flwr" else without_flower(name))
     for arguments, said in (
         (("init", place), "is not empty"),
-        (("up", place), 'pip install "fedcdp[flower]"'),
+        (("up", place), install_command("flower")),
         (("up", place, "--resume"), "no run to resume"),
         (("up", tmp_path / "nowhere"), "is not a deployment"),
         (("init", tmp_path / "other", "--nodes", "0"), "nodes: 0"),

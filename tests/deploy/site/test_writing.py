@@ -150,7 +150,7 @@ def test_a_plan_without_privacy_gets_a_policy_that_says_so(tmp_path: Path) -> No
     open_plan = experiment_for(2, [CANCER, {"plan": {"method": "nonprivate"}}])
     written = write(tmp_path / "site", SiteSettings(nodes=2), open_plan).node(1).policy.read_text()
     assert tomllib.loads(written)["epsilon"] == float("inf")
-    assert "nothing is promised" in written
+    assert "no limit, and no guarantee" in written
 
 
 def test_a_directory_with_content_is_refused_and_left_alone(tmp_path: Path) -> None:

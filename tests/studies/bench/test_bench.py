@@ -22,6 +22,7 @@ from fedcdp.cli.program import app, main
 from fedcdp.config.experiment import EngineName, MachineSettings
 from fedcdp.data.dataset import Splits
 from fedcdp.errors import FedcdpError, ModelError, RunError
+from fedcdp.files.installation import install_command
 from fedcdp.studies.bench import measurement, peers, sections
 from fedcdp.studies.bench.measurement import BenchData, Case, Visit, compare, ratio, spread, synthetic, visit
 from fedcdp.studies.bench.peers import Contestant, contest
@@ -326,7 +327,7 @@ def test_without_matplotlib_a_picture_is_refused_before_measuring(tmp_path: Path
     for name in [each for each in sys.modules if each.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    sentence = "--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'"
+    sentence = f"--plot: this needs matplotlib; install it with {install_command('report')}"
     out = tmp_path / "speed.json"
     done = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "speed.png"), "--out", str(out)])
     assert str(done.exception) == sentence
@@ -379,7 +380,7 @@ def test_an_interrupt_keeps_what_was_measured(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert "what was measured so far is in" in " ".join(capsys.readouterr().err.split())
+    assert "the measurements so far are in" in " ".join(capsys.readouterr().err.split())
     assert read(path)["sections"] == {"steps": [{"value": 1}]}
 
 
@@ -394,5 +395,5 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     started.send_signal(signal.SIGINT)
     _, told = started.communicate(timeout=60)
     assert started.returncode == 1
-    assert f"what was measured so far is in {path}" in told
+    assert f"the measurements so far are in {path}" in told
     assert read(path)["sections"] == {}

@@ -13,6 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedcdp.cli.program import app
+from fedcdp.files.installation import install_command
 from fedcdp.studies.reproduce.catalogue import Place, table
 from fedcdp.studies.reproduce.figures import Images, draw
 
@@ -71,7 +72,8 @@ def test_without_matplotlib_a_table_is_written_and_its_picture_named(
     done = CliRunner().invoke(app, ["reproduce", "gradient-norm", "--table-only", "--out", str(tmp_path)])
     assert done.exception is None
     told = " ".join(done.stderr.split())
-    assert "gradient-norm.png was not drawn: this needs matplotlib; install it with pip install 'fedcdp[report]'" in told
+    hint = install_command("report")
+    assert f"gradient-norm.png was not drawn: this needs matplotlib; install it with {hint}" in told
     assert "](gradient-norm.png)" in (RESULTS / "gradient-norm.md").read_text()
     assert "](gradient-norm.png)" not in (tmp_path / "gradient-norm.md").read_text()
 

@@ -2,8 +2,8 @@
 
 105 features, in this order: the 6 numeric columns as in the file (age, fnlwgt, education-num, capital-gain,
 capital-loss, hours-per-week), then the 8 text columns as in the file, each one-hot over its values in alphabetical
-order as listed in `CATEGORIES`. A missing value (`?`) is all zeros. This is what pandas gives with `?` read as missing
-and `get_dummies`; the lists are fixed here so that the order never depends on the rows.
+order as listed in `CATEGORIES`. A missing value (`?`) is all zeros. This equals the result of pandas' `get_dummies` with
+`?` read as missing; the lists are fixed here, so the order never depends on the rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ INCOMES = ("<=50K", ">50K")
 
 
 def load_adult(storage: Storage, split_seed: int, scaling: Scaling = "training") -> Splits:
-    """36,631 training and 12,211 validation records of both files together; 1 is an income over 50K; no test set."""
+    """36,631 training and 12,211 validation records from both files together; 1 is an income over 50K; no test set."""
     parts = []
     for name, rows in ROWS.items():
         remote = Remote(name, (SITE + name,), "sha256", SHA256[name])
@@ -72,11 +72,11 @@ def load_adult(storage: Storage, split_seed: int, scaling: Scaling = "training")
 
 
 def parse_adult(content: bytes, source: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Raw features [N, 105] and labels [N] of one file; `DataError` names `source` and the line of what is wrong."""
+    """Raw features [N, 105] and labels [N] of one file; a `DataError` names `source` and the line of a defect."""
     try:
         lines = content.decode("ascii").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{source} is not a text file of Adult ({error})") from error
+        raise DataError(f"{source} is not a text file of the Adult dataset ({error})") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("|")]
     features = np.zeros((len(numbered), len(FEATURES)), dtype=np.float32)
     labels = np.empty(len(numbered), dtype=np.int64)
@@ -113,7 +113,7 @@ def _standardised(features: NDArray[np.float32], labels: NDArray[np.int64], trai
 
 
 def _by_constants(features: NDArray[np.float32], labels: NDArray[np.int64], train: Indices, validation: Indices) -> Splits:
-    """Scaled by round numbers that the meaning of the columns suggests: a life, a working week, orders of magnitude."""
+    """Scale by round numbers that suit the meaning of each column: a lifespan, a working week, orders of magnitude."""
     age, weight, education, gain, loss, hours = features[:, : len(NUMERIC)].T
     scaled = features.copy()
     scaled[:, : len(NUMERIC)] = np.stack(

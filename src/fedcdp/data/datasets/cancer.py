@@ -14,7 +14,7 @@ from fedcdp.data.prepare import logarithmic, standardise, stratified_split
 VALIDATION_RECORDS = 143
 CLASSES = 2
 
-# Smallest and largest values as the dataset's own description has them: of the mean, its standard error, and the worst.
+# The smallest and largest values from the dataset's own description: for the mean, its standard error, and the worst.
 _PUBLISHED = """
 6.981 28.11 9.71 39.28 43.79 188.5 143.5 2501 0.053 0.163 0.019 0.345 0 0.427 0 0.201 0.106 0.304 0.05 0.097
 0.112 2.873 0.36 4.885 0.757 21.98 6.802 542.2 0.002 0.031 0.002 0.135 0 0.396 0 0.053 0.008 0.079 0.001 0.03

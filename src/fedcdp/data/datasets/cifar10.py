@@ -38,7 +38,7 @@ MOST_ARCHIVE = 2**28
 
 
 def load_cifar10(storage: Storage, split_seed: int) -> Splits:
-    """40,000 training and 10,000 validation images of the five training batches; `test_batch`, if there, as test."""
+    """40,000 training and 10,000 validation images from the five training batches; `test_batch`, if present, as test."""
     folder = _find_layout(storage)
     batches = [read_batch(folder / name) for name in TRAINING_BATCHES]
     images = np.concatenate([batch[0] for batch in batches])
@@ -71,9 +71,9 @@ def read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def unpack_archive(archive: Path, folder: Path) -> Path:
-    """Extract the six batches of `archive` into `folder`/cifar-10-batches-py, which appears whole or not at all.
+    """Extract the six batches of `archive` into `folder`/cifar-10-batches-py, which appears complete or not at all.
 
-    Only regular members with exactly the expected names are read, and written under names of ours, so no entry of
+    Only regular members with exactly the expected names are read, and they are written under our own names, so no entry of
     the archive can choose where its bytes go.
     """
     target = folder / LAYOUT
@@ -87,7 +87,7 @@ def unpack_archive(archive: Path, folder: Path) -> Path:
                 for member in tar:
                     source = tar.extractfile(member) if member.isreg() and member.name in wanted else None
                     if source is not None and member.size > MOST_BATCH:
-                        raise DataError(f"{archive} holds a {member.name} of {member.size:,} bytes: a batch has fewer")
+                        raise DataError(f"{archive} holds a {member.name} of {member.size:,} bytes: too large for a batch")
                     if source is not None:
                         with (unpacked / wanted[member.name]).open("wb") as sink:
                             shutil.copyfileobj(source, sink)
@@ -96,14 +96,14 @@ def unpack_archive(archive: Path, folder: Path) -> Path:
                 raise DataError(f"{archive} lacks {', '.join(missing)}")
             unpacked.replace(target)
     except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, OverflowError) as error:
-        # Another process may have unpacked the same archive meanwhile: then its result serves.
+        # Another process may have unpacked the same archive meanwhile; its result is then used.
         if not target.is_dir():
             raise DataError(f"{archive} cannot be unpacked into {folder} ({error})") from error
     return target
 
 
 class _Bounded:
-    """A file of which no more is unpacked than the archive holds, however little it takes packed."""
+    """A gzip file that refuses to unpack more than CIFAR-10 can hold, however small the archive."""
 
     def __init__(self, packed: gzip.GzipFile) -> None:
         self._packed, self._left = packed, MOST_ARCHIVE
@@ -112,7 +112,7 @@ class _Bounded:
         content = self._packed.read(size)
         self._left -= len(content)
         if self._left < 0:
-            raise DataError(f"it unpacks to more than {MOST_ARCHIVE:,} bytes, which CIFAR-10 does not")
+            raise DataError(f"it unpacks to more than {MOST_ARCHIVE:,} bytes, too large for CIFAR-10")
         return content
 
 
@@ -124,7 +124,7 @@ def _find_layout(storage: Storage) -> Path:
     archive = storage.obtain("cifar10", LAYOUT, ARCHIVE.name, remote=ARCHIVE)
     folder = unpack_archive(archive, storage.folder("cifar10"))
     if archive.parent == storage.folder("cifar10"):
-        archive.unlink()  # our own download, of no more use; a user's archive stays
+        archive.unlink()  # our own download, no longer needed; a user's archive stays
     return folder
 
 

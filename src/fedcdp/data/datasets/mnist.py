@@ -1,7 +1,7 @@
 """MNIST: 28×28 grey digits (LeCun, Cortes, Burges), from the original IDX files.
 
-MNIST in small is 5,000 digits that come with the package, so that no other file or network is needed: the first 500 of each
-class of the training set, ordered by class (`tools/pack_digits.py`).
+`mnist5k` is a subset of 5,000 digits that ships with the package, so no other file or network access is needed: the first
+500 of each class of the training set, ordered by class (`tools/pack_digits.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLASSES = 10
 
 
 def load_mnist(storage: Storage, split_seed: int) -> Splits:
-    """50,000 training and 10,000 validation images out of the official training set; the official test set as test."""
+    """50,000 training and 10,000 validation images from the official training set; the official test set as test."""
     images, labels = _read_pair(storage, "train", TRAINING_IMAGES)
     train, validation = random_split(len(labels), VALIDATION_IMAGES, split_seed)
     test_images, test_labels = _read_pair(storage, "t10k", TEST_IMAGES)
@@ -70,7 +70,7 @@ def _dataset(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Dataset:
     return Dataset(unit_pixels(images[:, None]), torch.from_numpy(labels.astype(np.int64)), CLASSES)
 
 
-# In small ------------------------------------------------------------------------------------------------------------
+# mnist5k -------------------------------------------------------------------------------------------------------------
 
 SMALL_VALIDATION_IMAGES = 1_000
 DIGITS_SHA256 = (
@@ -90,14 +90,14 @@ def load_mnist5k(_storage: Storage, split_seed: int) -> Splits:
 
 
 def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images [5000, 1, 28, 28] and labels [5000] of the packed file; `DataError` if they are any others."""
+    """Images [5000, 1, 28, 28] and labels [5000] of the packed file; any other content raises `DataError`."""
     packed = resources.files("fedcdp.data") / "digits.npz"
     try:
         with np.load(io.BytesIO(packed.read_bytes()), allow_pickle=False) as arrays:
             images, labels = arrays["images"], arrays["labels"]
         if hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() != DIGITS_SHA256:
-            raise ValueError("other digits than those that were packed")
+            raise ValueError("its digits differ from those that were packed")
         return images.reshape(-1, 1, 28, 28), labels.astype(np.int64)
-    except Exception as error:  # np.load passes on whatever zipfile, zlib and its own header parser raise
+    except Exception as error:  # np.load passes on all errors of zipfile, zlib and its own header parser
         reason = " ".join(str(error).split())
-        raise DataError(f"{packed} is missing or damaged ({reason}): install fedcdp again") from error
+        raise DataError(f"{packed} is missing or damaged ({reason}): reinstall fedcdp") from error

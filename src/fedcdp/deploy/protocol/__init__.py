@@ -1,1 +1,1 @@
-"""The deployment protocol: what runs inside Flower, on the server and on every client."""
+"""The deployment protocol: the code that runs inside Flower, on the server and on every client."""

@@ -1,22 +1,23 @@
-"""Which updates a server admits: those that the method could have made, and no others.
+"""Admission: which updates a server accepts, namely those that the method could have produced.
 
-A client may be broken or hostile. What is not finite, has other shapes or belongs to another round is left out as it is read
-(`messages.read_reply`); here, what is too large. An update that passes may still be poison within those bounds: that is not
-what this is against.
+A client may be broken or hostile. Updates that are not finite, have other shapes or belong to another round are rejected
+during parsing (`messages.read_reply`); this module rejects updates that are too large. An admitted update may still be
+malicious within those bounds: this check does not protect against poisoning.
 
-Nothing that a client says moves its own bound. A step's sum is divided by min(B, N_i), so a client with few records makes larger
-updates, and one that only says so would be admitted with up to B times the norm. So the bound is that of a client with
-`smallest_records` records, the same for all clients: the server sets this number, and takes on no client with fewer. An honest
-client has at least as many, divides by at least as much, fills at most S slots, and so stays below the bound. Whether a
-client lies about its own records changes nothing here. It changes nothing in the server's ε, either, which is stated for
-clients with `smallest_records` records or any number above (`server`): to say less ends in a refusal.
+A client's statements never change its own bound. A step's sum is divided by min(B, N_i), so a client with few records
+produces larger updates, and a client that merely claims few records would be admitted with up to B times the norm. The bound
+is therefore that of a client with `smallest_records` records, the same for all clients. The server sets this number, and
+admits no client with fewer. An honest client has at least as many records, divides by at least as much, fills at most S
+slots, and so stays below the bound. Whether a client lies about its own records changes nothing here. It does not change the
+server's ε, either, which is stated for clients with `smallest_records` records or any number above (`server`): a client that
+states fewer is refused.
 
-| method | the largest norm that is admitted |
+| method | the largest admitted norm |
 | --- | --- |
-| Fed-CDP | what L steps of clipped, noised gradients can sum up to, but for a chance of 1e-9 |
-| Fed-SDP, noise at the client | the clip bound and the noise, but for a chance of 1e-9 |
-| Fed-SDP, noise at the server | any: the server clips. A bound that looks at the other clients' updates would let one client decide whether another's counts, and void the sensitivity that the noise is made for |
-| non-private, DSSGD | 100 times (or as set) the median norm of the round's updates |
+| Fed-CDP | what L steps of clipped, noised gradients can sum up to, except with probability 1e-9 |
+| Fed-SDP, noise at the client | the clip bound and the noise, except with probability 1e-9 |
+| Fed-SDP, noise at the server | any: the server clips. A bound that depends on the other clients' updates would let one client decide whether another's counts, and would void the sensitivity that the noise is scaled to |
+| non-private, DSSGD | 100 times (or as configured) the median norm of the round's updates |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -35,62 +36,62 @@ from fedcdp.files.tree import Layout, Tree
 from fedcdp.mechanism.clipping import sensitivity
 from fedcdp.mechanism.noise import deviation_of_count, deviation_of_step_sum
 
-_TAIL = math.sqrt(2 * math.log(2e9))  # deviations that a Gaussian exceeds with a chance of 1e-9 at most
+_TAIL = math.sqrt(2 * math.log(2e9))  # standard deviations that a Gaussian exceeds with probability at most 1e-9
 _ROUNDING = 1.01
 
 
 def is_counted(plan: Plan) -> bool:
-    """Whether clients send a count beside their update."""
+    """Whether clients send a count with their update."""
     return plan.quantile is not None and (plan.per_example or plan.noise_at == "client")
 
 
 def check_size(sent: Update, plan: Plan, layout: Layout, asked: Round, smallest_records: int) -> None:
-    """Refuse an update, or a count, that no client with so many records or more can have made (`WireError`)."""
+    """Raise `WireError` for an update or a count that no client with `smallest_records` records or more can have made."""
     norm, most = norm_of(sent.update), largest_norm(plan, layout, asked, smallest_records)
     if norm > most:
-        raise WireError(f"its update is enormous: its norm is {norm:.3g}, and the method's at most {most:.3g}")
+        raise WireError(f"its update is too large: its norm is {norm:.3g}; the method allows at most {most:.3g}")
     if sent.count is not None and abs(sent.count) > (allowed := largest_count(plan)):
-        raise WireError(f"its count is enormous: {sent.count:.3g}, and the method's at most {allowed:.3g}")
+        raise WireError(f"its count is too large: {sent.count:.3g}; the method allows at most {allowed:.3g}")
 
 
 def largest_norm(plan: Plan, layout: Layout, asked: Round, smallest_records: int) -> float:
-    """The largest norm that an update of this plan has, but for a chance of 1e-9; infinite where there is no bound."""
+    """The largest norm of an update of this plan, except with probability 1e-9; infinite if there is no bound."""
     if not plan.private or (plan.method == "fed-sdp" and plan.noise_at == "server"):
         return math.inf
     together = sensitivity(plan.clip_at(asked.number, asked.clip), len(layout.groups(plan.clip_mode)))
-    # The norm of d Gaussians exceeds √d + t with a chance of at most exp(−t²/2).
+    # The norm of d Gaussians exceeds √d + t with probability at most exp(−t²/2).
     spread = math.sqrt(layout.size) + _TAIL
     if plan.method == "fed-sdp":
         return _ROUNDING * (together + plan.noise_scale_at(asked.number, asked.clip) * spread)
     clipped = plan.local_steps * plan.slots * together
     noise = math.sqrt(plan.local_steps) * deviation_of_step_sum(plan, asked.number, asked.clip) * spread
-    # Under momentum a step's gradient counts again in the steps after it: 1 + β + β² + … times in all, at most.
+    # With momentum a step's gradient counts again in later steps: 1 + β + β² + … times in total, at most.
     rate = plan.learning_rate_at(asked.number) / min(plan.batch_size, smallest_records) / (1 - plan.momentum)
     return _ROUNDING * rate * (clipped + noise)
 
 
 def largest_count(plan: Plan) -> float:
-    """The largest sum of indicators, each from −½ to ½, that a client sends, but for a chance of 1e-9."""
+    """The largest sum of indicators, each from −½ to ½, that a client sends, except with probability 1e-9."""
     if plan.method == "fed-sdp":
         return 0.5 + plan.quantile_noise * _TAIL
     return plan.slots / 2 + deviation_of_count(plan) * _TAIL
 
 
 def outliers(updates: Mapping[int, Update], plan: Plan, ratio: float) -> dict[int, str]:
-    """Whose updates are out of all proportion to the others', and why; only where nothing is private anyway."""
+    """The clients whose updates are far larger than the others', with the reason; only for non-private methods."""
     if plan.private or not updates:
         return {}
     norms = {client: norm_of(sent.update) for client, sent in updates.items()}
     usual = statistics.median_low(norms.values())
     most = ratio * usual if usual > 0 else math.inf
     return {
-        client: f"its update is enormous: its norm is {norm:.3g}, and the cohort's median {usual:.3g}"
+        client: f"its update is too large: its norm is {norm:.3g}; the cohort's median is {usual:.3g}"
         for client, norm in norms.items()
         if norm > most
     }
 
 
 def norm_of(update: Tree) -> float:
-    """The norm of a whole update, which does not overflow where a float32 would."""
+    """The norm of a whole update, computed without float32 overflow."""
     norms: Sequence[float] = [float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in update.values()]
     return math.hypot(*norms)

@@ -1,12 +1,12 @@
-"""The client: a Flower ClientApp that judges tasks by its own policy, keeps its own ledger, and trains.
+"""The client: a Flower ClientApp that checks tasks against its own policy, keeps its own ledger, and trains.
 
 ```python
 app = client_app(data=my_records, policy=ClientPolicy(epsilon=2.0, methods=("fed-cdp",)))
 ```
 
-Its node configuration: `state-dir` (where its ledger is kept: needed), `policy` (a TOML file), `device`, and where its data
-are (`own_data`). A client does not trust its server: what it releases, and how often, is up to its own policy and ledger,
-and nothing that it sends back has not gone through the method.
+Its node configuration: `state-dir` (where its ledger is kept; required), `policy` (a TOML file), `device`, and the location
+of its data (`local_round`). A client does not trust its server: its own policy and ledger decide what it releases, and how
+often. Everything it sends back has passed through the method.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fedcdp.engine.runtime import usable_device
 from fedcdp.errors import FedcdpError, RefusedError, TaskError, WireError
 from fedcdp.files.tree import Layout, Tree
 
-_LOG = logging.getLogger("flwr.fedcdp")  # Flower shows what its own logger and those below it say
-_OWN_TROUBLE = "the node has trouble of its own, which its log tells"
+_LOG = logging.getLogger("flwr.fedcdp")  # Flower shows the messages of its own logger and its children
+_OWN_TROUBLE = "the node has an internal error; see its log"
 
 
 def client_app(
@@ -51,9 +51,9 @@ def client_app(
 ) -> ClientApp:
     """A ClientApp that takes part in tasks.
 
-    `data` is a function of Flower's context that returns inputs and labels; `network`, a function of the task that makes
-    the network, for one that the task does not name in a way that this client may import. What is not given here is named
-    in the node configuration: `data-function`, `network-function` (both as package.module:function), `policy`.
+    `data` is a function of Flower's context that returns inputs and labels. `network` is a function of the task that builds
+    the network, for a network that this client may not import by the name in the task. Without these arguments, the node
+    configuration names them: `data-function`, `network-function` (both as package.module:function), `policy`.
     """
     app = ClientApp()
     client = _Client(data, network, policy, loss)
@@ -71,7 +71,7 @@ def client_app(
 
 
 class _Client:
-    """The handlers. A message is handled in a process of its own: all that is remembered is in the ledger."""
+    """The handlers. Each message is handled in its own process: only the ledger persists."""
 
     def __init__(
         self, data: DataFunction | None, network: NetworkFunction | None, policy: ClientPolicy | None, loss: Loss
@@ -79,11 +79,11 @@ class _Client:
         self._data, self._network, self._policy, self._loss = data, network, policy, loss
 
     def subscribe(self, message: Message, context: Context) -> RecordDict:
-        """Accept or decline a task; one that is accepted is in the ledger from now on."""
+        """Accept or decline a task; an accepted task is recorded in the ledger."""
         try:
             task = messages.read_task(message.content)
             policy = self._policy_of(context)
-            if (reason := policy.objection(task)) is not None:  # before anything is imported or read for it
+            if (reason := policy.objection(task)) is not None:  # before importing or reading anything for the task
                 raise RefusedError(reason)
             number = _number(task, context)
             data = records_of(self._data, context)
@@ -101,7 +101,7 @@ class _Client:
         return messages.answer(answer, name, number)
 
     def train(self, message: Message, context: Context) -> RecordDict:
-        """Take part in a round: everything is checked, then charged, then computed; only then something leaves."""
+        """Take part in a round: check everything, then charge, then compute; only then does anything leave the client."""
         try:
             digest, asked, arrays = messages.read_ask(message.content)
             policy, data = self._policy_of(context), records_of(self._data, context)
@@ -144,7 +144,7 @@ class _Client:
 
 
 def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset) -> None:
-    """What held when the task was accepted must hold still: the policy may be stricter now, and the data others."""
+    """Check again what held when the task was accepted: the policy may be stricter now, and the data may have changed."""
     if (reason := policy.objection(accepted.task)) is not None:
         raise RefusedError(reason, final=True)
     if len(data) != accepted.records or data.shape != accepted.task.shape or data.classes > accepted.task.classes:
@@ -152,7 +152,7 @@ def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset) -> Non
 
 
 def _charge(policy: ClientPolicy, ledger: ClientLedger, digest: str, asked: Round) -> None:
-    """Write the release into the ledger, if the budget has room for it."""
+    """Write the release into the ledger, if the budget allows it."""
     accepted = ledger.tasks[digest]
     plan = accepted.task.plan
     asked.check(plan)
@@ -163,7 +163,7 @@ def _charge(policy: ClientPolicy, ledger: ClientLedger, digest: str, asked: Roun
 
 
 def _number(task: Task, context: Context) -> int:
-    """Which of the simulator's clients this is, where the task is to give the simulator's result; otherwise −1."""
+    """The number of the simulator's client, if the task is to reproduce the simulator's result; otherwise −1."""
     if not task.reproducible:
         return -1
     number = context.node_config.get("partition-id")
@@ -175,12 +175,12 @@ def _number(task: Task, context: Context) -> int:
 def _state_dir(context: Context) -> Path:
     path = context.node_config.get("state-dir")
     if path is None:
-        raise FedcdpError("node configuration: state-dir is missing; it is where this client keeps its ledger")
+        raise FedcdpError("node configuration: state-dir is missing; set it to the directory of this client's ledger")
     return Path(str(path))
 
 
 def _said(error: Exception, what: str) -> str:
-    """Log an error here, in full, and say to the server what concerns it: not paths, not data."""
+    """Log an error locally, in full, and return what the server may know: no paths, no data."""
     public = isinstance(error, RefusedError | TaskError | WireError)
     _LOG.warning("%s: %s", what, error, exc_info=None if isinstance(error, FedcdpError) else error)
     return str(error) if public else _OWN_TROUBLE

@@ -1,4 +1,4 @@
-"""The client's own ledger: every task that it accepted, what it reserved for it, every release that it made.
+"""The client's own ledger: every accepted task, its reservations, and every release.
 
 ```
 {"client":1,"member":"…","previous":"","digest":"…"}
@@ -7,14 +7,14 @@
 {"released":"…digest of the task…","round":0,"attempt":0,"bound":4.0,…}
 ```
 
-A reservation is on the disk before the first release that it covers, and a release before anything of it leaves the client
-(`accounting.journal`). A damaged ledger is refused, and with it all training. From `member`, which is random, come the names
-by which each task's server knows this client again.
+A reservation is on disk before the first release that it covers, and a release before any of its data leave the client
+(`accounting.journal`). A damaged ledger is refused, and then the client does not train. The random `member` determines the
+names that identify this client to the server of each task.
 
-Version 0.1.0 wrote no reservations. Releases without one count as a reservation of as many participations, at the place that
-they had. It may be widened to all participations that the task can need (`budget.wanted_participations`), if the budget has
-room: this number is fixed by the plan, and so was known before the first release. Everything else is reserved anew, at a
-place of its own. Version 0.1.0 also accepted tasks in several written forms; each form counts by itself, in full.
+Version 0.1.0 wrote no reservations. Releases without one count as a reservation of as many participations, at their original
+place. It may be widened to all participations that the task can need (`grant.wanted_participations`), if the budget allows:
+this number is fixed by the plan, and so was known before the first release. Everything else is a new reservation, at a place
+of its own. Version 0.1.0 also accepted tasks in several written forms; each form counts separately, in full.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _MEMBER = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Block:
-    """Participations in one task that count together."""
+    """Participations in one task that are counted together."""
 
     place: int
-    """Among all blocks of the ledger, counted from 1."""
+    """Place among all blocks of the ledger, counted from 1."""
     participations: int
     reserved: bool
-    """Whether a line of the ledger says so, or only the releases themselves."""
+    """Whether a line of the ledger records the reservation, or only the releases imply it."""
 
 
 @dataclass
 class Accepted:
-    """A task, the number of records that it was accepted with, and the releases made for it: rounds and attempts."""
+    """A task, the number of records at its acceptance, and the releases made for it: rounds and attempts."""
 
     task: Task
     records: int
@@ -68,21 +68,21 @@ class Accepted:
 
     @property
     def left(self) -> int:
-        """Participations that are reserved and not yet used."""
+        """Number of participations reserved but not yet used."""
         return sum(block.participations for block in self.blocks) - len(self.releases)
 
     @property
     def unreserved(self) -> Block | None:
-        """The block of releases without a reservation, if the last ones were made so."""
+        """The block of releases without a reservation, if the latest releases had none."""
         return next((block for block in self.blocks[-1:] if not block.reserved), None)
 
     def is_the_last_again(self, round_: int, attempt: int) -> bool:
-        """Whether this is the last release once more: under a published seed, the same values."""
+        """Whether this repeats the last release: under a published seed, with the same values."""
         return self.task.reproducible and self.releases[-1:] == [(round_, attempt)]
 
 
 class ClientLedger(Journal):
-    """What one client has released. Open it through `held`, which lets one process at a time have it."""
+    """All releases of one client. Open it with `held`, which admits one process at a time."""
 
     BEGINNINGS = ('{"accepted":', '{"reserved":', '{"released":')
 
@@ -93,7 +93,7 @@ class ClientLedger(Journal):
     @staticmethod
     @contextmanager
     def held(directory: Path | str) -> Iterator[ClientLedger]:
-        """The ledger in a client's own directory, begun if there is none, for this process alone while in use."""
+        """Open the ledger in a client's own directory, creating it if needed, exclusively for this process."""
         directory = Path(directory)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,14 +111,14 @@ class ClientLedger(Journal):
             os.close(lock)
 
     def accept(self, task: Task, records: int) -> Accepted:
-        """Note that a task is accepted; one that was accepted before is given back as it was."""
+        """Record that a task is accepted; a task accepted before is returned unchanged."""
         if (known := self.tasks.get(task.digest())) is not None:
             return known
         self._write_line({"accepted": task.digest(), "task": json.loads(task.to_json()), "records": records})
         return self._take_in(task.digest(), task, records)
 
     def reserve(self, digest: str, place: int, participations: int) -> None:
-        """Record that a task may be taken part in so often: in a new block, or in that of its unreserved releases."""
+        """Reserve participations in a task: in a new block, or in the block of its unreserved releases."""
         accepted = self.tasks[digest]
         if wrong := self._misplaced(accepted, place, participations):
             raise RefusedError(wrong)
@@ -126,19 +126,19 @@ class ClientLedger(Journal):
         self._set_apart(accepted, place, participations)
 
     def check(self, digest: str, round_: int, attempt: int) -> None:
-        """Refuse a release that cannot come next; the table of `charge` says which."""
+        """Raise if this release cannot come next; see the table in `charge`."""
         accepted = self.tasks[digest]
         if not accepted.is_the_last_again(round_, attempt) and (wrong := _objection(accepted, round_, attempt)):
             raise RefusedError(wrong)
 
     def charge(self, digest: str, round_: int, attempt: int, bound: float) -> None:
-        """Record a release; only once this has returned may anything of it leave the client.
+        """Record a release. Its data may leave the client only after this returns.
 
         | round, attempt | |
         | --- | --- |
         | a later round, or a later attempt of the last one | charged, if a participation is reserved |
         | the last release again, reproducible | the same release: not charged again |
-        | the last release again, else; anything earlier | refused |
+        | the last release again, not reproducible; anything earlier | refused |
         """
         accepted = self.tasks[digest]
         self.check(digest, round_, attempt)
@@ -151,7 +151,7 @@ class ClientLedger(Journal):
         self._count(accepted, round_, attempt)
 
     def name_in(self, task: Task) -> str:
-        """The name by which the server of a task knows this client again; of no use to any other server."""
+        """The name that identifies this client to the server of a task; useless to any other server."""
         return hashlib.blake2b(f"{self.member}/{task.digest()}".encode(), digest_size=16).hexdigest()
 
     @property
@@ -160,7 +160,7 @@ class ClientLedger(Journal):
         return 1 + max((block.place for each in self.tasks.values() for block in each.blocks), default=0)
 
     def reservations(self, but: int | None = None) -> list[Reservation]:
-        """Everything that counts: all blocks of all tasks, but for the one at a place."""
+        """All blocks of all tasks, except the one at the place `but`."""
         return [
             Reservation(each.task, each.records, block.place, block.participations)
             for each in self.tasks.values()
@@ -177,12 +177,12 @@ class ClientLedger(Journal):
         accepted.releases.append((round_, attempt))
 
     def _misplaced(self, accepted: Accepted, place: int, participations: int) -> str | None:
-        """Why a reservation cannot come next, if it cannot."""
+        """Why a reservation cannot come next, or None."""
         open_ = accepted.unreserved
         if open_ is not None and place == open_.place:
-            return None if participations > open_.participations else "a reservation is larger than what was released"
+            return None if participations > open_.participations else "a reservation must exceed the number of releases"
         if place != self.next_place or participations < 1 or accepted.left > 0:
-            return "a reservation has the next place, at least one participation, and comes when the last is used up"
+            return "a reservation must have the next place, at least one participation, and come after the last is used up"
         return None
 
     def _set_apart(self, accepted: Accepted, place: int, participations: int) -> None:
@@ -198,7 +198,7 @@ class ClientLedger(Journal):
     def _read_first(self, line: bytes) -> None:
         found = self._verified(line, _FIRST_KEYS)
         if found["client"] != _VERSION:
-            raise LineError(f"is of version {found['client']!s:.20}; this program knows version {_VERSION}")
+            raise LineError(f"has version {found['client']!s:.20}; this program supports version {_VERSION}")
         if not (isinstance(found["member"], str) and _MEMBER.fullmatch(found["member"])):
             raise LineError("has no member name")
         self.member = found["member"]
@@ -211,14 +211,14 @@ class ClientLedger(Journal):
             accepted, place, participations = self.tasks.get(str(found["reserved"])), found["place"], found["participations"]
             numbers = type(place) is int and type(participations) is int
             if accepted is None or not numbers or self._misplaced(accepted, place, participations):
-                raise LineError("is impossible: no such reservation can come here")
+                raise LineError("is impossible: this reservation cannot come here")
             self._set_apart(accepted, place, participations)
         else:
             accepted = self.tasks.get(str(found["released"]))
             round_, attempt, bound = found["round"], found["attempt"], found["bound"]
             numbers = type(round_) is int and type(attempt) is int and type(bound) is float and math.isfinite(bound)
             if accepted is None or not numbers or _objection(accepted, round_, attempt):
-                raise LineError("is impossible: no such release can come here")
+                raise LineError("is impossible: this release cannot come here")
             self._count(accepted, round_, attempt)
 
     def _read_accepted(self, found: dict[str, Any]) -> None:
@@ -226,18 +226,18 @@ class ClientLedger(Journal):
             text = json.dumps(found["task"])
             task = Task.from_ledger(text)
         except TaskError as error:
-            raise LineError(f"has a task that is none: {error}") from None
+            raise LineError(f"has an invalid task: {error}") from None
         if digest_of(text) != found["accepted"] or found["accepted"] in self.tasks:
-            raise LineError("has a task under another's name, or twice")
+            raise LineError("has a task with a wrong digest, or twice")
         if type(found["records"]) is not int or found["records"] < 1:
             raise LineError("has a number of records below 1")
         self._take_in(found["accepted"], task, found["records"])
 
 
 def _objection(accepted: Accepted, round_: int, attempt: int) -> str | None:
-    """Why a release cannot come next, if it cannot."""
+    """Why a release cannot come next, or None."""
     if not 0 <= round_ < accepted.task.plan.rounds or attempt < 0:
-        return f"round {round_} is not one of the {accepted.task.plan.rounds} of the task"
+        return f"round {round_} is not one of the task's {accepted.task.plan.rounds} rounds"
     last = accepted.releases[-1] if accepted.releases else (-1, 0)
     if (round_, attempt) <= last:
         return f"round {round_}, attempt {attempt}, is stale: round {last[0]}, attempt {last[1]}, has been released"

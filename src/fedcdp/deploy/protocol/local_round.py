@@ -1,7 +1,7 @@
-"""One client's own part: its records, and its local training in one round.
+"""The client's part of a round: its records and its local training.
 
-The records come from a function of the user's, from a file, or are one partition of a benchmark (tests and demonstrations).
-The training is the methods' own functions on an axis of length one.
+The records come from a user's function, from a file, or are one partition of a benchmark (for tests and demonstrations).
+The training uses the methods' own functions on an axis of length one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SOURCES = ("data-function", "data", "dataset")
 
 
 def records_of(data: DataFunction | None, context: Any) -> Dataset:
-    """The records of this client: what the function gives, or what its node configuration names."""
+    """The records of this client: from the function, or as named in its node configuration."""
     config: NodeConfig = context.node_config
     given = [name for name in _SOURCES if name in config]
     if data is None and len(given) != 1:
@@ -57,18 +57,18 @@ def records_of(data: DataFunction | None, context: Any) -> Dataset:
 
 
 def imported(path: str) -> Any:
-    """What `package.module:name` stands for."""
+    """The object that `package.module:name` refers to."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise DataError(f"{path} cannot be imported: {error}") from error
 
 
 def _part(config: NodeConfig) -> Dataset:
     for name in ("partition-id", "num-partitions"):
         if type(config.get(name)) is not int:
-            raise DataError(f"node configuration: {name} must be a whole number beside dataset")
+            raise DataError(f"node configuration: {name} must be a whole number if dataset is given")
     chosen = {"split_seed": int(config.get("split-seed", 0)), "scaling": config.get("scaling", "training")}
     splits = load(str(config["dataset"]), quiet=True, **chosen)
     federation = partition(
@@ -90,15 +90,15 @@ def _file(path: Path) -> Dataset:
 
 
 def _checked(inputs: Inputs, labels: Inputs) -> Dataset:
-    """Records as every client must give them. Labels are not numbered anew: they must mean the same everywhere."""
+    """Check a client's records. Labels are not renumbered: they must mean the same at every client."""
     values = torch.as_tensor(inputs if isinstance(inputs, Tensor) else np.asarray(inputs), dtype=torch.float32)
     given = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-    if given.dtype.kind == "U" and given.ndim == 1:  # of a .csv
+    if given.dtype.kind == "U" and given.ndim == 1:  # from a .csv
         given = integers_if_all(given)
     if given.ndim != 1 or given.dtype.kind not in "iuf" or not np.array_equal(given, given.astype(np.int64)):
-        raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number a record is needed")
+        raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number per record is needed")
     if not bool(torch.isfinite(values).all()):
-        raise DataError("inputs hold a value that is not finite")
+        raise DataError("inputs contain a value that is not finite")
     return Dataset(values, torch.from_numpy(given.astype(np.int64)), int(given.max(initial=0)) + 1)
 
 
@@ -106,11 +106,11 @@ NetworkFunction = Callable[[Task], nn.Module]
 
 
 def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
-    """The network that a task names, or what the client's own function makes for it. Its weights come from the server."""
+    """The network that a task names, or that the client's own function builds for it. Its weights come from the server."""
     if own is not None:
         return own(task)
     if ":" not in task.network:
-        # Without room for its values first: a server may say that a small network has a billion classes.
+        # Do not allocate its values yet: a server may claim that a small network has a billion classes.
         with torch.device("meta"):
             described = build(task.network, task.shape, task.classes, task.activation)
         if not task.fits(Layout.of(described)):
@@ -120,34 +120,34 @@ def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
 
 @dataclass(frozen=True)
 class Round:
-    """What a server asks of a client."""
+    """A server's request to a client."""
 
     number: int
-    """From 0."""
+    """Counted from 0."""
     attempt: int
     clip: float | None
-    """The clip bound to which the rounds before moved it, where it follows a quantile."""
+    """The clip bound after the previous rounds, if it follows a quantile."""
 
     def check(self, plan: Plan) -> None:
-        """Refuse a clip bound that the plan cannot have moved to (`WireError`).
+        """Raise `WireError` for a clip bound that the plan cannot have reached.
 
         Norms are float32. Under a bound of 1e-45, which has one bit there, gradients keep norms of up to twice the bound.
         """
         if (self.clip is not None) != (plan.quantile is not None):
-            raise WireError("a clip bound goes with a round if, and only if, it follows a quantile")
+            raise WireError("a round must have a clip bound if, and only if, the bound follows a quantile")
         if self.clip is None or plan.quantile is None:
             return
         least, most = plan.quantile.start * 1e-6, plan.quantile.start * 1e6
-        if not least <= self.clip <= most:  # NaN is not, either
-            raise WireError(f"the clip bound {self.clip:g} is not from {least:g} to {most:g}, a millionth to a million of "
-                            "the task's start")  # fmt: skip
+        if not least <= self.clip <= most:  # also false for NaN
+            raise WireError(f"the clip bound {self.clip:g} is not from {least:g} to {most:g}, a millionth to a million "
+                            "times the task's start")  # fmt: skip
 
 
 class LocalTraining:
     """A client that can train for a task: its network and its records on a device.
 
-    With `one_by_one`, for a policy against readers on the client itself (`example`), every example's gradient has its noise
-    before anything else touches it. That takes S draws a step instead of one, and as many times the memory.
+    With `one_by_one`, for a policy against adversaries on the client itself (`example`), every example's gradient is noised
+    before any other processing. That takes S draws per step instead of one, and as many times the memory.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class LocalTraining:
     def take_part(self, weights: Tree, asked: Round, client: int = 0) -> Sent:
         """What leaves the client in a round.
 
-        Noise comes from the operating system, and the records of a step are drawn with a seed that is drawn there, too,
-        for this release alone: nothing that is kept, and nothing that a server knows, gives either of them back. In a
-        reproducible task both come from the published seed, and from the number of the `client`.
+        Noise comes from the operating system. The records of a step are drawn with a seed from the operating system as
+        well, used for this release alone. Neither can be recovered from anything that is stored or that a server knows. In
+        a reproducible task both come from the published seed, and from the number of the `client`.
         """
         task, device = self._task, self._device
         plan = task.plan if task.reproducible else task.plan.but(seed=secrets.randbits(63))

@@ -1,11 +1,11 @@
-"""The messages between server and clients, and how each side reads the other's: strictly.
+"""The messages between server and clients, and the strict parsing on each side.
 
 | message | content | reply |
 | --- | --- | --- |
-| `query.subscribe` | the task | accepts or declines, the reason, N_i, a name to be known by |
+| `query.subscribe` | the task | whether the client accepts, the reason, N_i, a name that identifies the client |
 | `train` | the weights, the task's digest, round, attempt, and a clip bound that follows a quantile | the update (and its count), with task, round and attempt; or a refusal |
 
-A reply to `train` has nothing in it but what the method releases.
+A reply to `train` contains nothing but what the method releases.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _NAME = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Subscription:
-    """A client's answer to a task, as the server reads it."""
+    """A client's answer to a task, as parsed by the server."""
 
     accepts: bool
     reason: str
     records: int
     member: str
-    """A name by which this client is known again, also under another node."""
+    """A name that identifies this client, also under another node."""
     number: int
-    """Which client of the simulator it is, if the task is reproducible; otherwise −1."""
+    """The number of the simulator's client, if the task is reproducible; otherwise −1."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a client sent in a round."""
+    """A client's update in a round."""
 
     update: Tree
     count: float | None
 
 
 def is_name(text: object) -> bool:
-    """Whether this can be a name by which a client is known again."""
+    """Whether this is a valid client name."""
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
@@ -61,7 +61,7 @@ def is_name(text: object) -> bool:
 
 
 def publish(task: Task) -> RecordDict:
-    """A task, for clients to judge."""
+    """A task, for clients to decide on."""
     return RecordDict({"task": ConfigRecord({"task": task.to_json()})})
 
 
@@ -77,13 +77,13 @@ def answer(answer_: Answer, member: str = "", number: int = -1) -> RecordDict:
 
 
 def read_answer(message: Message) -> Subscription:
-    """What a client says to a task; a decline has no other fields that count."""
+    """Parse a client's answer to a task; in a decline, all other fields are ignored."""
     found = _config(_content(message), "answer")
     if found.get("accepts") is not True:
         return Subscription(False, _reason(found), 0, "", -1)
     records, member, number = _whole(found, "records"), _text(found, "member"), _whole(found, "number")
     if not 1 <= records < MOST_RECORDS or not is_name(member) or not -1 <= number < MOST_RECORDS:
-        raise WireError("its answer has an impossible number of records, name or number")
+        raise WireError("its answer has an invalid number of records, name or client number")
     return Subscription(True, "accepted", records, member, number)
 
 
@@ -91,7 +91,7 @@ def read_answer(message: Message) -> Subscription:
 
 
 def ask(task: str, asked: Round, weights: ArrayRecord) -> RecordDict:
-    """What a server sends to a client of a round; `task` is the digest."""
+    """A server's request to a client in a round; `task` is the digest."""
     about: dict[str, Any] = {"task": task, "round": asked.number, "attempt": asked.attempt}
     if asked.clip is not None:
         about["clip"] = asked.clip
@@ -99,7 +99,7 @@ def ask(task: str, asked: Round, weights: ArrayRecord) -> RecordDict:
 
 
 def read_ask(content: RecordDict) -> tuple[str, Round, ArrayRecord]:
-    """The task's digest, the round and the weights (not yet decoded) that a server sent."""
+    """Parse a server's request: the task's digest, the round and the weights (not yet decoded)."""
     about = _config(content, "round")
     clip = about.get("clip")
     if clip is not None and not (type(clip) is float and 0 < clip < math.inf):
@@ -109,7 +109,7 @@ def read_ask(content: RecordDict) -> tuple[str, Round, ArrayRecord]:
 
 
 def reply(task: str, asked: Round, sent: Update, layout: Layout) -> RecordDict:
-    """What leaves a client after a round."""
+    """What a client sends after a round."""
     about: dict[str, Any] = {"task": task, "round": asked.number, "attempt": asked.attempt}
     if sent.count is not None:
         about["count"] = sent.count
@@ -122,7 +122,7 @@ def refuse(reason: str, final: bool) -> RecordDict:
 
 
 def read_reply(message: Message, task: str, asked: Round, layout: Layout, counted: bool) -> Update:
-    """The update in a reply to this round of this task; raises `WireError`, or `RefusedError` where the client refuses."""
+    """Parse the update in a reply to this round of this task; raises `WireError`, or `RefusedError` on a refusal."""
     content = _content(message)
     if "refused" in content.config_records:
         found = content.config_records["refused"]
@@ -130,10 +130,10 @@ def read_reply(message: Message, task: str, asked: Round, layout: Layout, counte
     about = _config(content, "about")
     came = _text(about, "task"), _whole(about, "round"), _whole(about, "attempt")
     if came != (task, asked.number, asked.attempt):
-        raise WireError(f"its update is stale: of round {came[1] + 1}, attempt {came[2]}, of task {printable(came[0][:32])}")
+        raise WireError(f"its update is stale: round {came[1] + 1}, attempt {came[2]}, of task {printable(came[0][:32])}")
     count: Any = about.get("count")
     if (count is not None) != counted or (counted and not (type(count) is float and math.isfinite(count))):
-        raise WireError("its count is not a finite number where one is due, or there is one where none is")
+        raise WireError("its count is not a finite number, is missing, or is not expected")
     update = wire.decode(_arrays(content, "update"), layout, may_be_sparse=True)
     return Update(update, count if counted else None)
 
@@ -162,12 +162,12 @@ def _arrays(content: RecordDict, name: str) -> ArrayRecord:
 def _text(record: ConfigRecord, name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str):
-        raise WireError(f"{name} is not a text")
+        raise WireError(f"{name} is not a string")
     return value
 
 
 def _reason(record: ConfigRecord) -> str:
-    """What the other side says, fit for a log: short, and without what a terminal would obey."""
+    """The other side's reason, safe for a log: short, and without terminal control characters."""
     return printable(_text(record, "reason").strip()[:_LONGEST_REASON]) or "no reason given"
 
 

@@ -1,7 +1,7 @@
-"""A client's policy: what it grants to whom, whatever a server publishes.
+"""A client's policy: what it grants and to whom, whatever a server publishes.
 
 ```toml
-epsilon = 2.0            # in all, over every task that this client ever takes part in; inf: no limit
+epsilon = 2.0            # in total, over all tasks that this client ever takes part in; inf: no limit
 delta = 1e-5
 adversary = "server"
 methods = ["fed-cdp", "fed-cdp-decay"]
@@ -40,47 +40,47 @@ _PRIVATE = ("fed-cdp", "fed-cdp-decay", "fed-sdp")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a client knows of its own data and network, before it looks at a task's plan."""
+    """What a client knows about its own data and network, before it reads a task's plan."""
 
     records: int
     shape: tuple[int, ...]
     classes: int
-    """One more than the largest label: a network needs at least as many outputs."""
+    """One more than the largest label: a network needs at least this many outputs."""
     tensors: dict[str, tuple[int, ...]]
-    """Of the network that this client would train for the task."""
+    """Layout of the network that this client would train for the task."""
     constants: str
-    """A digest of what in that network is not trained."""
+    """A digest of the untrained state of that network."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client says to a task."""
+    """A client's answer to a task."""
 
     accepts: bool
     reason: str
     records: int = 0
-    """N_i, which is public, if it accepts."""
+    """N_i, which is public, if the client accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPolicy:
-    """What a client grants. The default is careful: private methods only, ε = 1 against the server, record by record."""
+    """What a client grants. The default is careful: private methods only, ε = 1 against the server, per record."""
 
     epsilon: float = 1.0
-    """The largest ε over all tasks together; infinite: no limit, and nothing is promised."""
+    """The largest ε over all tasks together; infinite: no limit, and no guarantee."""
     delta: float = 1e-5
-    """The δ of all tasks together."""
+    """The δ over all tasks together."""
     adversary: str = "server"
-    """Against whom: server, update, example; or model, if the server is trusted with what it reads."""
+    """The adversary: server, update, example; or model, if the server is trusted with what it receives."""
     unit: str = "record"
-    """What is protected: a record, or all that this client holds."""
+    """The protected unit: a record, or all records of this client."""
     participations: int | None = None
-    """The most participations in one task; None: as many as the task may need and the budget allows."""
+    """Maximum number of participations in one task; None: as many as the task may need and the budget allows."""
     smallest_noise_multiplier: float = 0.0
-    """The least noise, in clip bounds, that any draw and any sum that is released has in any round (`effective_noise`)."""
+    """The least noise, in clip bounds, of every released draw and sum in every round (`effective_noise`)."""
     methods: tuple[str, ...] = _PRIVATE
     smallest_cohort: int = 1
-    """Fewest updates that the server may put into a model; of a server that adds the noise, only 1 can be asked."""
+    """Minimum number of updates that the server may aggregate; if the server adds the noise, only 1 can be required."""
     allow_reproducible: bool = False
     """Whether to take part in a test whose noise anyone can subtract."""
     allow_custom_network: bool = False
@@ -128,44 +128,44 @@ class ClientPolicy:
 
     @property
     def grant(self) -> Grant | None:
-        """The budget; None where there is no limit."""
+        """The budget; None if there is no limit."""
         return None if self.epsilon == math.inf else Grant(self.epsilon, self.delta, self.adversary, self.unit)
 
     def decide(self, task: Task, facts: Facts, ledger: ClientLedger) -> Answer:
-        """Accept or decline a task, in a sentence."""
+        """Accept or decline a task, with a reason."""
         reason = self.objection(task) or _misfit(task, facts) or self._cost(task, facts, ledger)
         return Answer(False, reason) if reason else Answer(True, "accepted", facts.records)
 
     def objection(self, task: Task) -> str | None:
-        """Why a task is declined whatever the data are, if it is."""
+        """Why a task is declined regardless of the data, or None."""
         plan = task.plan
         if plan.method not in self.methods:
-            return f"the method {plan.method} is not one of those allowed here: {', '.join(self.methods) or 'none'}"
+            return f"the method {plan.method} is not allowed here; allowed are: {', '.join(self.methods) or 'none'}"
         if task.reproducible and not self.allow_reproducible:
-            return "the task is reproducible: whoever has its seed can subtract the noise"
+            return "the task is reproducible: anyone with its seed can subtract the noise"
         if plan.private and (noise := effective_noise(plan)) < self.smallest_noise_multiplier:
             return f"the least noise multiplier of a round, {noise:g}, is below {self.smallest_noise_multiplier:g}"
         if self.adversary == "example" and not (plan.per_example and plan.noise == "example"):
-            return f"no ε against example holds for {plan.method} with {plan.noise} noise: single gradients are only clipped"
+            return f"{plan.method} with {plan.noise} noise has no ε against example: single gradients are only clipped"
         if task.smallest_cohort < self.smallest_cohort:
-            return f"a cohort may be as small as {task.smallest_cohort}; at least {self.smallest_cohort} is asked for here"
+            return f"a cohort may be as small as {task.smallest_cohort}; at least {self.smallest_cohort} is required here"
         if hides_participation(plan) and self.smallest_cohort > 1:
             return "a server that adds the noise uses a round whatever arrives, so no smallest cohort can be promised"
         if ":" in task.network and not self.allow_custom_network:
-            return f"the network {task.network} would have to be imported by name, which is not allowed here"
+            return f"importing the network {task.network} by name is not allowed here"
         return None
 
-    # The budget (`budget` says why it holds) --------------------------------------------------------------------------
+    # The budget (see `grant` for the guarantee) --------------------------------------------------------------------------
 
     def _cost(self, task: Task, facts: Facts, ledger: ClientLedger) -> str | None:
-        """Why not even one participation can be granted, if so."""
+        """Why not even one participation can be granted, or None."""
         known = ledger.tasks.get(task.digest(), Accepted(task, facts.records))
         if known.records != facts.records:
-            return f"this task was accepted with {known.records} records, and now there are {facts.records}"
+            return f"this task was accepted with {known.records} records, but there are {facts.records} now"
         return self._all_taken(known) or (self._exceeded(ledger) if known.left else self._affordable(known, ledger, 0, 1)[1])
 
     def reserve(self, digest: str, ledger: ClientLedger, round_: int) -> None:
-        """See that a participation of the task from this round on is reserved; `RefusedError` where none can be."""
+        """Ensure that a participation in the task from this round on is reserved, or raise `RefusedError`."""
         accepted = ledger.tasks[digest]
         if (reason := self._all_taken(accepted) or (self._exceeded(ledger) if accepted.left else None)) is not None:
             raise RefusedError(reason, final=True)
@@ -177,13 +177,13 @@ class ClientPolicy:
         ledger.reserve(digest, wanted.place, wanted.participations)
 
     def _all_taken(self, accepted: Accepted) -> str | None:
-        """Why a task gets no further participation whatever is left of the budget, if so."""
+        """Why a task gets no further participation whatever remains of the budget, or None."""
         if self.participations is None or len(accepted.releases) < self.participations:
             return None
         return f"at most {self.participations} participations in one task are allowed here"
 
     def _exceeded(self, ledger: ClientLedger) -> str | None:
-        """Why nothing more is granted, if all that was reserved exceeds a policy that has become stricter since."""
+        """Why nothing more is granted: the reservations exceed a policy that has since become stricter; otherwise None."""
         grant = self.grant
         try:
             return None if grant is None or grant.covers(grant.costs(ledger.reservations())) else self._no_more()
@@ -193,7 +193,7 @@ class ClientPolicy:
     def _affordable(
         self, accepted: Accepted, ledger: ClientLedger, round_: int, limit: float = math.inf
     ) -> tuple[Reservation | None, str | None]:
-        """The reservation to be made for a task from a round on, of at most `limit`, or why there is none."""
+        """The reservation to make for a task from a round on, of at most `limit`, or the reason why there is none."""
         plan, made, grant = accepted.task.plan, len(accepted.releases), self.grant
         most = math.inf if self.participations is None else self.participations
         wanted = int(min(wanted_participations(plan, round_), most - made, limit))
@@ -202,7 +202,7 @@ class ClientPolicy:
             return new, None
         try:
             if grant.cost(replace(new, participations=1)) == math.inf:
-                return None, f"no finite ε against {self.adversary} holds: {why_unprotected(grant, new)}"
+                return None, f"there is no finite ε against {self.adversary}: {why_unprotected(grant, new)}"
             if (open_ := accepted.unreserved) is not None and (whole := min(wanted_participations(plan), most)) > made:
                 widened = replace(new, place=open_.place, participations=open_.participations + int(whole) - made)
                 if grant.covers(grant.costs([*ledger.reservations(but=open_.place), widened])):
@@ -227,12 +227,12 @@ class ClientPolicy:
 def effective_noise(plan: Plan) -> float:
     """The least noise of a private plan, in clip bounds of its round, over all rounds, draws and released sums.
 
-    | what differs | counts with |
+    | case | counts as |
     | --- | --- |
-    | noise that stays while the bound moves | σ·C_0/C_t of the round with the largest bound |
-    | `example` noise | σ, of one draw; the sum of a step has √S times as much |
-    | `batch` noise; Fed-SDP | σ, of the sum or the update |
-    | `cohort` noise | σ/K_t, which is what the sum of a step has |
+    | constant noise while the bound moves | σ·C_0/C_t of the round with the largest bound |
+    | `example` noise | σ, for one draw; the sum of a step has √S times as much |
+    | `batch` noise; Fed-SDP | σ, for the sum or the update |
+    | `cohort` noise | σ/K_t, the noise on the sum of a step |
     | a bound that follows a quantile | σ, since the noise follows, or 2·σ_b, the noise on a count that moves by ½, if less |
     """
     least = least_noise_multiplier(plan)
@@ -246,13 +246,13 @@ def _is_number(value: object) -> bool:
 
 
 def _misfit(task: Task, facts: Facts) -> str | None:
-    """How the task differs from what this client has, if it does."""
+    """How the task differs from this client's data and network, or None."""
     if facts.shape != task.shape:
         return f"inputs here have the shape {list(facts.shape)}, not {list(task.shape)}"
     if facts.classes > task.classes:
         return f"some label here is not one of the task's {task.classes} classes"
     if facts.constants != task.constants:
-        return f"what is frozen in the network {task.network} differs from the server's"
+        return f"the frozen parameters of the network {task.network} differ from the server's"
     if list(facts.tensors.items()) != list(task.tensors.items()):
         return f"the network {task.network} has other tensors here than in the task, or in another order"
     return None

@@ -1,12 +1,12 @@
-"""The roster: the clients that subscribed to a run, kept in the run directory.
+"""The roster: the clients that subscribed to a run, stored in the run directory.
 
 ```
-RUN/task.json      what was published
-RUN/clients.json   each client's number, node, number of records, and the name by which it is known again
+RUN/task.json      the published task
+RUN/clients.json   each client's number, node, number of records, and the name that identifies it
 ```
 
-A run's clients are those that accepted at its start: the ledger counts by their numbers. When a run is resumed, each is
-found again by its name, also under another node.
+A run's clients are those that accepted at its start: the ledger counts by their numbers. When a run is resumed, each client
+is found by its name, also under another node.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.files.untrusted import MOST_JSON, parse_json, printable, read_bounded
 
 _LOG = logging.getLogger("flwr.fedcdp")
-_SOON, _LATE = 0.1, 1.0  # seconds between two looks at what has arrived: at first, and in the end
+_SOON, _LATE = 0.1, 1.0  # seconds between two polls for replies: at first, and later
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, DecodeError)
-_ASK_AGAIN = 30.0  # seconds until a node that has not answered, or not so that it can be read, is asked again
+_ASK_AGAIN = 30.0  # seconds until a node without a readable answer is asked again
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ Roster = tuple[Member, ...]
 
 
 def save_roster(path: Path, roster: Roster) -> None:
-    """Write who takes part, whole or not at all."""
+    """Write the roster atomically."""
     write_atomically(path, json.dumps({"clients": [asdict(member) for member in roster]}, indent=1).encode())
 
 
@@ -64,7 +64,7 @@ def _member(written: Any) -> Member:
 
 
 def load_roster(path: Path) -> Roster:
-    """Read who takes part."""
+    """Read the roster."""
     try:
         roster = tuple(_member(each) for each in parse_json(read_bounded(path, MOST_JSON))["clients"])
     except OSError as error:
@@ -72,7 +72,7 @@ def load_roster(path: Path) -> Roster:
     except (ValueError, TypeError, KeyError):
         raise RunError(f"{path} is damaged") from None
     if [member.number for member in roster] != list(range(len(roster))):
-        raise RunError(f"{path} is damaged: clients are numbered from 0")
+        raise RunError(f"{path} is damaged: clients must be numbered from 0")
     return roster
 
 
@@ -80,14 +80,14 @@ def load_roster(path: Path) -> Roster:
 
 
 def exchange(grid: Grid, outgoing: list[Message], timeout: float, *, in_full: bool = False) -> Iterator[Message]:
-    """Send messages, and give out each reply as it arrives, until all have or the time is up.
+    """Send messages, and yield each reply as it arrives, until all have arrived or the time is up.
 
-    Unlike `Grid.send_and_receive`, a reply that cannot be read at all costs no other reply. With `in_full` it takes all the
-    time, however few are asked and however soon they answer.
+    Unlike with `Grid.send_and_receive`, an unreadable reply does not affect other replies. With `in_full` the exchange
+    always takes the whole time, however few clients are asked and however soon they answer.
     """
     end = time.monotonic() + timeout
     waiting = {each for each in grid.push_messages(outgoing) if each} if outgoing else set()
-    return _replies(grid, waiting, end, in_full)  # all is sent before the first is asked for
+    return _replies(grid, waiting, end, in_full)  # all messages are sent before the first reply is requested
 
 
 def _replies(grid: Grid, waiting: set[str], end: float, in_full: bool) -> Iterator[Message]:
@@ -113,7 +113,7 @@ def _pull(grid: Grid, waiting: set[str]) -> list[Message]:
             replies += list(grid.pull_messages([each]))
         except _UNREADABLE as error:
             waiting.discard(each)
-            _LOG.warning("a reply cannot be read, and is left out: %s", printable(str(error)[:500]))
+            _LOG.warning("ignoring an unreadable reply: %s", printable(str(error)[:500]))
     return replies
 
 
@@ -121,7 +121,7 @@ def _pull(grid: Grid, waiting: set[str]) -> list[Message]:
 
 
 class Subscribing:
-    """Publishes a task to every node that is connected, and gathers the answers."""
+    """Publishes a task to every connected node, and collects the answers."""
 
     def __init__(self, grid: Grid, task: Task, smallest_records: int = 1) -> None:
         self._grid, self._task, self._smallest_records = grid, task, smallest_records
@@ -130,7 +130,7 @@ class Subscribing:
         self.declined: dict[int, str] = {}
 
     def gather(self, enough: Callable[[Mapping[int, Subscription]], bool], timeout: float) -> None:
-        """Ask until there is enough, or the time is up; nodes that connect meanwhile are asked, too."""
+        """Ask until there are enough answers, or the time is up; nodes that connect meanwhile are asked as well."""
         end, pause = time.monotonic() + timeout, _SOON
         asked, waiting = dict[int, float](), set[str]()
         while not enough(self.accepted) and time.monotonic() < end:
@@ -154,7 +154,7 @@ class Subscribing:
         try:
             answer = messages.read_answer(reply)
         except WireError as error:
-            _LOG.warning("the answer of node %d is left out: %s", node, error)
+            _LOG.warning("ignoring the answer of node %d: %s", node, error)
             return
         twin = next((other for other, known in self.accepted.items() if known.member == answer.member != ""), None)
         if answer.accepts and twin not in (None, node):
@@ -175,7 +175,7 @@ class Subscribing:
 
 
 def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_records: int | None = None) -> Roster:
-    """The clients of a new run: as many as accept, until there are as many as `expected` or the time is up.
+    """The clients of a new run: those that accept, until there are `expected` clients or the time is up.
 
     A client with fewer than `smallest_records` records (default: a batch) is left out.
     """
@@ -189,21 +189,21 @@ def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_re
     )
     if [member.number for member in roster] != list(range(len(roster))):
         numbers = ", ".join(str(member.number) for member in roster)
-        raise RunError(f"the clients of a reproducible run have the partition-ids {numbers}: they must be 0, 1, 2, …")
+        raise RunError(f"the clients of a reproducible run have the partition-ids {numbers}; they must be 0, 1, 2, …")
     return tuple(roster)
 
 
 def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[Roster, int]:
-    """The clients of a run that is resumed, each under the node that it has now, and how many of them are there."""
+    """The clients of a resumed run, each with its current node, and how many of them are connected."""
     names = {member.name: member for member in roster}
     subscribing = Subscribing(grid, task)
     subscribing.gather(lambda accepted: names.keys() <= {each.member for each in accepted.values()}, timeout)
     found: dict[str, int] = {}
     for node, answer in subscribing.accepted.items():
         if answer.member not in names:
-            _LOG.warning("node %d is left out: it is not of this run, or has lost its ledger", node)
+            _LOG.warning("node %d is left out: it is not part of this run, or has lost its ledger", node)
         elif answer.records != names[answer.member].records:
-            _LOG.warning("node %d is left out: it has another number of records than at the start", node)
+            _LOG.warning("node %d is left out: its number of records has changed since the start", node)
         else:
             found[answer.member] = node
     return tuple(replace(each, node=found.get(each.name, each.node)) for each in roster), len(found)

@@ -1,19 +1,19 @@
 """The server: a Flower ServerApp that publishes a task, waits for subscribers, and trains into a run directory.
 
-A run directory is as the simulator's, with `task.json`, `clients.json` and, once the server has ended, `outcome.json`. Every
-round is charged in its ledger before a message goes out, and kept before the next one begins, so that a server that was
-killed at any point goes on with the same run when it is started again with the same `out`.
+The run directory is that of the simulator, with `task.json`, `clients.json` and, once the server has ended, `outcome.json`.
+Every round is charged in the ledger before a message is sent, and saved before the next round begins. A server killed at any
+point therefore continues the same run when it is started again with the same `out`.
 
 Run configuration: `experiment` (a configuration file of fedcdp), `out` (the run directory), and the settings below, written
 with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `round-timeout`, `subscribe-timeout`, `reproducible`,
 `largest-ratio`, `most-failed-rounds`.
 
-The server's ε is stated for a client with `smallest-records` records, and no client with fewer is taken on, so that a client
-that understates its records changes nothing. Sizes that clients state above that count, too: an ε that holds for all of them
-is printed. (It differs only where more records cost more, which a full step's dropped records may do for N_i close to S.)
+The server's ε is stated for a client with `smallest-records` records, and no client with fewer is admitted, so a client that
+understates its records changes nothing. Stated sizes above that are counted as well: the printed ε holds for all of them.
+(It differs only where more records cost more, which a full step's dropped records may do for N_i close to S.)
 
-Where the server adds the noise, the ε of the model's readers rests on nobody knowing who took part: every round then takes
-all of `round-timeout`, and no number of clients or seconds is written.
+If the server adds the noise, ε against adversaries who see the model assumes that nobody knows who took part. Every round
+then takes all of `round-timeout`, and neither a number of clients nor a duration is written.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ _LOG = logging.getLogger("flwr.fedcdp")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How a server waits, and what it does without."""
+    """Timeouts of a server, and the minimum participation it accepts."""
 
-    min_clients: int | None = option(None, "Fewest clients to start, and to go on, with. Default: all that are expected.")
-    min_cohort: int = option(1, "Fewest updates that are put into the model in a round.")
+    min_clients: int | None = option(None, "Fewest clients needed to start and to continue. Default: all expected clients.")
+    min_cohort: int = option(1, "Fewest updates needed to change the model in a round.")
     smallest_records: int | None = option(
-        None, "Fewest records of a client, for which ε is stated. Default: as the experiment deals its own data out."
+        None, "Fewest records of a client, for which ε is stated. Default: as the experiment partitions its own data."
     )
     round_timeout: float = option(600.0, "Seconds until a client that has not answered in a round is left out.")
     subscribe_timeout: float = option(300.0, "Seconds to wait for clients to subscribe.")
     reproducible: bool = option(False, "Take noise and sampling from the published seed: for tests; it protects nobody.")
     largest_ratio: float = option(100.0, "Without privacy: leave out updates this much larger than the median.")
-    most_failed_rounds: int = option(3, "Rounds with too few updates, one after the other, after which the run ends.")
+    most_failed_rounds: int = option(3, "Consecutive rounds with too few updates after which the run ends.")
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -85,7 +85,7 @@ class ServerSettings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> ServerSettings:
-        """Those in a run configuration."""
+        """The settings in a run configuration."""
         known = {each.name: each.name.replace("_", "-") for each in fields(ServerSettings)}
         return ServerSettings(**{name: config[key] for name, key in known.items() if key in config})
 
@@ -106,9 +106,9 @@ def server_app(
     settings: ServerSettings | None = None,
     loss: Loss = F.cross_entropy,
 ) -> ServerApp:
-    """A ServerApp for an experiment; what is not given here is read from the run configuration.
+    """A ServerApp for an experiment; missing arguments are read from the run configuration.
 
-    The server evaluates the model by `loss`, which must be the clients'.
+    The server evaluates the model with `loss`, which must be the clients' loss.
     """
     app = ServerApp()
 
@@ -124,11 +124,11 @@ def server_app(
 def serve(
     grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings, loss: Loss = F.cross_entropy
 ) -> Outcome:
-    """Train an experiment over the clients that a grid connects, or go on with the run that is in the directory."""
+    """Train an experiment over the clients of a grid, or continue the run in the directory."""
     directory = RunDirectory(out)
     if directory.config.is_file():
         experiment = _stored(directory, experiment, settings.reproducible)
-        _LOG.info("going on with the run in %s", directory.path)
+        _LOG.info("continuing the run in %s", directory.path)
     else:
         experiment = replace(experiment, plan=deployed(experiment.plan, settings.reproducible))
         directory.create(experiment.to_toml())
@@ -138,13 +138,13 @@ def serve(
         if settings.smallest_records is None:
             settings = replace(settings, smallest_records=dealt.smallest if dealt else experiment.plan.batch_size)
         job = replace(_job(directory, experiment, splits.train.shape, splits.train.classes, settings), loss=loss)
-        # Clients that hold a part of a benchmark hold the copies that its deal makes; others are taken to hold their own.
+        # Clients with a part of a benchmark hold the copies that its partition makes; others are assumed to have none.
         copies = dealt.copies if dealt and experiment.data.dataset else 1
         return _Server(grid, directory, experiment, job, splits.validation, copies, settings).run()
 
 
 def _dealt(experiment: Experiment, splits: Splits) -> Federation | None:
-    """The server's own data as its experiment deals them out; None where they are too few, being a sample of no client's."""
+    """The server's own data as its experiment partitions them; None if they are too few (they are no client's)."""
     try:
         return deal_out(experiment, splits)
     except FedcdpError:
@@ -154,7 +154,7 @@ def _dealt(experiment: Experiment, splits: Splits) -> Federation | None:
 
 
 def _stored(directory: RunDirectory, given: Experiment, reproducible: bool) -> Experiment:
-    """The experiment of a run that is there already, which must be the given one."""
+    """The experiment of an existing run, which must equal the given one."""
     stored = assemble(read_toml(directory.config))
     if stored.plan.secure_noise == reproducible:
         raise RunError(f"reproducible: the run in {directory.path} was started with {not reproducible}")
@@ -171,7 +171,7 @@ def _stored(directory: RunDirectory, given: Experiment, reproducible: bool) -> E
 def _job(
     directory: RunDirectory, experiment: Experiment, shape: tuple[int, ...], classes: int, settings: ServerSettings
 ) -> Job:
-    """What is to be trained, under the name that the run was given when it began."""
+    """The job, under the name that the run got at its start."""
     network = experiment.model.network
     job = Job(
         plan=experiment.plan,
@@ -195,7 +195,7 @@ def _job(
         raise RunError(f"{path} cannot be used: {error}") from error
     job = replace(job, run=published.run)
     if job.task().digest() != published.digest():
-        raise RunError(f"{path} is another task than the experiment and settings give now: was min-cohort changed?")
+        raise RunError(f"{path} is not the task of the current experiment and settings: was min-cohort changed?")
     return job
 
 
@@ -218,7 +218,7 @@ class _Server:
         self._hidden = hides_participation(job.plan)
 
     def run(self) -> Outcome:
-        """Everything that is left of the run."""
+        """Everything that remains of the run."""
         (self._directory.path / "outcome.json").unlink(missing_ok=True)
         state = self._load_state()
         if state.round >= self._job.plan.rounds:
@@ -242,7 +242,7 @@ class _Server:
         )
         strategy.summary()
         if self._hidden:
-            _LOG.info("every round takes %g s (round-timeout): its length must not show who took part",
+            _LOG.info("every round takes %g s (round-timeout): its duration must not reveal who took part",
                       self._settings.round_timeout)  # fmt: skip
         return self._rounds(strategy, budget)
 
@@ -251,7 +251,7 @@ class _Server:
         self._directory.forget_metrics_after(strategy.state.round)
         while strategy.state.round < plan.rounds:
             remaining = len(strategy.roster) - len(strategy.gone)
-            # A client says that it is gone when it is drawn: to end a hidden run then would show who was drawn, and when.
+            # A client reports that it left when it is drawn: ending a hidden run then would reveal who was drawn and when.
             fewest = 1 if self._hidden else self._least
             if remaining < fewest:
                 return self._end("too-few-clients", strategy.state, _too_few(remaining, fewest))
@@ -263,7 +263,7 @@ class _Server:
         return self._end("done", strategy.state, "all rounds are done")
 
     def _round(self, strategy: PlanStrategy) -> bool:
-        """One round, charged before it begins and kept on disk before the next one does; whether it moved the model."""
+        """Run one round, charged before it begins and saved before the next one; returns whether it moved the model."""
         started, before = time.perf_counter(), strategy.state
         number = before.round + 1
         out = strategy.configure_train(number, strategy.arrays(), ConfigRecord(), self._grid)
@@ -279,7 +279,7 @@ class _Server:
         return moved is not None
 
     def _measure(self, strategy: PlanStrategy, before: State) -> Row:
-        """What is written of a round: nothing that comes from a client but through the mechanism."""
+        """The metrics row of a round: nothing in it comes from a client except through the mechanism."""
         plan, state, every = self._job.plan, strategy.state, self._experiment.run.evaluate_every
         row: Row = {"round": state.round}
         if not self._hidden:
@@ -291,14 +291,14 @@ class _Server:
             row |= evaluate(strategy.engine, state.average or state.weights, self._validation, torch.device("cpu"))
         return row
 
-    # What is kept ----------------------------------------------------------------------------------------------------
+    # Stored files ----------------------------------------------------------------------------------------------------
 
     @property
     def _roster_path(self) -> Path:
         return self._directory.path / "clients.json"
 
     def _load_state(self) -> State:
-        """Where the run is. The first weights are kept, too: a run that is resumed begins with the same."""
+        """The current state of the run. The first weights are stored as well: a resumed run begins with the same."""
         plan = self._job.plan
         trained = {name: p.detach() for name, p in self._job.network.named_parameters() if p.requires_grad}
         fresh = first_state(plan, trained)
@@ -310,11 +310,11 @@ class _Server:
             check_tensors(self._directory.checkpoint, tree, trained)
         parts = [part is None for state in (stored, fresh) for part in (state.average, state.clip)]
         if stored.round > plan.rounds or parts[:2] != parts[2:]:
-            raise RunError(f"{self._directory.checkpoint} is not of the plan that config.toml describes")
+            raise RunError(f"{self._directory.checkpoint} does not belong to the plan in config.toml")
         return stored
 
     def _subscribers(self) -> tuple[Roster, int]:
-        """The clients of the run, and how many of them are there now."""
+        """The clients of the run, and how many of them are connected."""
         timeout, task = self._settings.subscribe_timeout, self._job.task()
         if self._roster_path.exists():
             return find_again(self._grid, task, load_roster(self._roster_path), timeout)
@@ -324,10 +324,10 @@ class _Server:
         return roster, len(roster)
 
     def _population(self, roster: Roster) -> Population:
-        """What ε is stated for: clients with the fewest records that are allowed, or any number above, whatever they say.
+        """The population that ε is stated for: clients with the fewest allowed records or more, whatever they say.
 
-        So no client moves the ε of another by misstating its records. A run that version 0.1.0 began is stated for the
-        fewest that its clients said they have, as it was then, or any number above.
+        So no client can change the ε of another by misstating its records. A run begun by version 0.1.0 is stated as it was
+        then: for the fewest records that its clients claimed, or any number above.
         """
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
         said = min(member.records for member in roster)
@@ -335,9 +335,9 @@ class _Server:
         if self._directory.ledger.exists():
             allowed = Population.read(Ledger.open(self._directory.ledger).population).records
             if allowed > said:
-                raise RunError(f"{self._directory.ledger} is of clients with {allowed} records or more, and one has {said}")
+                raise RunError(f"{self._directory.ledger} is for clients with {allowed} records or more, but one has {said}")
         if allowed < said:
-            _LOG.info("every client has %d records or more: smallest-records = %d states a smaller ε", said, said)
+            _LOG.info("every client has %d records or more: smallest-records = %d gives a smaller ε", said, said)
         return Population(len(roster), allowed, min(self._copies, len(roster)), layers, sizes=None)
 
     def _ledger(self, population: Population, rounds_done: int) -> Ledger:
@@ -345,7 +345,7 @@ class _Server:
         return Ledger.of_run(self._directory.ledger, self._job.plan, population, noise, rounds_done)
 
     def _end(self, ended: str, state: State, sentence: str) -> Outcome:
-        """Leave what there is, and say what it has cost."""
+        """Save the result, and log its privacy cost."""
         network = self._job.network
         network.load_state_dict(state.average or state.weights, strict=False)
         self._directory.save_model(network.state_dict(), state.round)

@@ -48,27 +48,27 @@ _LOG = logging.getLogger("flwr.fedcdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a server wants to have trained."""
+    """A training job of a server."""
 
     plan: Plan
-    """Its seed decides which clients are drawn if the job is reproducible, and is published only then."""
+    """If the job is reproducible, the plan's seed decides which clients are drawn, and is published; otherwise neither."""
     network: nn.Module
     network_name: str
-    """By which clients make the same network: cnn, mlp, cpl, or package.module:factory."""
+    """The name by which clients build the same network: cnn, mlp, cpl, or package.module:factory."""
     activation: str | None = None
     shape: tuple[int, ...]
     classes: int
     clients: int
-    """How many clients are expected to subscribe."""
+    """Number of clients expected to subscribe."""
     smallest_cohort: int = 1
     smallest_records: int | None = None
-    """Fewest records of a client, by which the largest update is admitted (`admission`). None: a batch."""
+    """Fewest records of a client; determines the largest admitted update (`admission`). None: a batch."""
     reproducible: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(16))
     loss: Loss = F.cross_entropy
 
     def task(self) -> Task:
-        """What is published of it."""
+        """The task to publish."""
         layout = Layout.of(self.network)
         return Task(
             run=self.run,
@@ -85,7 +85,7 @@ class Job:
 
 
 def deployed(plan: Plan, reproducible: bool) -> Plan:
-    """A plan as a deployment carries it out: noise and the drawing of clients from the operating system, unless
+    """A plan as a deployment runs it: noise and client sampling use the operating system's randomness, unless
     everything is to be reproducible."""
     if reproducible:
         return plan.but(secure_noise=False, noise_generator="philox")
@@ -93,13 +93,15 @@ def deployed(plan: Plan, reproducible: bool) -> Plan:
 
 
 class PlanStrategy(Strategy):
-    """One round at a time: charged before anything is sent, and divided by the planned number of clients in the end.
+    """Runs one round at a time. A round is charged before anything is sent; its sum is divided by the planned number of
+    clients.
 
-    What a client sends is left out, with a line in the log, if it comes too late, cannot be read, is not of this round, or
-    could not have been made by the method (`admission`). With fewer than `smallest_cohort` updates a round is charged all
-    the same, and leaves the model as it is. Where the server adds the noise, it does so in every round, to the sum of
-    whatever came, and divides by the planned number: a model that stood still would show that few were drawn, and the ε of
-    its readers rests on nobody knowing that (`task.hides_participation`). Then no number of clients is told, either.
+    An update is left out, with a line in the log, if it arrives too late, is unreadable, belongs to another round, or could
+    not have been produced by the method (`admission`). With fewer than `smallest_cohort` updates a round is still charged,
+    but the model does not change. If the server adds the noise, it does so in every round, to the sum of whatever arrived,
+    and divides by the planned number. An unchanged model would reveal that few clients were drawn, and ε against adversaries
+    who see the model assumes that nobody knows this (`task.hides_participation`). The number of clients is not reported
+    then, either.
     """
 
     def __init__(
@@ -120,12 +122,12 @@ class PlanStrategy(Strategy):
         weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self.state = state or first_state(job.plan, weights)
         self.gone: set[int] = set()
-        """The numbers of clients that said that they will not take part again."""
+        """The numbers of clients that will not take part again, by their own statement."""
         self.admitted: list[int] = []
-        """Whose updates the last round used."""
+        """The clients whose updates the last round used."""
         self._noise = noise_of(job.plan, self.engine.layout)
-        # A round that a crash repeats is charged as two releases of cohorts that are drawn independently: so every process
-        # draws with a seed of its own, which nobody keeps.
+        # A round repeated after a crash is charged as two releases of independently drawn cohorts. Every process therefore
+        # draws with its own seed, which is not stored.
         self._draws = job.plan if job.reproducible else job.plan.but(seed=secrets.randbits(62))
         self._largest_ratio, self._lifetime = largest_ratio, message_lifetime
         self._smallest_records = job.plan.batch_size if job.smallest_records is None else job.smallest_records
@@ -143,12 +145,12 @@ class PlanStrategy(Strategy):
         config: ConfigRecord,  # noqa: ARG002
         grid: Grid,
     ) -> Iterable[Message]:
-        """Choose the clients of a round, charge it, and say what each of them is asked for."""
+        """Choose the clients of a round, charge it, and create the request to each of them."""
         if server_round != self.state.round + 1:
-            raise PlanError(f"round {server_round} cannot follow round {self.state.round}: rounds come one after the other")
+            raise PlanError(f"round {server_round} cannot follow round {self.state.round}: rounds must be consecutive")
         plan, round_, clip = self.job.plan, self.state.round, self.state.clip
         self.state = replace(self.state, weights=wire.decode(arrays, self.engine.layout))
-        # Of all clients of the run, whoever is there: that the choice is random is what ε rests on.
+        # Draw from all clients of the run, connected or not: ε rests on the choice being random.
         chosen = choose_clients(self._draws, len(self.roster), round_)
         self.releases.charge(round_, chosen, plan.clip_at(round_, clip) if plan.private else 0.0)
         self._asked, self._pending = Round(round_, self.releases.attempt, clip), []
@@ -166,7 +168,7 @@ class PlanStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Move the global model by what is admitted; None where that is too little."""
+        """Move the global model by the admitted updates; None if there are too few."""
         updates = self._read(replies)
         for number, reason in admission.outliers(updates, self.job.plan, self._largest_ratio).items():
             self._leave_out(self.roster[number], reason)
@@ -175,7 +177,7 @@ class PlanStrategy(Strategy):
         hidden = hides_participation(self.job.plan)
         counted = MetricRecord({} if hidden else {"clients": len(updates)})
         if not hidden and len(updates) < self.job.smallest_cohort and self._asked_anyone(len(updates)):
-            _LOG.warning("round %d leaves the model as it is: %d updates are too few, %d are needed", server_round,
+            _LOG.warning("round %d does not change the model: %d updates are too few, %d are needed", server_round,
                          len(updates), self.job.smallest_cohort)  # fmt: skip
             self.state = replace(self.state, round=self.state.round + 1)
             return None, counted
@@ -189,7 +191,7 @@ class PlanStrategy(Strategy):
         config: ConfigRecord,  # noqa: ARG002
         grid: Grid,  # noqa: ARG002
     ) -> Iterable[Message]:
-        """Nothing: how well the model does on a client's records is a function of them that no ε covers."""
+        """Nothing: the model's accuracy on a client's records is a function of them that no ε covers."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:  # noqa: ARG002
@@ -197,20 +199,20 @@ class PlanStrategy(Strategy):
         return None
 
     def summary(self) -> None:
-        """Say what is trained."""
+        """Log what is trained."""
         plan = self.job.plan
         _LOG.info("%s: %d rounds of %d out of %d clients", plan.method, plan.rounds, plan.per_round, len(self.roster))
         if self.job.reproducible:
-            _LOG.warning("REPRODUCIBLE: noise and sampling come from a published seed, and protect nobody")
+            _LOG.warning("REPRODUCIBLE: noise and sampling come from a published seed and protect nobody")
 
     def _read(self, replies: Iterable[Message]) -> dict[int, Update]:
-        """What came, by client, without what cannot be admitted."""
+        """The admitted updates, by client."""
         waiting = dict(self._pending_by_message())
         plan, updates = self.job.plan, dict[int, Update]()
         for reply in replies:
             member = waiting.pop(reply.metadata.reply_to_message_id, None)
             if member is None:
-                _LOG.warning("a reply to nothing that was asked in this round is left out")
+                _LOG.warning("ignoring a reply that matches no request of this round")
                 continue
             try:
                 sent = messages.read_reply(reply, self.task, self._asked, self.engine.layout, admission.is_counted(plan))
@@ -226,17 +228,17 @@ class PlanStrategy(Strategy):
         return updates
 
     def _pending_by_message(self) -> Iterable[tuple[str, Member]]:
-        # A grid names a message as it sends it.
+        # A grid assigns a message its id when sending it.
         return ((message.metadata.message_id, member) for message, member in self._pending)
 
     def _asked_anyone(self, received: int) -> bool:
-        """Whether too few updates are a failure: a Poisson draw may choose nobody, and that is a round as any other."""
+        """Whether too few updates are a failure: a Poisson draw may choose nobody, which is a normal round."""
         return (
             received > 0 or self.job.smallest_cohort > 1 or bool(self._pending) or self.job.plan.client_sampling == "fixed"
         )
 
     def _moved(self, updates: dict[int, Update]) -> State:
-        """The state after a round with these updates, added up in the order of the clients' numbers."""
+        """The state after a round with these updates, summed in the order of the clients' numbers."""
         plan, state, method = self.job.plan, self.state, METHODS[self.job.plan.method]
         received = Aggregate(state.weights, plan)
         for number, sent in sorted(updates.items()):
@@ -252,7 +254,7 @@ class PlanStrategy(Strategy):
         return State(state.round + 1, weights, average, next_clip(received, at))
 
     def _moment(self, clients: torch.Tensor) -> Moment:
-        """What the server's functions may depend on; how many records a client has is none of it."""
+        """What the server's functions may depend on; this excludes the clients' numbers of records."""
         plan, state = self.job.plan, self.state
         return Moment(plan, self.engine, self._noise, state.round, clients, clients, current_clip=state.clip)
 
@@ -263,5 +265,5 @@ class PlanStrategy(Strategy):
 
 
 def first_state(plan: Plan, weights: dict[str, torch.Tensor]) -> State:
-    """Where a training begins."""
+    """The state at the start of a training."""
     return State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)

@@ -1,13 +1,13 @@
-"""The task: what a server publishes before anything is trained, and what each client judges by its own policy.
+"""The task: published by a server before training, and checked by each client against its own policy.
 
-It says what the data must look like, which network is trained, and the whole plan: rounds, batch, learning rate, local
-steps, method and privacy parameters. A client that accepts keeps it; what the server asks for later names the task by its
-digest, so that the plan cannot change under way.
+It specifies the data, the network, and the whole plan: rounds, batch, learning rate, local steps, method and privacy
+parameters. A client that accepts a task keeps it. Later requests name the task by its digest, so the plan cannot change
+during training.
 
-A task has one written form, and the digest is a digest of it: keys in alphabetical order, numbers of their field's type, no
-negative zero, schedules as this program prints them, tensors in the order of the network's layout. Any other form is
-refused. Tasks are compared by their digests only: values that compare equal (0.0 and −0.0, two dictionaries in different
-orders) may have different digests, and a ledger that took one task for another would count too little.
+A task has one written form, and its digest is computed from that form: keys in alphabetical order, numbers of their field's
+type, no negative zero, schedules as this program prints them, tensors in the order of the network's layout. Any other form
+is refused. Tasks are compared by their digests only: values that compare equal (0.0 and −0.0, two dictionaries in different
+orders) may have different digests, and a ledger that mistook one task for another would count too little.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _KEYS = ("format", "run", "modality", "shape", "classes", "network", "activation
          "smallest_cohort", "reproducible")  # fmt: skip
 _RUN = re.compile("[0-9a-f]{32}")
 _MOST_WEIGHTS = 2**30
-_MOST_STEPS = 10**6  # of all rounds: what a client can account for in seconds
+_MOST_STEPS = 10**6  # over all rounds: a client can account for these in seconds
 _MOST_DRAWS = 2**26
-_LONGEST = 2**20  # characters of a task: a network of some thousand tensors
+_LONGEST = 2**20  # characters of a task: enough for a network of a few thousand tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """All that a client must know to decide whether it takes part, and to take part."""
+    """Everything a client needs to decide whether to take part, and to take part."""
 
     run: str
-    """The run's random name, which stays when the server resumes it."""
+    """The run's random name, which stays the same when the server resumes it."""
     shape: tuple[int, ...]
-    """Of one input."""
+    """The shape of one input."""
     classes: int
     network: str
     """As in a configuration file: cnn, mlp, …, or package.module:factory."""
@@ -52,31 +52,31 @@ class Task:
     tensors: Mapping[str, tuple[int, ...]]
     """Names and shapes of the trainable tensors, in the order of the network's layout."""
     constants: str
-    """A digest of what is not trained (frozen parameters, buffers), which is never sent: a client must have the same."""
+    """A digest of the untrained state (frozen parameters, buffers), which is never sent: a client must have the same."""
     plan: Plan
     smallest_cohort: int
-    """With fewer updates than this, the server does not use a round, unless it adds the noise (`hides_participation`)."""
+    """Minimum number of updates for the server to use a round, unless it adds the noise (`hides_participation`)."""
     reproducible: bool = False
-    """Noise and sampling come from the published seed, so that anyone can subtract the noise: for tests only."""
+    """Noise and sampling come from the published seed, so anyone can subtract the noise: for tests only."""
 
     def __post_init__(self) -> None:
         if self.plan.secure_aggregation:
             raise PlanError(
-                "secure_aggregation: Flower's secure aggregation works with its legacy interface only, so that the server "
+                "secure_aggregation: Flower's secure aggregation works only with its legacy interface, so the server "
                 "would see every update; leave it out"
             )
         if self.plan.secure_noise == self.reproducible:
-            raise PlanError("secure_noise: a deployment draws noise from the operating system, unless it is reproducible")
+            raise PlanError("secure_noise: a deployment takes its noise from the operating system unless it is reproducible")
         if not 1 <= self.smallest_cohort <= self.plan.per_round:
             raise PlanError(f"smallest_cohort: {self.smallest_cohort} is not from 1 to per_round, {self.plan.per_round}")
 
     @property
     def modality(self) -> str:
-        """What kind of data a client must have, in a word."""
+        """The kind of data a client must have, in one word."""
         return "image" if len(self.shape) == 3 else "table"
 
     def to_json(self) -> str:
-        """The task as it is published. The seed is in it only if the task is reproducible: it decides who is drawn."""
+        """The task as published. The seed is included only if the task is reproducible, because it decides who is drawn."""
         plan = {key: _unsigned(value) for key, value in self.plan.written().items() if key != "seed" or self.reproducible}
         written = {
             "format": FORMAT,
@@ -96,16 +96,16 @@ class Task:
 
     @staticmethod
     def from_json(text: str) -> Task:
-        """The task that a server published; anything but a whole and sound one in its one written form is refused."""
+        """Parse a published task; anything but a complete, valid task in its one written form is refused."""
         task = Task.from_ledger(text)
         if task.to_json() != text:
-            raise TaskError("the task is not in its one written form: keys in order, 1.0 for a fraction, no -0.0, no spaces "
-                            "that this program does not print")  # fmt: skip
+            raise TaskError("the task is not in its canonical form: sorted keys, 1.0 for a fraction, no -0.0, no spaces "
+                            "that this program does not write")  # fmt: skip
         return task
 
     @staticmethod
     def from_ledger(text: str) -> Task:
-        """A task that was accepted before, also in a form that is refused today: what it cost is still to be counted."""
+        """Parse a task accepted earlier, even in a form that is refused today: its cost must still be counted."""
         if len(text) > _LONGEST:
             raise TaskError(f"the task is {len(text)} characters long; at most {_LONGEST} are read")
         try:
@@ -114,40 +114,41 @@ class Task:
             raise TaskError("the task is not JSON") from None
         if not isinstance(written, dict) or written.get("format") != FORMAT:
             known = written.get("format") if isinstance(written, dict) else None
-            raise TaskError(f"the task has the format {known!s:.40}; this program knows {FORMAT}")
+            raise TaskError(f"the task has the format {known!s:.40}; this program supports {FORMAT}")
         if set(written) != set(_KEYS):
-            raise TaskError(f"the task has other fields than {', '.join(_KEYS)}")
+            raise TaskError(f"the task must have exactly the fields {', '.join(_KEYS)}")
         return _read(written)
 
     def digest(self) -> str:
-        """The task's name: different for whatever differs in it."""
+        """The task's name; tasks that differ in anything have different names."""
         return digest_of(self.to_json())
 
     def fits(self, layout: Layout) -> bool:
-        """Whether these are the tensors of a network: the same names, of the same shapes, in the same order."""
+        """Whether a network has exactly these tensors: the same names and shapes, in the same order."""
         return list(self.tensors.items()) == list(tensors_of(layout).items())
 
 
 def digest_of(text: str) -> str:
-    """The name of a task that is written so."""
+    """The digest of a task in this written form."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def hides_participation(plan: Plan) -> bool:
-    """Whether the ε against the model rests on nobody but the server knowing who took part: the server adds the noise.
+    """Whether the server adds the noise, so ε against the model requires that only the server knows who took part.
 
-    Such a round is used whatever arrives, takes equally long, and nothing that is written or sent of it says how many came.
+    Such a round is used whatever arrives and always takes equally long. Nothing written or sent about it reveals how many
+    updates arrived.
     """
     return plan.method == "fed-sdp" and plan.noise_at == "server"
 
 
 def tensors_of(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """A network's layout as a task states it."""
+    """A network's layout in the form of a task."""
     return {name: tuple(shape) for name, shape in layout.shapes.items()}
 
 
 def constants_of(network: nn.Module) -> str:
-    """A digest of a network's frozen parameters and buffers; empty where there are none."""
+    """A digest of a network's frozen parameters and buffers; empty if there are none."""
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     constants = {name: value for name, value in network.state_dict().items() if name not in trained}
     digest = hashlib.sha256()
@@ -158,7 +159,7 @@ def constants_of(network: nn.Module) -> str:
 
 
 def _unsigned(value: str | int | float | bool) -> str | int | float | bool:
-    """Zero in the place of negative zero; anything else as it is."""
+    """Replace negative zero by zero; return anything else unchanged."""
     return value + 0.0 if type(value) is float else value
 
 
@@ -169,8 +170,8 @@ def _read(written: Mapping[str, Any]) -> Task:
     for name in ("classes", "smallest_cohort"):
         _require(type(written[name]) is int and 1 <= written[name] < 2**31, name, "a whole number above 0 and below 2^31")
     for name in ("network", "constants"):
-        _require(isinstance(written[name], str), name, "a text")
-    _require(written["activation"] is None or isinstance(written["activation"], str), "activation", "a text or null")
+        _require(isinstance(written[name], str), name, "a string")
+    _require(written["activation"] is None or isinstance(written["activation"], str), "activation", "a string or null")
     _require(isinstance(written["reproducible"], bool), "reproducible", "true or false")
     pairs = isinstance(tensors, list) and tensors and all(_is_tensor(each) for each in tensors)
     _require(bool(pairs) and len({name for name, _ in tensors}) == len(tensors), "tensors", "names, each once, with shapes")
@@ -190,19 +191,19 @@ def _read(written: Mapping[str, Any]) -> Task:
             reproducible=written["reproducible"],
         )
     except (TypeError, FedcdpError) as error:
-        raise TaskError(f"the task's plan cannot be carried out: {error}") from None
+        raise TaskError(f"the task's plan is invalid: {error}") from None
     _check_size(task)
     _require(written["modality"] == task.modality, "modality", f"{task.modality} for inputs of shape {list(shape)}")
     return task
 
 
 def _check_size(task: Task) -> None:
-    """Refuse what would take a client's memory or time before its policy has judged it: a server may ask for anything."""
+    """Refuse a task that would exhaust a client's memory or time before its policy decides: a server may send anything."""
     plan, weights = task.plan, sum(math.prod(shape) for shape in task.tensors.values())
-    _require(weights <= _MOST_WEIGHTS, "tensors", f"of at most {_MOST_WEIGHTS} values together")
+    _require(weights <= _MOST_WEIGHTS, "tensors", f"of at most {_MOST_WEIGHTS} values in total")
     _require(math.prod(task.shape) <= _MOST_WEIGHTS, "shape", f"of at most {_MOST_WEIGHTS} values")
-    _require(plan.rounds * plan.local_steps <= _MOST_STEPS, "plan", f"one of at most {_MOST_STEPS} local steps in all")
-    _require(plan.local_steps * plan.slots <= _MOST_DRAWS, "plan", f"one of at most {_MOST_DRAWS} records a participation")
+    _require(plan.rounds * plan.local_steps <= _MOST_STEPS, "plan", f"one with at most {_MOST_STEPS} local steps in total")
+    _require(plan.local_steps * plan.slots <= _MOST_DRAWS, "plan", f"one with at most {_MOST_DRAWS} records a participation")
 
 
 def _is_shape(value: object) -> bool:
@@ -210,7 +211,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    """A name and a shape; that of a single number is empty."""
+    """A name and a shape; the shape of a scalar is empty."""
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
         return False
     return value[1] == [] or _is_shape(value[1])

@@ -1,10 +1,10 @@
-"""What goes over the wire: trees as Flower's array records, and back under suspicion.
+"""Encode weight trees as Flower ArrayRecords; decode and validate untrusted ones.
 
-A dense tree is one float32 array a tensor. An update of which a part is zero (pruned, or shared in part) goes as its other
-values and where they are: numbers of places, or one bit a coordinate, whichever is smaller. Nothing is ever unpickled, and
-nothing is believed: names, shapes, types, places and values are checked, and the first that is wrong is said in a sentence.
+A dense tree is one float32 array per tensor. A partly zero update (pruned, or shared in part) is sent as its non-zero values
+and their positions: indices, or one bit per coordinate, whichever is smaller. Nothing is ever unpickled, and nothing is
+trusted: names, shapes, types, positions and values are checked, and the first violation is reported in one sentence.
 
-What a message weighs is measured on the records that Flower sends, not computed.
+Message sizes are measured on the records that Flower sends, not computed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fedcdp.mechanism.pruning import keep_largest
 from fedcdp.models.networks import build
 
 _PLACES, _BITS, _VALUES = "fedcdp:places", "fedcdp:bits", "fedcdp:values"
-_HEADER = 2**12  # bytes that the header of an array may take at most
+_HEADER = 2**12  # maximum size of an array's header in bytes
 _STYPE = "numpy.ndarray"
 
-# The shapes and classes of the paper's benchmarks; no data are needed to weigh a network.
+# The shapes and classes of the paper's benchmarks; measuring a network's messages needs no data.
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "mnist": ((1, 28, 28), 10),
     "cifar10": ((3, 32, 32), 10),
@@ -44,23 +44,23 @@ PRUNED = (0.0, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one client in one round."""
+    """Bytes sent by and to one client in one round."""
 
     weights: int
-    """Trainable weights of the network."""
+    """Number of trainable weights of the network."""
     down: int
     """From the server: the global weights."""
     up: dict[float, int]
-    """To the server: the update, by the share of it that is pruned."""
+    """To the server: the update, by the pruned share."""
 
 
 def dense(tree: Tree) -> ArrayRecord:
-    """All tensors of a tree without leading axes, as they are."""
+    """All tensors of a tree without leading axes, unchanged."""
     return ArrayRecord({name: Array(_contiguous(value)) for name, value in tree.items()})
 
 
 def sparse(tree: Tree, layout: Layout) -> ArrayRecord:
-    """A tree in the fewest bytes: as places and values if enough of it is zero, dense otherwise."""
+    """A tree in the fewest bytes: as positions and values if enough of it is zero, dense otherwise."""
     flat = layout.flatten(tree, lead=0).detach().cpu().float().numpy()
     places = np.flatnonzero(flat)
     wide, narrow = 4 * len(places), -(-len(flat) // 8)
@@ -71,7 +71,7 @@ def sparse(tree: Tree, layout: Layout) -> ArrayRecord:
 
 
 def decode(record: ArrayRecord, layout: Layout, *, may_be_sparse: bool = False) -> Tree:
-    """The tree in a record, as float32 tensors in the layout's shapes; raises `WireError` unless it is sound and finite."""
+    """The tree in a record, as float32 tensors in the layout's shapes; raises `WireError` unless it is valid and finite."""
     names = list(record.keys())
     if may_be_sparse and _VALUES in names:
         tree = layout.unflatten(torch.from_numpy(_spread(record, layout.size)))
@@ -86,12 +86,12 @@ def decode(record: ArrayRecord, layout: Layout, *, may_be_sparse: bool = False) 
 
 
 def bytes_of(record: ArrayRecord) -> int:
-    """How many bytes a record's arrays take on the wire, names and headers of the arrays included."""
+    """The size of a record's arrays on the wire in bytes, including the arrays' names and headers."""
     return sum(len(name.encode()) + len(array.data) for name, array in record.items())
 
 
 def weigh(network: nn.Module, shares: tuple[float, ...] = PRUNED) -> Traffic:
-    """Weigh the messages of a network, with an update of which these shares are pruned as a client prunes it."""
+    """Measure the messages of a network, with updates of which these shares are pruned as a client prunes them."""
     layout, source = Layout.of(network), torch.Generator().manual_seed(0)
     update: Tree = {name: torch.randn(1, *shape, generator=source) for name, shape in layout.shapes.items()}
     up = {}
@@ -102,7 +102,7 @@ def weigh(network: nn.Module, shares: tuple[float, ...] = PRUNED) -> Traffic:
 
 
 def weigh_benchmark(dataset: str) -> Traffic:
-    """Weigh the paper's network for one of its datasets."""
+    """Measure the messages of the paper's network for one of its datasets."""
     shape, classes = SHAPES[dataset]
     return weigh(build("auto", shape, classes))
 
@@ -110,20 +110,20 @@ def weigh_benchmark(dataset: str) -> Traffic:
 def _spread(record: ArrayRecord, size: int) -> NDArray[np.float32]:
     names = set(record.keys())
     if names not in ({_PLACES, _VALUES}, {_BITS, _VALUES}):
-        raise WireError(f"a sparse update has values and either places or bits, not {_shortly(sorted(names))}")
+        raise WireError(f"a sparse update must have values and either places or bits, not {_shortly(sorted(names))}")
     values = _array(record[_VALUES], _VALUES, "<f4", None, most=size)
     if _BITS in names:
         bits = _array(record[_BITS], _BITS, "|u1", (-(-size // 8),), most=size)
         marked = np.unpackbits(bits, bitorder="little")
         if marked[size:].any():
-            raise WireError(f"a sparse update marks a place outside the {size} there are")
+            raise WireError(f"a sparse update marks a place outside its {size} coordinates")
         places: NDArray[Any] = np.flatnonzero(marked[:size])
     else:
         places = _array(record[_PLACES], _PLACES, "<u4", None, most=size)
         if len(places) and int(places[-1]) >= size:
             raise WireError(f"a sparse update names place {int(places[-1])} of {size}")
         if (places[1:] <= places[:-1]).any():
-            raise WireError("a sparse update names places twice or out of order")
+            raise WireError("a sparse update names a place twice or out of order")
     if len(places) != len(values):
         raise WireError(f"a sparse update has {len(values)} values for {len(places)} places")
     flat = np.zeros(size, dtype=np.float32)
@@ -140,14 +140,14 @@ def _array(array: Array, name: str, kind: str, shape: tuple[int, ...] | None, mo
     wanted = np.dtype(kind)
     if array.stype != _STYPE:
         raise WireError(f"array {name} is serialised as {printable(str(array.stype)[:40])}, not {_STYPE}")
-    if len(array.data) > most * wanted.itemsize + _HEADER:  # before anything is read
+    if len(array.data) > most * wanted.itemsize + _HEADER:  # before reading anything
         raise WireError(f"array {name} has {len(array.data)} bytes, more than {most} values take")
-    # Not by `np.load`, which makes room for as many values as the header claims, and opens archives, too.
+    # Not by `np.load`, which allocates as many values as the header claims, and also opens archives.
     content = BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(content)
         header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version](content)
-    except Exception:  # what its parser raises for a header of any form is not bounded by any documentation
+    except Exception:  # it is not documented what the parser raises for a malformed header
         raise WireError(f"array {name} cannot be read") from None
     found, by_columns, dtype = header
     if dtype != wanted:
@@ -155,7 +155,7 @@ def _array(array: Array, name: str, kind: str, shape: tuple[int, ...] | None, mo
     if by_columns or (found != shape if shape is not None else len(found) != 1):
         raise WireError(f"array {name} has the shape {list(found)}, not {list(shape) if shape is not None else '[…]'}")
     if len(array.data) - content.tell() != math.prod(found) * wanted.itemsize:
-        raise WireError(f"array {name} has not as many values as its shape, {list(found)}")
+        raise WireError(f"array {name} does not have as many values as its shape, {list(found)}")
     return np.frombuffer(array.data, wanted, offset=content.tell()).reshape(found)
 
 
@@ -165,4 +165,4 @@ def _contiguous(value: torch.Tensor) -> NDArray[np.float32]:
 
 def _shortly(names: list[str]) -> str:
     shown = ", ".join(printable(name[:40]) for name in names[:4])
-    return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "none"
+    return f"{shown}, … ({len(names)} in total)" if len(names) > 4 else shown or "none"

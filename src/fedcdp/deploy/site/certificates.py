@@ -1,7 +1,7 @@
-"""Certificates and keys of a test authority: enough for TLS and node authentication, and easy to replace by one's own.
+"""Certificates and keys of a test authority: enough for TLS and node authentication, and easy to replace.
 
-A server proves who it is by a certificate that the authority signed; a node by a key whose public half is registered
-at the server. Nothing here is a secret of the training: whoever has a node's key can speak in that node's name.
+A server authenticates with a certificate that the authority signed; a node with a key whose public half is registered at
+the server. None of them is a secret of the training, but anyone with a node's key can act as that node.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedcdp.errors import DeploymentError
+from fedcdp.files.installation import install_command
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -20,34 +21,36 @@ if TYPE_CHECKING:
 
 
 VALID_DAYS = 365
-_CLOCKS_DIFFER = datetime.timedelta(hours=1)  # a certificate made here must already be valid on a machine that is late
+_CLOCKS_DIFFER = datetime.timedelta(hours=1)  # a new certificate must already be valid on a machine whose clock is late
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A private key and what may be shown of it, both as text."""
+    """A private key and its public counterpart, both as text."""
 
     private: bytes
     public: bytes
 
 
 def require_cryptography() -> None:
-    """Say what to install where the package is missing."""
+    """Raise an error with the install command if the package is missing."""
     try:
         import cryptography  # noqa: F401
     except ModuleNotFoundError:
-        raise DeploymentError('certificates and keys need cryptography; pip install "fedcdp[flower]"') from None
+        raise DeploymentError(
+            f"certificates and keys need cryptography; install it with {install_command('flower')}"
+        ) from None
 
 
 class Authority:
-    """A certificate authority that exists to sign server certificates; its key is needed for nothing else."""
+    """A certificate authority that only signs server certificates; its key is needed for nothing else."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self._key, self._certificate = key, certificate
 
     @classmethod
     def new(cls, name: str = "fedcdp test authority") -> Authority:
-        """A new authority with a key of its own."""
+        """A new authority with its own key."""
         require_cryptography()
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -66,11 +69,11 @@ class Authority:
 
     @property
     def pair(self) -> Pair:
-        """The authority's key and its certificate, which every party has to have."""
+        """The authority's key and its certificate, which every party needs."""
         return Pair(_pem(self._key), _pem_of(self._certificate))
 
     def sign_server(self, hosts: Iterable[str]) -> Pair:
-        """A key and a certificate for a server that is reached under any of these names or addresses."""
+        """A key and a certificate for a server reached under any of these names or addresses."""
         from cryptography import x509
         from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -91,7 +94,7 @@ class Authority:
 
 
 def new_node_key() -> Pair:
-    """A node's key: EC on SECP384R1, both halves as OpenSSH writes them, as Flower wants them."""
+    """A node's key: EC on SECP384R1, both halves in OpenSSH format, as Flower requires."""
     require_cryptography()
     from cryptography.hazmat.primitives import serialization
 
@@ -136,7 +139,7 @@ def _name(name: str) -> x509.Name:
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])  # more is not allowed there
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])  # the longest allowed common name
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -1,14 +1,14 @@
-"""A deployment directory: what lies where, and its few settings of its own.
+"""A deployment directory: its layout and its settings.
 
 ```
-DIR/deployment.toml     where the server is reached, and how many nodes there are
+DIR/deployment.toml     the server's address, and the number of nodes
 DIR/experiment.toml     the plan; read by the server only
 DIR/authority/          ca.pem, and ca.key: only needed to sign another server certificate
 DIR/server/             server.pem, server.key, the server's database
 DIR/node-1/             node.toml (its data), policy.toml (what it grants), node.key, node.pub, ca.pem, its ledger
 DIR/app/                the Flower app: names what to run, and holds no secret
 DIR/flwr/config.toml    where `flwr` finds the server
-DIR/logs/  DIR/run/     what was logged; the run directory
+DIR/logs/  DIR/run/     the logs; the run directory
 ```
 """
 
@@ -25,15 +25,15 @@ from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 CONNECTION = "deployment"
 MOST_NODES = 10_000
 _USUAL_PORT = 9443
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9]{1,15})?")  # it stands in scripts
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9]{1,15})?")  # scripts contain it
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteSettings:
     """`deployment.toml`."""
 
-    nodes: int = option(2, "SuperNodes, and so clients.")
-    host: str = option("127.0.0.1", "Name or address under which the nodes reach the server.")
+    nodes: int = option(2, "Number of SuperNodes; each is one client.")
+    host: str = option("127.0.0.1", "Name or address at which the nodes reach the server.")
     port: int = option(0, "The server's port; 0: a free one, for a deployment on one machine.")
 
     def __post_init__(self) -> None:
@@ -46,26 +46,26 @@ class SiteSettings:
             raise DeploymentError(f"host: {self.host!r} is not the name or address of a host")
 
     def to_toml(self) -> str:
-        """The file that gives these settings back."""
+        """The file from which these settings can be read back."""
         import tomli_w
 
         return tomli_w.dumps(vars(self))
 
     @property
     def port_in_scripts(self) -> int:
-        """The server's port, also where a deployment on one machine takes any free one."""
+        """The server's port, also if a deployment on one machine takes any free one."""
         return self.port or _USUAL_PORT
 
     @property
     def address(self) -> str:
-        """Where nodes and commands reach the server."""
+        """The address at which nodes and commands reach the server."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port_in_scripts}"
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """One node's part of the deployment: all that its machine needs, and nothing of the others."""
+    """One node's part of the deployment: everything its machine needs, and nothing of other nodes."""
 
     number: int
     path: Path
@@ -82,12 +82,12 @@ class NodePlace:
 
     @property
     def public_key(self) -> Path:
-        """What is registered at the server."""
+        """The public key, which is registered at the server."""
         return self.path / "node.pub"
 
     @property
     def config(self) -> Path:
-        """Its configuration: where its data, its policy and its ledger are."""
+        """The configuration: locations of its data, its policy and its ledger."""
         return self.path / "node.toml"
 
     @property
@@ -97,17 +97,17 @@ class NodePlace:
 
     @property
     def records(self) -> Path:
-        """The client's own records, where they come from a file."""
+        """The client's own records, if they come from a file."""
         return self.path / "records.npz"
 
     @property
     def authority(self) -> Path:
-        """The certificate by which the server is known."""
+        """The certificate that authenticates the server."""
         return self.path / "ca.pem"
 
     @property
     def state(self) -> Path:
-        """What the client must keep across restarts: its ledger."""
+        """The state that the client must keep across restarts: its ledger."""
         return self.path / "state"
 
 
@@ -127,7 +127,7 @@ class Site:
         self.database = self.server / "state.db"
 
     def require(self) -> SiteSettings:
-        """The settings of an existing deployment, or a sentence that says why it is none."""
+        """The settings of an existing deployment; raises an error if the directory holds none."""
         try:
             written = parse_toml(read_bounded(self.settings_file, MOST_SETTINGS))
         except FileNotFoundError:
@@ -144,9 +144,9 @@ class Site:
         return SiteSettings(**written)
 
     def node(self, number: int) -> NodePlace:
-        """The place of a node, counted from 1."""
+        """The directory of a node, counted from 1."""
         return NodePlace(number, self.path / f"node-{number}")
 
     def nodes(self, count: int) -> list[NodePlace]:
-        """All nodes' places."""
+        """The directories of all nodes."""
         return [self.node(number) for number in range(1, count + 1)]

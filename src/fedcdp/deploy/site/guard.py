@@ -1,11 +1,11 @@
-"""A guard: a small process that ends what another one started, should that one be killed before it could.
+"""A guard: a small process that ends the processes that another one started, if that one is killed first.
 
-It is told on its standard input what was started: the id of a process group a line, and `done` in the end. When the
-input ends without that, whoever wrote to it is dead. Then it asks the groups to end, and insists: also on processes that
-left their group, which it has seen below the one that it watches. (Flower's own processes watch their parents, too; but
-a ServerApp that is to end first reports to its server, and waits for that for ever if the server is dead.)
+It reads from its standard input what was started: one process group id per line, and `done` at the end. If the input ends
+without `done`, the writer is dead. The guard then terminates the groups, and finally kills them, including processes that
+left their group and that it has seen below the watched process. (Flower's own processes also watch their parents. But a
+ServerApp that is asked to end first reports to its server, and waits for that forever if the server is dead.)
 
-Runs by itself, with nothing but Python's own library: `python -I guard.py PID [others…]`.
+It runs on its own, with only Python's standard library: `python -I guard.py PID [others…]`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _LOOK_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
 
 Known = dict[int, str]
-"""Processes by id, with the time of their start: an id that is used again is not the same process."""
+"""Processes by id, with their start time: a reused id is not the same process."""
 
 
 def processes() -> Iterator[tuple[int, int, str, str]]:
-    """Id, parent, state, start. Only Linux tells; a process that ends meanwhile is passed over."""
+    """Id, parent, state, start. Only available on Linux; a process that ends meanwhile is skipped."""
     for entry in Path("/proc").glob("[0-9]*/stat") if LINUX else ():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            rest = entry.read_text().rpartition(")")[2].split()  # the name in parentheses may hold anything
+            rest = entry.read_text().rpartition(")")[2].split()  # the name in parentheses may contain anything
             yield int(entry.parent.name), int(rest[1]), rest[0], rest[19]
 
 
 def descendants(root: int, but: Set[int] = frozenset()) -> Known:
-    """All processes below one, `but` some and those below them; empty where the system does not tell."""
+    """All processes below `root`, except those in `but` and their descendants; empty if the system does not list them."""
     children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, _, started in processes():
         children.setdefault(parent, []).append((pid, started))
@@ -50,13 +50,13 @@ def descendants(root: int, but: Set[int] = frozenset()) -> Known:
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
-    """Send a signal to a process group, if it is there."""
+    """Send a signal to a process group, if it exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
 def _alive(known: Known) -> Known:
-    """Those that still run, and what they have started since."""
+    """The processes that still run, and those they have started since."""
     running = {pid: started for pid, _, state, started in processes() if state != "Z" and known.get(pid) == started}
     for pid in list(running):
         running |= descendants(pid)
@@ -64,7 +64,7 @@ def _alive(known: Known) -> Known:
 
 
 def _end(groups: list[int], known: Known) -> None:
-    # Of a group whose leader is gone the id may be somebody else's by now; where the system tells nothing, it is a risk.
+    # The id of a group without a leader may have been reused; where processes cannot be listed, this is a risk.
     groups = [group for group in groups if group in _alive(known) or not LINUX]
     for group in groups:
         signal_group(group, signal.SIGTERM)
@@ -85,7 +85,7 @@ def _end(groups: list[int], known: Known) -> None:
 
 
 def main() -> None:
-    """Watch until told that all is done, or until nobody can tell any more."""
+    """Watch until `done` is received, or until the input ends."""
     watched, others = int(sys.argv[1]), {int(each) for each in sys.argv[2:]} | {os.getpid()}
     known: Known = {}
     groups: list[int] = []

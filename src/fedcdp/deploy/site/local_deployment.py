@@ -1,6 +1,6 @@
 """A whole deployment on this machine: the server, its nodes and the job, started from the scripts and ended together.
 
-`Follower` tells from the run directory, while the server writes to it, which rounds are done, and ε so far.
+`Follower` reads the finished rounds, and ε so far, from the run directory while the server writes to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedcdp.files.untrusted import MOST_SETTINGS, parse_json, printable, read_bo
 from fedcdp.training.rundir import Row, RunDirectory
 
 _POLL_SECONDS = 0.25
-_SERVER_SECONDS = 180.0  # until it listens: importing takes its time on a busy machine
+_SERVER_SECONDS = 180.0  # until it listens: imports are slow on a busy machine
 
 Tell = Callable[[str], None]
 
@@ -44,7 +44,7 @@ class LocalOutcome:
 
 
 class Deployment:
-    """A deployment directory that can be brought up on this machine."""
+    """A deployment directory that can be started on this machine."""
 
     def __init__(self, directory: Path | str) -> None:
         self.site = Site(directory)
@@ -53,7 +53,7 @@ class Deployment:
         self.follower = Follower(self.site.run, self.experiment)
 
     def up(self, progress: Callable[[Row], None] | None, tell: Tell) -> LocalOutcome:
-        """Run the job to its end, from the last whole round if there is one. Leaves no process behind, however it ends."""
+        """Run the job to its end, from the last complete round if any. Leaves no process behind, however it ends."""
         started = time.perf_counter()
         if not self.follower.finished():
             flower_commands.require_flower()
@@ -62,7 +62,7 @@ class Deployment:
         return self.outcome(time.perf_counter() - started)
 
     def outcome(self, seconds: float) -> LocalOutcome:
-        """How far the run is, by its directory."""
+        """The progress of the run, according to its directory."""
         rows = self.follower.rows()
         measured = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
         ended, sentence = self.follower.ended() or ("unfinished", "the run has not ended")
@@ -79,7 +79,7 @@ class Deployment:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise DeploymentError(f"{self.site.path} is up already, by another process") from None
+                raise DeploymentError(f"{self.site.path} is already running, by another process") from None
             yield
 
 
@@ -98,7 +98,7 @@ class _Local:
         if self._settings.port:
             port = self._settings.port
             flower_commands.require_free(port)
-        # On one machine the nodes reach the server by the loopback, for which the certificate holds, too.
+        # On one machine the nodes reach the server over the loopback interface, which the certificate covers as well.
         self._environment |= {"FEDCDP_PORT": str(port), "FEDCDP_SERVER": f"127.0.0.1:{port}"}
         self._forget_database()
         server = self._start("superlink", "start-superlink.sh")
@@ -110,15 +110,15 @@ class _Local:
         self._deployment.follower.forget_outcome()
         job = self._start("run", "run.sh", "--run-only")
         self._follow(job, server, progress)
-        if self._deployment.follower.ended() is None:  # which the server says last of all
+        if self._deployment.follower.ended() is None:  # the server writes this last
             run = flower_commands.started_run(job.log)
             state = flower_commands.state_of(run, self._site, self._environment) if run else "not started"
             raise DeploymentFailedError(f"the job ended as {state}; {self._log_of(job)} says why")
 
     def _forget_database(self) -> None:
-        """Begin with an empty one: the run is in the run directory, and keys are registered anew.
+        """Start with an empty database: the run is in the run directory, and keys are registered again.
 
-        A database that outlived its server would have nodes that count as connected, and are refused for a minute.
+        In a database that outlived its server, nodes would count as connected and be refused for a minute.
         """
         for path in self._site.server.glob(f"{self._site.database.name}*"):
             path.unlink()
@@ -126,7 +126,7 @@ class _Local:
     def _start(self, name: str, script: str, *arguments: str) -> Process:
         log = self._site.logs / f"{name}.log"
         if name == "run":
-            log.unlink(missing_ok=True)  # the number of the run is read from it
+            log.unlink(missing_ok=True)  # the run id is read from it
         return self._supervisor.start(name, [str(self._site.path / script), *arguments], self._environment, log)
 
     def _wait_for(self, server: Process, port: int) -> None:
@@ -145,10 +145,10 @@ class _Local:
             raise DeploymentFailedError(f"the nodes' keys were not registered; {self._log_of(process)} says why")
 
     def _follow(self, job: Process, server: Process, progress: Callable[[Row], None] | None) -> None:
-        """Until the job ends, tell of every round, and of every node that is lost."""
+        """Report every round, and every lost node, until the job ends."""
         ended = False
         while not ended:
-            ended = job.status is not None  # before reading, so that the last round is not missed
+            ended = job.status is not None  # before reading, to include the last round
             self._check(server)
             self._supervisor.reap()
             for row in self._deployment.follower.new_rows():
@@ -158,7 +158,7 @@ class _Local:
             for node in lost:
                 if node.name not in self._told_of:
                     self._told_of.add(node.name)
-                    self._tell(f"{node.name} ended; rounds go on with the others ({self._log_of(node)})")
+                    self._tell(f"{node.name} ended; rounds continue with the others ({self._log_of(node)})")
             if len(lost) == len(self._nodes):
                 raise DeploymentFailedError(f"all nodes ended; {self._log_of(lost[0])} says why")
             time.sleep(0 if ended else _POLL_SECONDS)
@@ -166,7 +166,7 @@ class _Local:
     def _check(self, server: Process) -> None:
         if server.status is not None:
             raise DeploymentFailedError(
-                f"the server ended; {self._log_of(server)} says why, and fedcdp deploy up goes on from the last whole round"
+                f"the server ended; {self._log_of(server)} says why; fedcdp deploy up continues from the last complete round"
             )
 
     @staticmethod
@@ -175,7 +175,7 @@ class _Local:
 
 
 class Follower:
-    """Reads a run directory that another process writes to; what is half written is read the next time."""
+    """Reads a run directory that another process writes to; incomplete files are read again next time."""
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         self._run = RunDirectory(directory)
@@ -184,15 +184,15 @@ class Follower:
         self._budget: Budget | None = None
 
     def rounds_done(self) -> int:
-        """Rounds that would not be repeated if the server ended now."""
+        """Number of rounds that would not be repeated if the server ended now."""
         return self._run.rounds_done()
 
     def finished(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether nothing is left to do."""
         return self._run.model.exists() and self.rounds_done() >= self._experiment.plan.rounds
 
     def ended(self) -> tuple[str, str] | None:
-        """How the server says that the run ended, in a word and in a sentence; None while it has not."""
+        """How the run ended according to the server, as a word and a sentence; None while it is running."""
         try:
             told = parse_json(read_bounded(self._run.path / "outcome.json", MOST_SETTINGS))
             return printable(str(told["ended"])[:100]), printable(str(told["sentence"])[:1000])
@@ -200,25 +200,25 @@ class Follower:
             return None
 
     def forget_outcome(self) -> None:
-        """Before the server goes on: what it said of an earlier end is not said of this one."""
+        """Remove the outcome of an earlier end before the server continues."""
         (self._run.path / "outcome.json").unlink(missing_ok=True)
 
     def rows(self) -> list[Row]:
         """All rounds so far."""
         try:
             return self._run.read_metrics()
-        except RunError:  # replaced at this moment
+        except RunError:  # being replaced at this moment
             return []
 
     def new_rows(self) -> Iterator[Row]:
-        """The rounds that were done since the last time."""
+        """The rounds finished since the last call."""
         for row in self.rows():
             if row["round"] > self._told:
                 self._told = row["round"]
                 yield row
 
     def epsilon_after(self, rounds: int) -> str:
-        """ε so far, for people; nothing until the server has opened its ledger."""
+        """ε so far, formatted; empty until the server has opened its ledger."""
         if self._budget is None:
             try:
                 population = Population.read(Ledger.open(self._run.ledger).population)

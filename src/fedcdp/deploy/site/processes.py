@@ -1,9 +1,9 @@
-"""Processes that end with the one that started them, whatever they start themselves and however anyone is killed.
+"""Processes that end with the one that started them, whatever they start themselves and however any of them is killed.
 
-Flower's processes start others: a SuperLink starts a launcher in a session of its own, which starts the ServerApp. So a
-process group is not enough. On Linux this process adopts every orphan among its descendants
-(`PR_SET_CHILD_SUBREAPER`), so that walking down from it finds them all; and a guard (`guard.py`), a process of its own,
-ends them if this one is killed. Elsewhere the groups are ended, and Flower's own watching of parents does the rest.
+Flower's processes start others: a SuperLink starts a launcher in its own session, which starts the ServerApp. A process
+group is therefore not enough. On Linux this process adopts every orphan among its descendants
+(`PR_SET_CHILD_SUBREAPER`), so walking down from it finds them all. A separate guard process (`guard.py`) ends them if this
+one is killed. On other systems the groups are ended, and Flower's own watching of parents does the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GRACE_SECONDS = 10.0
 
 
 class Process:
-    """One started program, its output appended to a log."""
+    """One started program, with its output appended to a log."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], log: Path) -> None:
         self.name, self.log = name, log
@@ -37,17 +37,17 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also that of its group."""
+        """Its process id, which is also its group id."""
         return self._popen.pid
 
     @property
     def status(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Its exit status; None while it runs."""
         return self._popen.poll()
 
 
 class Supervisor:
-    """Starts processes and, on leaving, has ended all of them and all that they started."""
+    """Starts processes and, on exit, ends all of them and all of their descendants."""
 
     def __init__(self, grace: float = _GRACE_SECONDS) -> None:
         self._grace = grace
@@ -56,7 +56,7 @@ class Supervisor:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Supervisor:
-        self._others = set(descendants(os.getpid()))  # neither they nor what they start is ours to end
+        self._others = set(descendants(os.getpid()))  # neither these nor their children are ours to end
         _adopt_orphans(True)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", guard.__file__, str(os.getpid()), *map(str, self._others)],
@@ -70,7 +70,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         try:
-            with _not_interrupted():  # a second Ctrl-C must not leave half of them behind; it takes seconds at most
+            with _not_interrupted():  # a second Ctrl-C must not leave some behind; this takes seconds at most
                 self.stop()
                 self._tell_guard("done\n")
         finally:
@@ -81,7 +81,7 @@ class Supervisor:
                 self._guard.wait()
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-        """Start a program in a group of its own."""
+        """Start a program in its own group."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             popen = subprocess.Popen(
@@ -90,7 +90,7 @@ class Supervisor:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                start_new_session=True,  # Ctrl-C in the terminal is for us; we end them in order
+                start_new_session=True,  # only we receive the terminal's Ctrl-C; we end them in order
             )
         self._tell_guard(f"{popen.pid}\n")
         process = Process(name, popen, log)
@@ -98,7 +98,7 @@ class Supervisor:
         return process
 
     def reap(self) -> None:
-        """Let adopted orphans that have ended go: a zombie would look alive to the processes that watch it."""
+        """Reap adopted orphans that have ended: a zombie would look alive to the processes that watch it."""
         known = {process.pid for process in self._started}
         for pid, parent, state, _ in processes():
             if parent == os.getpid() and state == "Z" and pid not in known and pid not in self._others:
@@ -106,7 +106,7 @@ class Supervisor:
                     os.waitpid(pid, os.WNOHANG)
 
     def stop(self) -> None:
-        """End everything: ask first, then insist. The last that was started goes first."""
+        """End everything: terminate first, then kill. The process started last goes first."""
         for process in reversed(self._started):
             if process.status is None:
                 signal_group(process.pid, signal.SIGTERM)
@@ -114,12 +114,12 @@ class Supervisor:
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        for process in () if LINUX else self._started:  # where descendants cannot be listed
+        for process in () if LINUX else self._started:  # descendants cannot be listed
             signal_group(process.pid, signal.SIGKILL)
         self._wait_until_gone(self._grace)
 
     def alive(self) -> list[int]:
-        """What still runs of all that was started, directly or not."""
+        """All processes that still run, started directly or indirectly."""
         for process in self._started:
             _ = process.status  # reaps it
         self.reap()
@@ -128,7 +128,7 @@ class Supervisor:
 
     def _tell_guard(self, line: str) -> None:
         if self._guard and self._guard.stdin:
-            with contextlib.suppress(OSError):  # it may have been killed; we are here, so nothing is lost yet
+            with contextlib.suppress(OSError):  # it may have been killed; we still run, so nothing is lost yet
                 os.write(self._guard.stdin.fileno(), line.encode())
 
     def _wait_until_gone(self, seconds: float) -> None:
@@ -139,7 +139,7 @@ class Supervisor:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the work within as Ctrl-C does: in order."""
+    """Let SIGTERM and SIGHUP end the enclosed work in order, as Ctrl-C does."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise KeyboardInterrupt
@@ -156,7 +156,7 @@ def _not_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle some signals in another way for a while; outside the main thread, nothing changes."""
+    """Temporarily replace signal handlers; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

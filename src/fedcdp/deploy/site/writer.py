@@ -1,7 +1,7 @@
-"""Writing a deployment: a directory that works as it is, and that says what to replace before it is more than a test.
+"""Write a deployment: a directory that works as it is, and that lists what to replace before it is more than a test.
 
-The texts (scripts, commented settings, the README) are rendered from `templates/`. A node's folder says of its client which
-data it has, and what it grants to whom.
+The texts (scripts, commented settings, the README) are rendered from `templates/`. A node's folder names its client's data,
+and what the client grants and to whom.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OBEYED_IN_QUOTES = re.compile(r'["$`\\{}\x00-\x1f\x7f]')
 
 
 def render(name: str, **values: object) -> str:
-    """The text of a template; a value that it needs and does not get is an error."""
+    """The text of a template; a missing value is an error."""
     return _environment().get_template(f"{name}.j2").render(values)
 
 
@@ -60,7 +60,7 @@ def _toml(value: object) -> str:
 
 
 def _inside_quotes(value: object) -> str:
-    """The value as it is, unless a shell would see more in it than a text."""
+    """The value unchanged; raises if a shell would treat any part of it as more than text."""
     text = str(value)
     if _OBEYED_IN_QUOTES.search(text):
         raise DeploymentError(f"{text!r} cannot be written into a script")
@@ -87,7 +87,7 @@ def node_text(experiment: Experiment, number: int) -> str:
 
 
 def policy_text(experiment: Experiment, epsilon: float | None) -> str:
-    """`policy.toml`: what the client grants; without an `epsilon`, what the plan costs it in all its rounds."""
+    """`policy.toml`: what the client grants; without an `epsilon`, the plan's cost over all its rounds."""
     from fedcdp.deploy.protocol.policy import effective_noise
 
     plan, run = experiment.plan, experiment.run
@@ -107,7 +107,7 @@ def policy_text(experiment: Experiment, epsilon: float | None) -> str:
 
 
 def needed_epsilon(experiment: Experiment) -> float:
-    """The ε by a client's own account for every round of the plan and some repeated ones, rounded up; ∞ if there is none."""
+    """The ε by a client's own accounting for every round and some repeated ones, rounded up; ∞ if there is none."""
     from fedcdp.deploy.protocol.grant import wanted_participations
 
     cost = epsilon_of(experiment, wanted_participations(experiment.plan))
@@ -115,7 +115,7 @@ def needed_epsilon(experiment: Experiment) -> float:
 
 
 def epsilon_of(experiment: Experiment, releases: int) -> float:
-    """The ε by a client's own account (`flower.budget`) for so many releases of its first task."""
+    """The ε by a client's own accounting (`protocol.grant`) for this many releases of its first task."""
     from fedcdp.deploy.protocol.grant import Grant, Reservation
     from fedcdp.deploy.protocol.task import Task
 
@@ -129,7 +129,7 @@ def epsilon_of(experiment: Experiment, releases: int) -> float:
         classes=2,
         network="mlp",
         activation=None,
-        tensors={f"{layer}.weight": (1,) for layer in range(population.layers)},  # only how many are clipped apart counts
+        tensors={f"{layer}.weight": (1,) for layer in range(population.layers)},  # only their number matters
         constants="",
         plan=plan,
         smallest_cohort=1,
@@ -142,24 +142,24 @@ def epsilon_of(experiment: Experiment, releases: int) -> float:
 
 
 def _rounded_up(value: float) -> float:
-    """To two digits, so that a reader sees a number that was chosen, not one that was computed."""
+    """Round up to two digits, so the number looks chosen rather than computed."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit) * unit:.2g}")
 
 
 def _shortest(value: float) -> int | float:
-    """The same number without a needless `.0`. Rounded, it might grant more, or refuse the plan that it was made for."""
+    """The same number without a needless `.0`. Rounding it might grant more, or refuse the plan it was made for."""
     return int(value) if float(value).is_integer() else value
 
 
 _SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
-_FIRST_RUNTIME_PORT = 9100  # a node's own, for the programs that it starts; on one machine each node needs another
+_FIRST_RUNTIME_PORT = 9100  # used by the programs that a node starts; on one machine each node needs its own
 
 
 def experiment_for(nodes: int, given: list[Settings]) -> Experiment:
-    """The experiment of a deployment: one client a node, all in every round, noise from the operating system.
+    """The experiment of a deployment: one client per node, all in every round, noise from the operating system.
 
-    Settings that are given win, but for the number of clients, which is the number of nodes.
+    Given settings take precedence, except the number of clients, which is the number of nodes.
     """
     ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
     experiment = assemble(ours, *given)
@@ -178,10 +178,10 @@ def write(
     client_epsilon: float | None = None,
     server: Mapping[str, int | float] | None = None,
 ) -> Site:
-    """Write a deployment into a directory that is new or empty; every secret is readable by its owner only.
+    """Write a deployment into a new or empty directory; every secret is readable by its owner only.
 
-    Each client's policy grants `client_epsilon`; where none is given, what the plan costs it. `server` has settings of
-    the ServerApp that are not the usual ones, such as `round-timeout`.
+    Each client's policy grants `client_epsilon`; by default, what the plan costs the client. `server` holds settings of the
+    ServerApp that differ from the defaults, such as `round-timeout`.
     """
     require_cryptography()
     site = Site(directory)
@@ -229,7 +229,7 @@ def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: s
         (site.experiment, experiment.to_toml(), _PLAIN),
         (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
         (site.path / "README.md", _readme(settings, experiment), _PLAIN),
-        (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which belong in no repository
+        (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which do not belong in a repository
     ]
     files += [(site.path / name, text, _PROGRAM) for name, text in server_scripts(settings).items()]
     for node in site.nodes(settings.nodes):
@@ -242,12 +242,12 @@ def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: s
 
 
 def _records(site: Site, experiment: Experiment) -> list[tuple[Path, bytes, int]]:
-    """Of a file of the user's, each node gets the part that the simulator's client has, and no other."""
+    """If the data are a user's file, each node gets exactly the part of the simulator's client."""
     if experiment.data.file is None:
         return []
     federation = deal_out(experiment, load_splits(experiment, quiet=True))
-    if federation.copies > 1:  # a server does not know of copies among clients' own records, and would count too little
-        raise DeploymentError(f"partition: {experiment.data.partition} gives a record to several nodes; deal out each once")
+    if federation.copies > 1:  # a server does not know about copies among clients' records, and would count too little
+        raise DeploymentError(f"partition: {experiment.data.partition} gives a record to several nodes; use disjoint parts")
     files = []
     for node in site.nodes(federation.clients):
         part, content = federation.train.take(torch.from_numpy(federation.indices(node.number - 1))), BytesIO()
@@ -261,7 +261,7 @@ def _app(site: Site, experiment: Experiment, server: Mapping[str, int | float]) 
 
 
 def app_project(experiment: Experiment, server: Mapping[str, int | float]) -> str:
-    """The Flower app: which parts of this package to run. It goes to every node, so nothing that is secret is in it."""
+    """The Flower app: which parts of this package to run. It is sent to every node, so it holds no secret."""
     usual: dict[str, int | float] = {
         "min-clients": experiment.data.clients,
         "min-cohort": 1,
@@ -273,7 +273,7 @@ def app_project(experiment: Experiment, server: Mapping[str, int | float]) -> st
 
 
 def server_scripts(settings: SiteSettings) -> dict[str, str]:
-    """The scripts that start the server and the job: `fedcdp deploy up` runs them, too."""
+    """The scripts that start the server and the job: `fedcdp deploy up` runs them as well."""
     return {
         "start-superlink.sh": render("start-superlink.sh", settings=settings),
         "run.sh": render("run.sh", settings=settings, connection=CONNECTION),
@@ -281,12 +281,12 @@ def server_scripts(settings: SiteSettings) -> dict[str, str]:
 
 
 def node_script(settings: SiteSettings, number: int) -> str:
-    """The script that starts a node: with the node's folder, all that its machine needs."""
+    """The script that starts a node; together with the node's folder, it is all that the node's machine needs."""
     return render("start-node.sh", settings=settings, number=number, runtime_port=_FIRST_RUNTIME_PORT + number)
 
 
 def _readme(settings: SiteSettings, experiment: Experiment) -> str:
-    """What is here, how it is started, and what to replace before it guards real data."""
+    """What the directory holds, how to start it, and what to replace before it guards real data."""
     data = experiment.data.dataset or "your own examples"
     return render("README.md", settings=settings, plan=experiment.plan, data=data, valid_days=VALID_DAYS)
 
@@ -301,7 +301,7 @@ def _connection(site: Site, settings: SiteSettings) -> str:
 
 def _write(path: Path, content: bytes, mode: int) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Never readable by others, not even for the moment before its permissions are set.
+    # Never readable by others, not even briefly before its permissions are set.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
-    path.chmod(mode)  # the process's mask may have taken more away
+    path.chmod(mode)  # the umask may have removed more permissions

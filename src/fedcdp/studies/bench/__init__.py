@@ -1,1 +1,1 @@
-"""Speed on this machine: what a client step costs, how it grows, and what it costs elsewhere."""
+"""Speed on this machine: the cost of a client step, how it scales, and its cost in other libraries."""

@@ -1,11 +1,11 @@
-"""How a client step is measured: the time of whole rounds of the simulator itself, and the memory at its peak.
+"""Measure a client step: the time of whole rounds of the simulator itself, and peak memory.
 
-A case is trained for a warm-up round and then for one that counts (on a GPU, three); the cases of a comparison take turns,
-so that whatever else the machine does meets all of them alike. A figure is the median of its rounds, with the least and the
-most. The inputs are a benchmark where its files are at hand, else random values of its size and shape: speed does not
-depend on the values, and every result says which it was.
+A case is trained for a warm-up round and then for one measured round (on a GPU, three). The cases of a comparison take
+turns, so other load on the machine affects all of them alike. A figure is the median of its rounds, with minimum and
+maximum. The inputs are a benchmark if its files are available, else random values of its size and shape: speed does not
+depend on the values, and every result says which was used.
 
-Memory is that of a process of its own, since a process cannot forget its peak:
+Memory is measured in a separate process, because a process cannot reset its peak:
 
     python -m fedcdp.studies.bench.measurement < case.json
 """
@@ -59,7 +59,7 @@ class BenchData:
 
 
 def subject(name: str, data_dir: Path | str | None = None) -> BenchData:
-    """The benchmark `name` where its files are at hand (nothing is downloaded), else a synthetic one of its shape."""
+    """The benchmark `name` if its files are available (nothing is downloaded), else a synthetic one of its shape."""
     try:
         return BenchData(name, load(name, data_dir, download=False, quiet=True), "real")
     except (DataError, ImportError):
@@ -67,7 +67,7 @@ def subject(name: str, data_dir: Path | str | None = None) -> BenchData:
 
 
 def synthetic(name: str) -> BenchData:
-    """As many random inputs as the benchmark `name` has, of its shape and with its number of classes."""
+    """As many random inputs as the benchmark `name` has, with its shape and number of classes."""
     shape, classes = _SHAPES[name]
     examples = BENCHMARKS[name].train
     inputs = torch.rand(examples, *shape, generator=torch.Generator().manual_seed(0))
@@ -83,25 +83,25 @@ def shape_of(name: str) -> tuple[tuple[int, ...], int]:
 
 Report = Callable[[str], None]
 
-# So long a training chooses its engine and chunk by measurement, as a real one does; only its first rounds are run.
+# A training this long chooses its engine and chunk by measurement, as a real one does; only its first rounds are run.
 _ROUNDS_OF_A_LONG_TRAINING = 10_000
-_ROUNDS_A_VISIT = {"cuda": 3}  # where rounds are short beside what comes before them
+_ROUNDS_A_VISIT = {"cuda": 3}  # rounds are short there, compared with the start-up
 _MICRO = 1e6
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time: a benchmark in the paper's setting, but for some changes."""
+    """One configuration to time: a benchmark in the paper's setting, with some changes."""
 
     name: str
     subject: BenchData
     machine: MachineSettings
     plan: dict[str, Any] = field(default_factory=dict)
     clients: int = 1000
-    """Clients in all, K."""
+    """Total number of clients, K."""
 
     def experiment(self, local_steps: int) -> Experiment:
-        """The long training whose first rounds are timed; nothing is evaluated in them."""
+        """The long training whose first rounds are timed, without evaluation."""
         return assemble(
             preset(self.subject.name),
             {
@@ -113,28 +113,28 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """The local steps of a round in the paper's setting, L."""
+        """The number of local steps of a round in the paper's setting, L."""
         return int(preset(self.subject.name)["plan"]["local_steps"])
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One visit to a case: a warm-up round, and rounds that count."""
+    """One visit to a case: a warm-up round, and measured rounds."""
 
     start_up: float
-    """Seconds from the settings to the end of the first round, less an ordinary round."""
+    """Seconds from the settings to the end of the first round, minus an ordinary round."""
     rounds: list[float]
-    """Seconds of each round that counts."""
+    """Seconds of each measured round."""
     processor: list[float]
-    """Seconds of the CPU in each of them: what they would have taken, had nobody else been at work."""
+    """CPU seconds of each measured round: its duration on an otherwise idle machine."""
     peak_bytes: int | None
-    """Most memory held on a GPU at a time; None on a CPU, where only a process of its own can tell."""
+    """Peak GPU memory; None on a CPU, where only a separate process can measure it."""
     trained_by: dict[str, Any]
-    """The engine that was used, and how many clients it trained at once."""
+    """The engine used, and its chunk size."""
 
 
 def visit(case: Case, local_steps: int, rounds: int = 1) -> Visit:
-    """Train a case for a warm-up round and `rounds` more, everything included."""
+    """Train a case for a warm-up round and `rounds` more, including all overhead."""
     device = torch.device(case.machine.device)
     ends: list[float] = []
     processor: list[float] = []
@@ -162,7 +162,7 @@ def visit(case: Case, local_steps: int, rounds: int = 1) -> Visit:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a case's rounds took."""
+    """The measured rounds of a case."""
 
     local_steps: int
     client_steps: int
@@ -174,7 +174,7 @@ class Timing:
     trained_by: dict[str, Any]
 
     def figures(self) -> dict[str, Any]:
-        """Microseconds per client step, those of the CPU, and what they were measured over."""
+        """Microseconds per client step, the same in CPU time, and the measured rounds."""
         return {
             "us_per_client_step": spread([_MICRO * each / self.client_steps for each in self.seconds]),
             "cpu_us_per_client_step": spread([_MICRO * each / self.client_steps for each in self.processor]),
@@ -184,11 +184,11 @@ class Timing:
 
 
 def compare(cases: Sequence[Case], repeat: int, seconds: float, report: Report, fewest: int = 1) -> list[Timing]:
-    """Time cases in turn, `repeat` times each; all with the same number of local steps a round.
+    """Time cases in turn, `repeat` times each; all with the same number of local steps per round.
 
-    That is as many as make a round of the last case, the dearest, last about `seconds`, at least the `fewest` and at most
-    the paper's. A GPU is nobody else's meanwhile, and a program for it takes longer to compile than to time: there, a case
-    has all its rounds in one visit, with the paper's number of local steps.
+    That number makes a round of the last case, the most expensive, take about `seconds`; it is at least `fewest` and at most
+    the paper's. A GPU is not shared meanwhile, and compiling a program for it takes longer than timing it: on a GPU, a case
+    runs all its rounds in one visit, with the paper's number of local steps.
     """
     if torch.device(cases[0].machine.device).type == "cuda":
         return [_on_gpu(case, repeat, report) for case in cases]
@@ -207,11 +207,11 @@ def _on_gpu(case: Case, repeat: int, report: Report) -> Timing:
 
 
 def _steps_that_take(seconds: float, case: Case, report: Report) -> int:
-    """How many local steps make a round last about `seconds`, at least one and at most the paper's."""
-    report(f"{case.name}: how long is a step?")
+    """The number of local steps that make a round take about `seconds`, at least one and at most the paper's."""
+    report(f"{case.name}: estimating the time of a step")
     steps = 1
     while True:
-        # What a round costs besides its steps weighs less the more there are, so that an estimate by few is too low.
+        # The fixed cost of a round weighs less with more steps, so an estimate from a few steps gives too few.
         afforded = max(1, min(case.longest, round(seconds / min(visit(case, steps).rounds) * steps)))
         if afforded <= 2 * steps:
             return afforded
@@ -232,22 +232,22 @@ def _timing(case: Case, local_steps: int, visits: list[Visit]) -> Timing:
 
 
 def spread(samples: Sequence[float]) -> dict[str, Any]:
-    """The median of some samples with the least and the most, and the samples."""
+    """The median of some samples with minimum and maximum, and the samples."""
     rounded = [float(f"{each:.5g}") for each in samples]
     return {"median": statistics.median(rounded), "least": min(rounded), "most": max(rounded), "samples": rounded}
 
 
 def ratio(samples: Sequence[float], of: Sequence[float]) -> dict[str, Any]:
-    """How many times as long: of the pairs that were measured one after the other."""
+    """How many times as long: over the pairs that were measured one after the other."""
     return spread([a / b for a, b in zip(samples, of, strict=True)])
 
 
 _MIB = 2**20
-_UNIT = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss
+_UNIT = 1 if sys.platform == "darwin" else 2**10  # unit of ru_maxrss
 
 
 def peak_mib(case: Case, local_steps: int) -> dict[str, float]:
-    """MiB of a process at its peak, and before training: with the libraries and the (synthetic) data alone."""
+    """Peak memory of a process in MiB, and before training: with only the libraries and the (synthetic) data."""
     asked = {
         "dataset": case.subject.name,
         "machine": vars(case.machine),
@@ -270,7 +270,7 @@ def peak_mib(case: Case, local_steps: int) -> dict[str, float]:
 
 
 def _own_peak() -> float:
-    # Linux counts the parent's memory in a child's ru_maxrss, but not in this.
+    # Linux includes the parent's memory in a child's ru_maxrss, but not in this value.
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,6 +1,6 @@
-"""The section `peers`: fedcdp and others on the same task, one process each, taking turns of one thread.
+"""The section `peers`: fedcdp and other libraries on the same task, one process each, taking turns on one thread.
 
-The drivers, one file a contestant, are in `benchmarks/peers` of a checkout. They are not part of the installed package.
+The drivers, one file per contestant, are in `benchmarks/peers` of a checkout. They are not part of the installed package.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from fedcdp.studies.bench.sections import Bench
 
 DRIVERS = Path(__file__).resolve().parents[4] / "benchmarks" / "peers"
 _MICRO = 1e6
-_PATIENCE = 30  # seconds for a process to end by itself; one that has others to end takes a few
-# Everybody's way to say: one thread. NPROC is what XLA asks for the size of its pool.
+_PATIENCE = 30  # seconds for a process to end by itself; one with child processes takes a few
+# Every library's setting for a single thread. XLA reads NPROC for the size of its pool.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"), "1")
 _ONE_THREAD["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 Task = dict[str, Any]
-"""What all contestants train, in plain values, as the drivers read it (`benchmarks/peers/turns.py`)."""
+"""The task of all contestants, in plain values, as the drivers read it (`benchmarks/peers/turns.py`)."""
 
-# Enough clients to fill a chunk; on a GPU, as many as the other sections train.
+# Enough clients to fill a chunk; on a GPU, as many as in the other sections.
 _TASKS = (("mnist", "cnn", 32), ("adult", "mlp", 256))
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who trains a task, and with what mechanism."""
+    """A library that trains a task, and its mechanism."""
 
     who: str
     module: str
     mechanism: str
     engine: str = ""
-    """Of fedcdp: which engine; what the settings say by default."""
+    """For fedcdp: the engine; by default, that of the settings."""
     way: str = ""
-    """Of a peer that has several ways to do it: which; the fastest by default."""
+    """For a peer with several implementations: which one; the fastest by default."""
     peer: str | None = None
-    """Whose interpreter it needs; None is this one."""
+    """Whose interpreter it needs; None means this one."""
 
     @property
     def ours(self) -> bool:
@@ -74,14 +74,14 @@ PEERS = tuple(dict.fromkeys(each.peer for each in _OTHERS if each.peer is not No
 
 
 def drivers() -> Path:
-    """The folder of drivers; outside a checkout, a sentence says where they are."""
+    """The folder of drivers; raises an error outside a checkout."""
     if not (DRIVERS / "worker.py").is_file():
-        raise RunError("--section: peers needs the drivers in benchmarks/peers, which only a checkout of the source has")
+        raise RunError("--section: peers needs the drivers in benchmarks/peers, which are only in a source checkout")
     return DRIVERS
 
 
 def peers(bench: Bench, report: Report, interpreters: dict[str, str]) -> Iterator[Rows]:
-    """A client step of fedcdp and of every peer that can be had, here or by its interpreter."""
+    """A client step of fedcdp and of every peer that is available, here or in its interpreter."""
     for dataset, network, clients in bench.some(_TASKS, 1):
         shape, classes = shape_of(dataset)
         setting = BENCHMARKS[dataset]
@@ -104,11 +104,11 @@ def peers(bench: Bench, report: Report, interpreters: dict[str, str]) -> Iterato
 def contest(
     task: Task, contestants: Sequence[Contestant], interpreters: dict[str, str], repeat: int, report: Report
 ) -> Rows:
-    """Everybody's figures, measured in turns; who cannot take part is there with the reason."""
+    """The figures of all contestants, measured in turns; unavailable ones are listed with the reason."""
     with ExitStack() as stack:
 
         def prepared(each: Contestant) -> _Worker:
-            report(f"{each.who}: making ready for {task['dataset']}")
+            report(f"{each.who}: preparing {task['dataset']}")
             machine = task.get("machine", {}) | ({"engine": each.engine} if each.engine else {})
             own_task = task | {"mechanism": each.mechanism, "way": each.way, "machine": machine}
             return stack.enter_context(_Worker(each, own_task, interpreters.get(each.peer or "", sys.executable)))
@@ -159,7 +159,7 @@ class _Worker:
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()  # no more turns: that ends it
+            self._process.stdin.close()  # no more turns: the process ends
         try:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
@@ -167,7 +167,7 @@ class _Worker:
             self._process.wait()
 
     def take_turn(self) -> None:
-        """Let it train, and wait for what it took; who fails is out, with the reason."""
+        """Let it train, and wait for its result; a contestant that fails is out, with the reason."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write("turn\n")
@@ -200,7 +200,7 @@ def _row(task: Task, worker: _Worker, ours: dict[str, _Worker]) -> dict[str, Any
         "times_fedcdp": ratio(worker.seconds, same.seconds),
         "load_average": load_average(),
     }
-    if worker.processor:  # not of one that works in other processes than its own
+    if worker.processor:  # unknown for a contestant that works in other processes
         figures["cpu_us_per_client_step"] = spread([_MICRO * each for each in worker.processor])
         figures["cpu_times_fedcdp"] = ratio(worker.processor, same.processor)
     return about | figures

@@ -1,4 +1,4 @@
-"""The result file of a bench: what was measured on which machine, whole after every group of measurements."""
+"""The result file of a bench: measurements and their machine, written completely after every group of measurements."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Rows = list[dict[str, Any]]
 
 
 class BenchResults:
-    """Rows by section. With a path, they are on disk as soon as they are added.
+    """Rows by section. With a path, rows are on disk as soon as they are added.
 
-    A file that exists is completed: a section that is measured again replaces what was there. One that was measured on
-    another machine, or with another version, is refused.
+    An existing file is completed: a section that is measured again replaces the old one. A file measured on another machine,
+    or with another version, is refused.
     """
 
     def __init__(self, machine: dict[str, Any], path: Path | None = None) -> None:
@@ -38,20 +38,20 @@ class BenchResults:
                 raise RunError(f"--out: {path} was measured on another machine or version; choose another file")
             self.sections = content["sections"]
         if path is not None:
-            self._write()  # says that it cannot be written before anything is measured
+            self._write()  # fail before measuring if the file cannot be written
 
     def begin(self, section: str) -> None:
-        """Forget what an earlier measurement said of a section."""
+        """Remove the earlier measurements of a section."""
         self.sections[section] = []
 
     def add(self, section: str, rows: Rows) -> None:
-        """Take measurements in, and keep them."""
+        """Add measurements, and save them."""
         self.sections[section] += rows
         if self.path is not None:
             self._write()
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """Everything, as JSON values."""
         return {"format": FORMAT, "machine": self.machine, "sections": self.sections}
 
     def _write(self) -> None:
@@ -64,7 +64,7 @@ class BenchResults:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file, or a sentence that says what is wrong with it."""
+    """Read a result file; raises an error that says what is wrong with it."""
     try:
         content = parse_json(read_bounded(path, MOST_JSON))
     except OSError as error:
@@ -79,7 +79,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """What a speed depends on besides what is trained; the same for every measurement on this machine."""
+    """What speed depends on besides the training; the same for every measurement on this machine."""
     return {
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -93,5 +93,5 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def load_average() -> float | None:
-    """How many processes wanted a core during the last minute; a figure far above 1 warns that others were at work."""
+    """The number of processes that wanted a core during the last minute; far above 1, it warns of other load."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

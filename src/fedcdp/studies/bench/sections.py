@@ -1,4 +1,4 @@
-"""What is measured: one generator a section, which yields the rows of a comparison as soon as it is done."""
+"""The measured sections: one generator each, which yields the rows of a comparison as soon as it is done."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fedcdp.training.prepared import deal_out
 PER_ROUND = (100, 200, 500, 1000, 2000, 5000)
 BATCH_SIZE = (1, 2, 5, 10, 20, 50)
 CLIENTS = ((100, 100), (1000, 100), (10_000, 100), (100_000, 100), (1_000_000, 100), (1_000_000, 1000))
-"""Clients in all, and in a round."""
+"""Total number of clients, and number per round."""
 
 _USUAL_PER_ROUND = {"cpu": 100, "cuda": 500}  # the paper's, and enough to fill a GPU
-_FEDERATION = 5000  # clients, where the number in a round varies; few enough to be dealt out in the first rounds
-_FEWEST_STEPS = 5  # of a round: what else it costs should not be taken for theirs
+_FEDERATION = 5000  # clients, if the number per round varies; few enough to get their records in the first rounds
+_FEWEST_STEPS = 5  # per round, to keep its fixed cost from being attributed to the steps
 _MIB = 2**20
 
 Value = TypeVar("Value")
@@ -35,23 +35,23 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Bench:
-    """How to measure."""
+    """Settings of a bench."""
 
     machine: MachineSettings
     data_dir: Path | None = None
     repeat: int = 3
     quick: bool = False
     seconds: float = 1.0
-    """About how long a round that counts should take."""
+    """Approximate duration of a measured round."""
     clients_a_round: int | None = None
 
     @property
     def per_round(self) -> int:
-        """Clients in a round, where a section does not vary them."""
+        """Clients per round, in sections that do not vary it."""
         return self.clients_a_round or _USUAL_PER_ROUND.get(torch.device(self.machine.device).type, 100)
 
     def case(self, name: str, dataset: str, **plan: Any) -> Case:
-        """The paper's setting for a dataset, but for these changes and the clients in a round."""
+        """The paper's setting for a dataset, with these changes and the bench's clients per round."""
         plan = {"per_round": self.per_round} | plan
         return Case(name, _loaded(dataset, self.data_dir), self.machine, plan, max(1000, plan["per_round"]))
 
@@ -60,17 +60,17 @@ class Bench:
         return compare(cases, self.repeat, self.seconds, report, fewest_steps)
 
     def some(self, values: Sequence[Value], few: int) -> Sequence[Value]:
-        """All values, or for a quick look the first few."""
+        """All values; in a quick bench, the first few."""
         return values[:few] if self.quick else values
 
 
-@lru_cache(maxsize=1)  # pictures are large
+@lru_cache(maxsize=1)  # image datasets are large
 def _loaded(name: str, data_dir: Path | None) -> BenchData:
     return subject(name, data_dir)
 
 
 def steps(bench: Bench, report: Report) -> Iterator[Rows]:
-    """A client step of the five datasets under the four methods, the paper's figure beside it, and the price of privacy."""
+    """A client step of the five datasets under the four methods, with the paper's figure and the cost of privacy."""
     for dataset in bench.some(DATASETS, 1):
         cases = [bench.case(f"{dataset}, {method}", dataset, method=method) for method in METHODS]
         rows = [_row(case, timing) for case, timing in zip(cases, bench.compare(cases, report), strict=True)]
@@ -81,7 +81,7 @@ def steps(bench: Bench, report: Report) -> Iterator[Rows]:
 
 
 def engines(bench: Bench, report: Report) -> Iterator[Rows]:
-    """The engines against each other: Fed-CDP on a convolutional and on a dense network."""
+    """Compare the engines: Fed-CDP on a convolutional and on a dense network."""
     for dataset in bench.some(("mnist", "adult"), 1):
         able: list[Case] = []
         for engine in (name for name in get_args(EngineName) if name != "auto"):
@@ -104,7 +104,7 @@ def engines(bench: Bench, report: Report) -> Iterator[Rows]:
 
 
 def sampling(bench: Bench, report: Report) -> Iterator[Rows]:
-    """Poisson batches, with three slots for every expected example, against batches of a fixed size."""
+    """Poisson batches, with three slots for every expected example, compared with batches of a fixed size."""
     cases = [bench.case(f"mnist, {kind}", "mnist", record_sampling=kind) for kind in ("partition", "poisson")]
     rows = [_row(case, timing) for case, timing in zip(cases, bench.compare(cases, report), strict=True)]
     for row in rows:
@@ -113,13 +113,13 @@ def sampling(bench: Bench, report: Report) -> Iterator[Rows]:
 
 
 def growth(bench: Bench, report: Report) -> Iterator[Rows]:
-    """MNIST Fed-CDP with more clients in a round, larger batches, and more clients in all."""
+    """MNIST Fed-CDP with more clients per round, larger batches, and more clients in total."""
     counts = bench.some(PER_ROUND, 2)
     cases = [replace(bench.case(f"K_t = {each}", "mnist", per_round=each), clients=_FEDERATION) for each in counts]
     yield _grown(bench, "per_round", cases, report)
     sizes = bench.some(BATCH_SIZE, 3)
     yield _grown(bench, "batch_size", [bench.case(f"B = {each}", "mnist", batch_size=each) for each in sizes], report)
-    # One at a time: federations are what grows here, and a million clients are not to be paid for by the others.
+    # One at a time: federations grow here, and the other cases should not pay for a million clients.
     for clients, per_round in bench.some(CLIENTS, 2):
         case = replace(bench.case(f"K = {clients}, K_t = {per_round}", "mnist", per_round=per_round), clients=clients)
         yield [row | _dealing(case) for row in _grown(bench, "clients", [case], report)]
@@ -139,7 +139,7 @@ def _grown(bench: Bench, along: str, cases: Sequence[Case], report: Report) -> R
 
 
 def _dealing(case: Case) -> dict[str, float]:
-    """How long it takes to deal a round's clients their records, as far as nobody in the rounds before had them dealt."""
+    """Seconds to assign records to a round's clients, for the clients that no earlier round has drawn."""
     experiment = case.experiment(1)
     federation = deal_out(experiment, case.subject.splits)
     started = time.perf_counter()

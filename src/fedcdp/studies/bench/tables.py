@@ -1,4 +1,4 @@
-"""Result files as tables, the same for a terminal and for a page, and as a picture; with what the paper printed.
+"""Result files as tables, the same for a terminal and for a page, and as a picture; with the paper's printed figures.
 
 The paper's milliseconds per local iteration of one client: Wei et al., ICDCS 2021, Table "Time cost per local iteration per
 client (ms)", on a 4-core i5 with a GeForce 2080 Ti.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedcdp.errors import RunError
 from fedcdp.files.disk import atomic_write
+from fedcdp.files.installation import install_command
 from fedcdp.studies.bench.result_file import Rows
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def tables(content: dict[str, Any]) -> Iterator[Table]:
-    """A table for every section that was measured."""
+    """A table for every measured section."""
     sections = content["sections"]
     for name, table in _TABLES.items():
         if rows := sections.get(name):
@@ -38,7 +39,7 @@ def tables(content: dict[str, Any]) -> Iterator[Table]:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """All tables, and the machine, for a page."""
+    """All tables and the machine, for a page."""
     lines = [machine_in_words(content["machine"]), ""]
     for title, headings, rows in tables(content):
         lines += [f"**{title}**", "", *_markdown_rows([headings, ["---"] * len(headings), *rows]), ""]
@@ -109,7 +110,7 @@ def _peers(rows: Rows, task: str) -> Table:
 
 
 def remarks(content: dict[str, Any]) -> list[str]:
-    """What should be known of a row of the peers: how it was done, or why it was not."""
+    """Remarks on the rows of the peers: how each was done, or why it was not."""
     rows = [row for row in content["sections"].get("peers", []) if not row["who"].startswith("fedcdp")]
     told = [
         f"{row['task'].partition(',')[0]}, {row['who']}: {row.get('missing') or row['note']}"
@@ -125,7 +126,7 @@ def remarks(content: dict[str, Any]) -> list[str]:
 
 
 def _speed(row: dict[str, Any]) -> list[str]:
-    """The median and the spread; of what could not be measured, dashes."""
+    """The median and the spread; dashes if it could not be measured."""
     if "missing" in row:
         return ["-", "-"]
     figure = row["us_per_client_step"]
@@ -169,15 +170,15 @@ _OURS, _OTHERS = "#1b6ca8", "#b5b5b5"
 
 
 def plot_speed(content: dict[str, Any], target: Path) -> None:
-    """Draw what is there of a result file's growth and peers; the form follows the file's ending."""
+    """Draw a result file's growth and peers, if present; the format follows the file's suffix."""
     try:
-        from matplotlib.figure import Figure  # not pyplot, which looks for a screen
+        from matplotlib.figure import Figure  # not pyplot, which looks for a display
     except ImportError:
-        raise RunError("--plot: this needs matplotlib; install it with pip install 'fedcdp[report]'") from None
+        raise RunError(f"--plot: this needs matplotlib; install it with {install_command('report')}") from None
 
     sections = content["sections"]
     growth = [row for row in sections.get("growth", []) if row["along"] == "per_round"]
-    # One mechanism: bars of several would invite to compare what is not the same.
+    # One mechanism only: bars of several would invite comparing different things.
     peers = [row for row in sections.get("peers", []) if "missing" not in row and row["mechanism"] == "fed-cdp"]
     tasks = list(dict.fromkeys(row["task"] for row in peers))
     panels = bool(growth) + len(tasks)

@@ -1,1 +1,1 @@
-"""The paper's tables and figures, cell by cell: what was printed beside what is measured (`fedcdp reproduce`)."""
+"""The paper's tables and figures, cell by cell: printed and measured values side by side (`fedcdp reproduce`)."""

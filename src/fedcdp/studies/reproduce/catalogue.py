@@ -1,21 +1,21 @@
-"""Which experiments there are: one TOML file a table or figure of the paper, in `experiments`.
+"""The catalogue of experiments: one TOML file per table or figure of the paper, in `experiments`.
 
 ```
 title, source, about     for people
 layout                   how results become rows (`layouts.LAYOUTS`)
-alone = true             cells are measured one at a time, for they are timed
+alone = true             cells are measured one at a time, because they are timed
 
 [every]                  settings of every cell
 [axes.NAME]              an axis: its values in order, each with the settings that it changes
 [variants.NAME]          one way to measure a row (`rows`: which ones), with the settings that it changes
-[printed]                what the paper prints, by row; a list is dealt to the rows that a pattern matches, in order
+[printed]                the paper's printed values, by row; a list is assigned in order to the rows that a pattern matches
 ```
 
 A *row* is one value of each axis, `fed-cdp/K100-Kt5`. A *cell* is a row measured in one of its variants,
-`fed-cdp/K100-Kt5/cohort`: what is run, kept and resumed as a whole. Settings are those of a run's `config.toml` (sections
+`fed-cdp/K100-Kt5/cohort`: it is run, stored and resumed as a whole. Settings are those of a run's `config.toml` (sections
 `data`, `model`, `plan`, `run`) over a `preset`, and those of the cell's `kind` (`runner.KINDS`).
 
-A `Place` is where cells are measured: the device, the data, and what is said of the machine.
+A `Place` is where cells are measured: the device, the data, and a description of the machine.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """What measures it (`runner.KINDS`)."""
+        """The kind of measurement (`runner.KINDS`)."""
         return str(self.settings.get("kind", "training"))
 
     def experiment(self, *changes: Given) -> Experiment:
-        """The experiment that the cell describes, with changes."""
+        """The cell's experiment, with changes."""
         base = preset(self.settings["preset"]) if "preset" in self.settings else {}
         own = {section: dict(self.settings[section]) for section in _SECTIONS if section in self.settings}
         experiment = assemble(base, own, *changes)
@@ -77,11 +77,11 @@ class Cell:
 
     @property
     def slug(self) -> str:
-        """A name for files."""
+        """A file name for the cell."""
         plain = "".join(sign if (sign.isascii() and sign.isalnum()) or sign in ".-" else "_" for sign in self.name)
         if plain == self.name.replace("/", "_") and not plain.startswith(".") and len(plain) <= _LONGEST_SLUG:
             return plain
-        # Neither a name that leads elsewhere, nor one that is too long, nor the same for two cells.
+        # The name must stay in its folder, must not be too long, and must be unique among cells.
         return f"{plain.lstrip('.')[:_LONGEST_SLUG]}-{hashlib.sha256(self.name.encode(errors='replace')).hexdigest()[:8]}"
 
 
@@ -94,7 +94,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """What it shows."""
+        """The table's title."""
         return str(self.content["title"])
 
     @property
@@ -118,7 +118,7 @@ class Table:
 
     @cached_property
     def printed(self) -> dict[str, Any]:
-        """What the paper prints, by row; rows of which it prints nothing are missing."""
+        """The paper's printed values, by row; rows without one are missing."""
         names = ["/".join(row) for row in self.rows]
         found: dict[str, Any] = {}
         for pattern, value in self.content.get("printed", {}).items():
@@ -130,7 +130,7 @@ class Table:
         return found
 
     def chosen(self, patterns: Sequence[str]) -> list[Cell]:
-        """The cells that some pattern matches, all where there is none; one that matches nothing is refused."""
+        """The cells that match some pattern, or all cells without patterns; raises for a pattern that matches nothing."""
         for pattern in patterns:
             if not any(_matches(name, pattern) for name in self.cells):
                 raise PlanError(f"--cells: no cell of {self.name} is called {pattern!r}; --list {self.name} names them")
@@ -152,14 +152,14 @@ class Table:
 
 
 def tables() -> list[Table]:
-    """All that are shipped, by name."""
+    """All shipped tables, sorted by name."""
     folder = files("fedcdp.studies.reproduce") / _FOLDER
     names = sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
     return [table(name) for name in names]
 
 
 def table(name: str) -> Table:
-    """A table by name, or one in a TOML file of your own."""
+    """A table by name, or from your own TOML file."""
     own = Path(name)
     if own.suffix == ".toml":
         return read(own.stem, own)
@@ -171,7 +171,7 @@ def table(name: str) -> Table:
 
 
 def read(name: str, place: Any) -> Table:
-    """Read a table, or say in a sentence what is wrong with it."""
+    """Read a table; raises an error that says what is wrong with it."""
     try:
         content = parse_toml(read_bounded(place, MOST_SETTINGS))
     except OSError as error:
@@ -189,10 +189,10 @@ def read(name: str, place: Any) -> Table:
 
 
 def _objection(content: Given) -> str | None:
-    """What in a table is not of the kind that it must be, if anything."""
+    """What is wrong with a table's content, or None."""
     for key in ("title", "source", "about", "layout"):
         if not isinstance(content.get(key, ""), str):
-            return f"{key} is not a text"
+            return f"{key} is not a string"
     if not isinstance(content.get("alone", False), bool):
         return "alone is not true or false"
     for key in ("every", "axes", "variants", "printed"):
@@ -200,26 +200,26 @@ def _objection(content: Given) -> str | None:
             return f"{key} is not a table"
     axes, variants = content["axes"], content.get("variants", {})
     if not axes or not all(isinstance(axis, dict) and axis for axis in axes.values()):
-        return "axes holds what is not an axis with values"
+        return "axes holds an entry that is not an axis with values"
     if math.prod(len(axis) for axis in axes.values()) > _MOST_ROWS:
         return f"the axes make more than {_MOST_ROWS} rows"
     for variant in variants.values():
         rows = variant.get("rows", []) if isinstance(variant, dict) else None
         if not isinstance(rows, list) or not all(isinstance(each, str) for each in rows):
-            return "variants holds what is not a variant, whose rows are patterns"
+            return "variants holds an entry that is not a variant with patterns as rows"
     layers = [content.get("every", {}), *variants.values(), *(value for axis in axes.values() for value in axis.values())]
     for layer in layers:
         if not isinstance(layer, dict):
             return "the settings of an axis or a variant are not a table"
         if not all(isinstance(layer.get(section, {}), dict) for section in _SECTIONS):
-            return f"{', '.join(_SECTIONS)} are tables of settings"
+            return f"{', '.join(_SECTIONS)} must be tables of settings"
         if not all(isinstance(layer.get(key, ""), str) for key in ("preset", "kind")):
-            return "preset and kind are texts"
+            return "preset and kind must be strings"
     return None
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Given:
-    """Settings over settings, table by table."""
+    """Merge settings over others, table by table."""
     both = {key: merged(below[key], above[key]) for key in above if _are_tables(below.get(key), above[key])}
     return {**below, **above, **both}
 
@@ -233,7 +233,7 @@ def _any_matches(row: str, patterns: Sequence[str]) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A cell by its name, a pattern of it, or the beginning of it up to a slash."""
+    """Whether a cell's name equals the pattern, matches it, or starts with it up to a slash."""
     return fnmatchcase(name, pattern) or name.startswith(pattern.rstrip("/") + "/")
 
 
@@ -250,7 +250,7 @@ def _dealt(value: Any, rows: int, where: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where to measure; goes to worker processes as it is."""
+    """Where to measure; passed to worker processes unchanged."""
 
     out: Path
     """The folder of result files."""
@@ -260,15 +260,15 @@ class Place:
 
     @property
     def device(self) -> str:
-        """Where tensors live."""
+        """The device that holds tensors."""
         return str(self.run.get("device", "cpu"))
 
     def scratch(self, table: str, cell: Cell) -> Path:
-        """A folder of a cell's own while it runs: what a killed one had done is there for the next try."""
+        """A cell's own folder while it runs: a killed attempt leaves its progress there for the next one."""
         return self.out / "running" / table / cell.slug
 
     def forget(self, table: str, cell: Cell) -> None:
-        """Clear a cell's folder away, and what is empty above it."""
+        """Remove a cell's folder, and empty folders above it."""
         folder = self.scratch(table, cell)
         shutil.rmtree(folder, ignore_errors=True)
         for parent in (folder.parent, folder.parent.parent):
@@ -280,14 +280,14 @@ class Place:
         return self.out / "arrays" / f"{table}-{cell.slug}.npz"
 
     def splits(self, experiment: Experiment) -> Splits:
-        """The data of an experiment, loaded once a process."""
+        """The data of an experiment, loaded once per process."""
         settings = experiment.data
         if settings.dataset is None:
             return load_splits(experiment, self.data_dir, quiet=True)
         return _loaded(settings.dataset, settings.split_seed, self.data_dir)
 
     def machine(self) -> str:
-        """The machine, in words."""
+        """Description of the machine."""
         device = torch.device(self.device)
         name = str(machine(device)["device"])
         if device.type == "cuda":
@@ -297,7 +297,7 @@ class Place:
         return f"{name}, torch {torch.__version__}"
 
 
-@lru_cache(maxsize=2)  # pictures are large
+@lru_cache(maxsize=2)  # image datasets are large
 def _loaded(dataset: str, split_seed: int, data_dir: Path | None) -> Splits:
     from fedcdp.data import load
 

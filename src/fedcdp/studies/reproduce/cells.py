@@ -1,18 +1,18 @@
-"""How cells are measured: those that train, that attack, that are timed, and that are nothing but their ε.
+"""Measure cells: by training, by attacking, by timing, or by computing only ε.
 
-**Training**: accuracy after the last round, at a learning rate that was chosen without the validation split. Where a cell
-has several `rates`, each is tried on a fifth of the *training* split, held out for that alone, for `tuning_share` of the
-rounds; the best (the first of equals) then trains on the whole training split. A rate is a number, a schedule as the plan
-writes it, or a rule about the rate found for the dataset and the noise: `found`, `found * 4 / C` or `found * 6 / sigma`,
-so that a cell far from the paper's C = 4 or σ = 6 is not judged at a step that fits those. What is found is in
+**Training**: accuracy after the last round, at a learning rate chosen without the validation split. If a cell has several
+`rates`, each is tried on a fifth of the *training* split, held out for that alone, for `tuning_share` of the rounds; the
+best (the first of equals) then trains on the whole training split. A rate is a number, a schedule in the plan's notation, or
+a rule based on the rate found for the dataset and the noise: `found`, `found * 4 / C` or `found * 6 / sigma`. With these
+rules, a cell far from the paper's C = 4 or σ = 6 is not judged at a step size that only fits those. The found rates are in
 `presets.learning_rate`, or in the cell's own `found`, by noise convention. `rates` may also be a table of such lists by
 dataset.
 
-**Attacks**: what a reader reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims. Settings,
-in the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the one that is trained), `recipe`
+**Attacks**: what an adversary reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims. Settings,
+in the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the trained one), `recipe`
 (iterations, total_variation) and `look` (steps, releases).
 
-**ε**: as the paper computes it, and as it is. Computed from the plan alone, where dp-accounting is installed.
+**ε**: as the paper computes it, and the true value. Computed from the plan alone, if dp-accounting is installed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Rate = float | str
 
 
 def measure_training(table: str, cell: Cell, place: Place) -> dict[str, Any]:
-    """Choose the rate, train, and tell the accuracy (the mean over `splits`, where there are several)."""
+    """Choose the rate, train, and report the accuracy (the mean over `splits`, if there are several)."""
     rates = rates_of(cell)
     tried = {f"{rate}": _train(table, cell, rate, 0, place, tuning=True).accuracy for rate in rates if len(rates) > 1}
     rate = max(rates, key=lambda each: tried.get(f"{each}") or 0.0)
@@ -75,7 +75,7 @@ def measure_training(table: str, cell: Cell, place: Place) -> dict[str, Any]:
 
 
 def rates_of(cell: Cell) -> list[Rate]:
-    """The rates to choose from, each once."""
+    """The rates to choose from, without duplicates."""
     plan = cell.experiment().plan
     found = presets.learning_rate(cell.experiment().data.dataset, vars(plan))
     found = cell.settings.get("found", {}).get(plan.noise, found)
@@ -97,17 +97,17 @@ def rates_of(cell: Cell) -> list[Rate]:
 
 
 def tuning_share(cell: Cell) -> float:
-    """The share of the rounds that each rate is tried for."""
+    """The share of the rounds for which each rate is tried."""
     return float(cell.settings.get("tuning_share", _TUNING_SHARE))
 
 
 def command(cell: Cell, rate: Rate) -> str:
-    """The same training from the command line (of the first split)."""
+    """The command line for the same training (of the first split)."""
     return f"fedcdp train{given(cell)} --lr {shlex.quote(str(rate))} --out RUN"
 
 
 def given(cell: Cell) -> str:
-    """A cell's preset and what it changes of it, as options."""
+    """A cell's preset and its changes to it, as options."""
     start = f" --preset {cell.settings['preset']}" if "preset" in cell.settings else ""
     changes = [
         f" --set {shlex.quote(f'{section}.{key}={value}')}"
@@ -118,14 +118,14 @@ def given(cell: Cell) -> str:
 
 
 def for_tuning(splits: Splits) -> Splits:
-    """The training split alone, a fifth of it in the place of the validation split."""
+    """The training split alone, with a fifth of it in place of the validation split."""
     order = torch.from_numpy(numpy_generator(0, "tuning-split").permutation(len(splits.train)))
     held_out = len(order) // 5
     return replace(splits, train=splits.train.take(order[held_out:]), validation=splits.train.take(order[:held_out]))
 
 
 def _train(table: str, cell: Cell, rate: Rate, seed: int, place: Place, tuning: bool = False) -> Run:
-    """One run, which goes on from its last round where it was killed before."""
+    """One run; resumed from its last round if it was killed before."""
     experiment = cell.experiment(
         {"data": {"split_seed": seed}, "plan": {"learning_rate": rate}, "run": _machine_settings(cell, place)}
     )
@@ -144,7 +144,7 @@ def _machine_settings(cell: Cell, place: Place) -> dict[str, Any]:
 
 
 def cost_of_training(cell: Cell) -> float:
-    """Client steps, about, with what a step costs however few clients take it; to begin with what is cheap."""
+    """Approximate number of client steps, including a step's fixed cost; used to start with cheap cells."""
     experiment: Experiment = cell.experiment()
     plan, images = experiment.plan, experiment.data.dataset in ("cifar10", "lfw")
     rates = len(rates_of(cell))
@@ -158,11 +158,11 @@ ROWS = {
     "fed-cdp-decay": (("server", "record"), ("server", "unique"), ("example", "record"), ("server", "client")),
     "fed-sdp": (("model", "client"), ("server", "client"), ("server", "record"), ("example", "record")),
 }
-"""Which ε are told of a method: adversary and unit, zero-out."""
+"""The ε reported for each method: adversary and unit, zero-out."""
 
 
 def epsilons(cell: Cell) -> dict[str, Any] | None:
-    """`printed`: by the paper's own accounting, no guarantee; the others are guarantees. None of a method without any."""
+    """`printed`: by the paper's own accounting, no guarantee; the others are guarantees. None for a method without any."""
     from fedcdp.accounting.statement import state
     from fedcdp.training.prepared import population_of
 
@@ -175,13 +175,13 @@ def epsilons(cell: Cell) -> dict[str, Any] | None:
     privacy = state(plan, population)
     told = {}
     for adversary, unit in ROWS[plan.method]:
-        stored_once = unit == "unique" and population.copies == 1  # then a record is all that there is of its person
+        stored_once = unit == "unique" and population.copies == 1  # then a person is exactly one record
         told[f"{adversary}/{unit}"] = privacy.row(adversary, "record" if stored_once else unit).epsilon
     return {"delta": plan.delta, "printed": printed} | {name: _in_json(value) for name, value in told.items()}
 
 
 def measure_epsilons(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noqa: ARG001
-    """A cell that is nothing but its ε."""
+    """A cell that consists of its ε only."""
     plan = cell.experiment().plan
     command = f"fedcdp account --preset {cell.settings['preset']} --method {plan.method} --local-steps {plan.local_steps}"
     return {"command": command, "epsilon": epsilons(cell)}
@@ -191,12 +191,12 @@ def _in_json(value: float) -> float | str:
     return "inf" if value == math.inf else value
 
 
-_SHOWN = 2  # victims whose pictures are kept
+_SHOWN = 2  # number of victims whose pictures are stored
 _KNOWN = {"leak", "name", "victims", "network", "recipe", "look"}
 
 
 def measure_attack(table: str, cell: Cell, place: Place) -> dict[str, Any]:
-    """Attack, and tell the figures; pictures go beside the result file."""
+    """Attack, and report the figures; pictures are stored next to the result file."""
     from fedcdp.attacks import RECIPES, Leaks, attack
 
     torch.manual_seed(0)
@@ -223,20 +223,20 @@ def measure_attack(table: str, cell: Cell, place: Place) -> dict[str, Any]:
             **told["look"],
         )
     if not isinstance(found, Leaks):
-        raise PlanError(f"{cell.name}: {told['name']} reconstructs nothing")
+        raise PlanError(f"{cell.name}: {told['name']} does not reconstruct examples")
     _keep_pictures(found, table, cell, place)
     row = {"command": attack_command(cell)} | found.summary() | {"attack": told["name"]}
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
 def experiment_of(cell: Cell, place: Place) -> Experiment:
-    """What is attacked: by default the network that the paper's authors attack."""
+    """The attacked experiment: by default with the network that the paper's authors attack."""
     network = _asked(cell)["network"]
     return cell.experiment({"model": {"network": "auto" if network == "paper" else network}, "run": place.run})
 
 
 def attack_command(cell: Cell) -> str:
-    """The same attack from the command line."""
+    """The command line for the same attack."""
     told = _asked(cell)
     options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in (told["recipe"] | told["look"]).items())
     where = f"--network {told['network']} --leak {told['leak']} --attack {told['name']} --victims {told['victims']}"
@@ -244,7 +244,7 @@ def attack_command(cell: Cell) -> str:
 
 
 def cost_of_attack(cell: Cell) -> float:
-    """In the unit of `training.cost`, roughly."""
+    """Roughly in the unit of `cost_of_training`."""
     told = _asked(cell)
     iterations = int(told["recipe"].get("iterations", 300))
     return 30.0 * int(told["victims"]) * iterations * (5 if told["name"] == "batch" else 1)
@@ -261,7 +261,7 @@ def _keep_pictures(found: Any, table: str, cell: Cell, place: Place) -> None:
     kept = {"original": found.captured.inputs, "reconstruction": found.found.examples, "order": found.scores.order}
     kept |= {f"iteration_{number}": value for number, value in found.snapshots.items()} | {"seed": found.found.seeds}
     written = io.BytesIO()
-    # Half precision: these are looked at, and a folder of them is to be kept in a repository.
+    # Half precision: these are only viewed, and a folder of them is committed to a repository.
     arrays = {name: value[:_SHOWN].detach().cpu() for name, value in kept.items()}
     plain: dict[str, Any] = {name: (v.half() if v.is_floating_point() else v).numpy() for name, v in arrays.items()}
     np.savez_compressed(written, **plain)

@@ -1,4 +1,4 @@
-"""The pictures of a table, drawn from its result file and, for reconstructions, from the arrays beside it."""
+"""The pictures of a table, drawn from its result file and, for reconstructions, from the arrays next to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 300)
 
 
 def draw(table: Table, cells: Cells, place: Place) -> list[str]:
-    """Draw what can be drawn of a table; the names of the pictures. Curves need matplotlib: without it, an ImportError."""
+    """Draw all available pictures of a table and return their names. Curves need matplotlib: without it, an ImportError."""
     maker = _PICTURES.get(table.name)
     if maker is None or not cells:
         return []
@@ -48,7 +48,7 @@ class Images:
         self._arrays = {name: value[0].float() for name, value in arrays.items()}
 
     def of(self, what: str) -> list[Tensor] | None:
-        """`original`, `seed`, `reconstruction` or `iteration_N`; each image beside the one it is a guess of."""
+        """`original`, `seed`, `reconstruction` or `iteration_N`; each image next to the one it is a guess of."""
         images = self._arrays.get(what)
         if images is None:
             return None
@@ -142,7 +142,7 @@ def _tradeoff(table: Table, cells: Cells, place: Place) -> Image | None:  # noqa
 
 
 def _figure(panels: int) -> tuple[Figure, list[Any]]:
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen
+    from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
     figure = Figure(figsize=(4.2 * panels, 3.4), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])

@@ -1,7 +1,7 @@
-"""How measured cells become rows for people: what the paper prints, what was measured, and the difference.
+"""Turn measured cells into readable rows: the paper's printed value, the measured one, and the difference.
 
-A section is a title, columns (key, heading, form) and rows, all plain values: it is kept in the result file, and the
-Markdown is nothing but these sections written out.
+A section is a title, columns (key, heading, form) and rows, all plain values: it is stored in the result file, and the
+Markdown only renders these sections.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def sections(table: Table, cells: Cells) -> list[Section]:
         return list(LAYOUTS[layout](table, cells))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise PlanError(
-            f"layout: {layout} cannot be made of the cells, axes and printed values of {table.name} ({error})"
+            f"layout: {layout} does not fit the cells, axes and printed values of {table.name} ({error})"
         ) from error
 
 
 def section(title: str, columns: list[tuple[str, str, str]], rows: list[dict[str, Any]]) -> Section:
-    """One section; a row has a value for every column, None where nothing was measured."""
+    """One section; a row has a value for every column, None if nothing was measured."""
     keys = [key for key, _, _ in columns]
     kept = [{key: row.get(key) for key in keys} for row in rows]
     given = {"paper", "row", "variant", "dataset", "L", "method", "pruned", "cell", "paper succeeds", "paper distance",
@@ -45,12 +45,12 @@ def section(title: str, columns: list[tuple[str, str, str]], rows: list[dict[str
 
 
 def difference(measured: float | None, printed: float | None) -> float | None:
-    """Measured less printed, where both are there."""
+    """Measured minus printed, if both exist."""
     return None if measured is None or printed is None else measured - printed
 
 
 def _groups(table: Table, lead: int = 1) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """The rows, by the values of their first axes."""
+    """The rows, grouped by the values of their first axes."""
     for start in dict.fromkeys(values[:lead] for values in table.rows):
         yield start, [values for values in table.rows if values[:lead] == start]
 
@@ -116,7 +116,7 @@ def lines(table: Table, cells: Cells) -> Iterator[Section]:
 
 
 def epsilon(table: Table, cells: Cells) -> Iterator[Section]:
-    """A section for each method: the printed ε, the same computed in the paper's way, and the true ones."""
+    """A section for each method: the printed ε, the same computed in the paper's way, and the true values."""
     for (method,), rows in _groups(table):
         first = next((cells[name] for values in rows if (name := "/".join(values)) in cells), None)
         keys = [key for key in (first or {}).get("epsilon", {}) if "/" in key]
@@ -134,7 +134,7 @@ def epsilon(table: Table, cells: Cells) -> Iterator[Section]:
 
 
 def time(table: Table, cells: Cells) -> Iterator[Section]:
-    """Milliseconds a local iteration of one client."""
+    """Milliseconds per local iteration of one client."""
     from fedcdp.studies.bench.tables import printed_ms
 
     columns = [("dataset", "dataset", "text"), ("method", "method", "text"), ("paper", "paper (ms)", "number")]
@@ -165,7 +165,7 @@ def _leak(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def attacks(table: Table, cells: Cells) -> Iterator[Section]:
-    """A section for each dataset and way to attack."""
+    """A section for each dataset and way of attacking."""
     columns = [("method", "method", "text"), ("victims", "victims", "text"), ("paper succeeds", "paper: succeeds", "yes")]
     columns += _LEAKS[:2]
     columns += [("paper distance", "paper: distance", "number"), *_LEAKS[2:3], ("difference", "− paper", "signed")]
@@ -179,14 +179,14 @@ def attacks(table: Table, cells: Cells) -> Iterator[Section]:
             told["victims"] = cells.get(row, {}).get("victims")
             told["difference"] = difference(found["distance"], printed.get("distance"))
             if found["recognisable"] is not None and "succeeds" in printed:
-                # Half of the victims recognisable: what a table with one Yes or No for all of them can mean.
+                # Half of the victims recognisable: a reading of the paper's single Yes or No for all of them.
                 told["agrees"] = (found["recognisable"] >= 0.5) == printed["succeeds"]
             made.append(told)
         yield section(", ".join(start), columns, made)
 
 
 def compression(table: Table, cells: Cells) -> Iterator[Section]:
-    """Accuracy and what is reconstructed, by the share that is pruned."""
+    """Accuracy and reconstruction rates by the pruned share."""
     for (what,), rows in _groups(table):
         shares = [values[1] for values in rows]
         variants = list(dict.fromkeys(name for values in rows for name in table.variants_of("/".join(values))))
@@ -206,7 +206,7 @@ def compression(table: Table, cells: Cells) -> Iterator[Section]:
 
 
 def curve(table: Table, cells: Cells) -> Iterator[Section]:
-    """What was followed over the rounds, every tenth of them."""
+    """The tracked values over the rounds, every tenth round."""
     for name in table.cells:
         curves = cells.get(name, {}).get("curves", {})
         columns = [("round", "round", "text"), *((key, key.replace("_", " "), "number") for key in curves)]
@@ -219,7 +219,7 @@ def curve(table: Table, cells: Cells) -> Iterator[Section]:
 
 
 def leaks(table: Table, cells: Cells) -> Iterator[Section]:
-    """Figures of the cells whose pictures are the result."""
+    """Figures of cells whose main result is pictures."""
     columns = [("cell", "cell", "text"), ("victims", "victims", "text"), *_LEAKS]
     made = [
         {"cell": name, **_leak(cells.get(name, {})), "victims": cells.get(name, {}).get("victims")} for name in table.cells
@@ -228,7 +228,7 @@ def leaks(table: Table, cells: Cells) -> Iterator[Section]:
 
 
 def tradeoff(table: Table, cells: Cells) -> Iterator[Section]:
-    """Rounds that were looked at: the noise, and what the examples bear."""
+    """The inspected rounds: the noise, and the noise that the examples tolerate."""
     forms = {"round": "text", "accuracy": "accuracy", "within": "share", "flipped": "share", "exceptions": "text"}
     names = {
         "round": "round", "clip": "C", "noise_norm": "‖ξ‖", "bound_q10": "bound, lowest tenth",

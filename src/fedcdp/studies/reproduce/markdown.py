@@ -1,7 +1,7 @@
-"""Result files as Markdown: one page for each table, and one overview of them all.
+"""Result files as Markdown: one page for each table, and an overview of all tables.
 
-A page has the table's sections, where each cell came from, and what has not been run. The overview says how much of each
-table was run, and how far what was measured lies from what is printed.
+A page has the table's sections, the origin of each cell, and the cells not yet run. The overview says how much of each table
+was run, and how far measured values are from printed ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def page(table: Table, cells: Cells, sections: list[Section], pictures: list[str
 
 
 def not_run(table: Table, cells: Cells) -> list[str]:
-    """The cells that have not been run; where nothing of a first axis' value has, that value."""
+    """The cells that have not been run; for a value of the first axis without any run cell, that value."""
     groups: dict[str, list[str]] = {}
     for name in table.cells:
         groups.setdefault(name.partition("/")[0], []).append(name)
@@ -64,7 +64,7 @@ def written(each: Section) -> str:
 
 
 def shown(value: Any, form: str) -> str:
-    """One value for people."""
+    """One value, formatted for people."""
     if form == "epsilons" and value is not None:
         return " / ".join(shown(part, "number") for part in value)
     if value is None:
@@ -88,7 +88,7 @@ def shown(value: Any, form: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """1e+04 as 10000, but very large ones as they are."""
+    """1e+04 as 10000, but very large numbers unchanged."""
     return f"{float(text):.0f}" if "e+" in text and float(text) < 1e7 else text
 
 
@@ -106,7 +106,7 @@ Measured = tuple[Table, Cells, list[Section]]
 
 def overview(measured: list[Measured]) -> str:
     """The page, as Markdown."""
-    lines = [["table", "what", "cells run", "measured beside printed"], ["---"] * 4]
+    lines = [["table", "what", "cells run", "measured against printed"], ["---"] * 4]
     for table, cells, sections in measured:
         said = _SAID.get(table.content["layout"])
         told = " · ".join(said(table, cells, sections)) if said and cells else ""
@@ -115,16 +115,16 @@ def overview(measured: list[Measured]) -> str:
     body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         "# The paper's tables and figures\n\n"
-        "Each page has what the paper prints, what was measured, the difference, the true ε, and what has not been run; "
-        "each JSON file the command, the settings and the machine of every cell. Written by "
-        "`fedcdp reproduce --table-only`; [docs/reproduction.md](../../docs/reproduction.md) says what it means.\n\n"
+        "Each page shows the paper's printed values, the measured ones, their difference, the true ε, and the cells not yet "
+        "run. Each JSON file has the command, the settings and the machine of every cell. Written by "
+        "`fedcdp reproduce --table-only`; [docs/reproduction.md](../../docs/reproduction.md) explains the results.\n\n"
         + body
         + "\n"
     )
 
 
 def _accuracy(table: Table, cells: Cells, sections: list[Section]) -> Iterator[str]:  # noqa: ARG001
-    """Of each variant, how far it is from the print."""
+    """For each variant, the distance from the printed values."""
     apart: dict[str, list[float]] = {}
     for cell in table.cells.values():
         accuracy, printed = cells.get(cell.name, {}).get("accuracy"), table.printed.get(cell.row)
@@ -141,7 +141,7 @@ def _epsilon(table: Table, cells: Cells, sections: list[Section]) -> Iterator[st
 
 
 def _attacks(table: Table, cells: Cells, sections: list[Section]) -> Iterator[str]:  # noqa: ARG001
-    """Rows of Fed-CDP are counted apart: every attack that fails agrees with the paper's No, whatever the reason."""
+    """Rows of Fed-CDP are counted separately: every failed attack agrees with the paper's No, whatever the reason."""
     rows = [row for section in sections for row in section["rows"] if row["agrees"] is not None]
     for kind, which in (("without Fed-CDP", False), ("with Fed-CDP, where a failed attack always agrees", True)):
         agree = [row["agrees"] for row in rows if row["method"].startswith("Fed-CDP") is which]

@@ -1,7 +1,7 @@
-"""Running cells: several at a time in processes of their own, each on disk as soon as it is done.
+"""Run cells: several at a time in separate processes, each saved to disk as soon as it is done.
 
-A stop (Ctrl-C, SIGTERM, the time limit) loses nothing that is finished; after kill -9 the workers end by themselves. The
-result file of a table is whole after every cell. Trainings that several tables have in common are run once (`shared`).
+A stop (Ctrl-C, SIGTERM, the time limit) loses no finished cell; after kill -9 the workers end by themselves. The result file
+of a table is complete after every cell. Trainings that several tables share are run once (`shared`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ FORMAT = "fedcdp-reproduction-1"
 
 
 class TableResults:
-    """What is known of a table.
+    """The known results of a table.
 
-    A cell that was measured under other settings than its table has now is not counted; it stays in the file, apart, and
-    counts again should the table's settings come back.
+    A cell measured under settings other than the table's current ones is not counted. It stays in the file, separately, and
+    counts again if the table's settings change back.
     """
 
     def __init__(self, table: Table, out: Path) -> None:
@@ -60,17 +60,17 @@ class TableResults:
         self.stale = {name: row for name, row in stored.items() if name not in self.cells}
 
     def missing(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Those that are still to be measured."""
+        """The cells that are still to be measured."""
         return [cell for cell in cells if cell.name not in self.cells]
 
     def keep(self, cell: Cell, row: dict[str, Any]) -> None:
-        """Take a cell in; it is on the disk when this returns."""
+        """Add a cell; it is on disk when this returns."""
         self.cells[cell.name] = row
         self.stale.pop(cell.name, None)
         self.write()
 
     def write(self, sections: list[dict[str, Any]] | None = None) -> None:
-        """Write the file: the cells in the table's order, and the rows made of them where they are made."""
+        """Write the file: the cells in the table's order, and their sections, if given."""
         ordered = {name: self.cells[name] for name in self.table.cells if name in self.cells}
         content: dict[str, Any] = {"format": FORMAT, "table": self.table.name, "title": self.table.title}
         if sections is not None:
@@ -82,7 +82,7 @@ class TableResults:
         self.write_beside(".json", text.encode() + b"\n")
 
     def write_beside(self, suffix: str, content: bytes) -> Path:
-        """Write a file of the table's name with another ending."""
+        """Write a file with the table's name and another suffix."""
         path = self.path.with_suffix(suffix)
         try:
             write_atomically(path, content)
@@ -106,12 +106,12 @@ def _read(path: Path, table: str) -> dict[str, dict[str, Any]]:
         raise RunError(f"{path} is not a result file of fedcdp reproduce {table}")
     parts = [content.get("other_settings", {}), content.get("cells")]
     if not all(_is_plain(part) and all(isinstance(row, dict) for row in part.values()) for part in parts):
-        raise RunError(f"{path} is damaged: its cells are not what was measured")
+        raise RunError(f"{path} is damaged: its cells are not valid measurements")
     return {**parts[0], **parts[1]}
 
 
 def _is_plain(value: object) -> bool:
-    """Whether this is a table of plain values that can be written again."""
+    """Whether this is a table of plain values that can be written back."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
@@ -120,9 +120,9 @@ def _is_plain(value: object) -> bool:
 
 
 def shared(cells: list[Cell], known: list[Table], out: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Those of the cells that some table's result file has already, with its row, which says where it was taken from.
+    """The cells that some table's result file already has, with its row, which names its origin.
 
-    The same: data, network, plan, learning rate and how it was chosen, and splits.
+    The same means: data, network, plan, learning rate and how it was chosen, and splits.
     """
     rows: dict[str, tuple[str, dict[str, Any]]] = {}
     for table in known:
@@ -141,7 +141,7 @@ def _is_plain_row(cell: Cell) -> bool:
 
 
 def _keys_of_row(cell: Cell, row: dict[str, Any]) -> Iterator[str]:
-    """What a row may stand for: the choice among its rates, and the training at the rate that was chosen."""
+    """What a row may stand for: the choice among its rates, and the training at the chosen rate."""
     if _is_plain_row(cell):
         yield _key(cell, rates_of(cell))
         yield _key(cell, [row["rate"]])
@@ -167,14 +167,14 @@ class CellOutcome:
     """How a run of cells ended."""
 
     left: list[Cell] = field(default_factory=list)
-    """Not begun when the time was up."""
+    """Cells not started when the time was up."""
     failed: dict[str, str] = field(default_factory=dict)
 
 
 def run(table: str, cells: list[Cell], place: Place, keep: Keep, workers: int, seconds: float) -> CellOutcome:
-    """Measure cells in this order; none is begun once so many `seconds` have passed, and those that are begun are ended.
+    """Measure cells in this order; none is started after `seconds`, and those that were started are finished.
 
-    A cell that fails does not hold up the others.
+    A cell that fails does not stop the others.
     """
     deadline = time.monotonic() + seconds
     with _stopped_by_sigterm():
@@ -216,14 +216,14 @@ def _side_by_side(table: str, cells: list[Cell], place: Place, keep: Keep, worke
                 try:
                     row = done.result()
                 except BrokenProcessPool:
-                    raise StoppedError("a worker process was ended from outside; the same command goes on") from None
+                    raise StoppedError("a worker process was killed; run the same command to continue") from None
                 except Exception as error:
                     outcome.failed[cell.name] = _in_words(error)
                 else:
                     keep(cell, row)
     finally:
         pool.shutdown(wait=not running, cancel_futures=True)
-        if running:  # stopped: what they were at is lost, but for the rounds that a training has on disk
+        if running:  # stopped: unfinished work is lost, except for rounds that a training has on disk
             for process in multiprocessing.active_children():
                 process.terminate()
     outcome.left = waiting
@@ -235,7 +235,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _begin_worker() -> None:
-    """Ctrl-C is the parent's to deal with; if the parent is killed, nobody is left to work for."""
+    """The parent handles Ctrl-C; if the parent is killed, the worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -265,7 +265,7 @@ Measure = Callable[[str, Cell, Place], dict[str, Any]]
 
 
 def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:
-    """A cell's row of the result file: what was found, by what command, on what machine, and how long it took."""
+    """A cell's row of the result file: the result, its command, the machine, and the duration."""
     check_kind(cell)
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -275,13 +275,13 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:
 
 
 def cost(cell: Cell) -> float:
-    """How much work a cell is beside others of its table; for the order in which they are run."""
+    """A cell's work relative to others of its table; determines the order in which they are run."""
     check_kind(cell)
     return _COST[cell.kind](cell) if cell.kind in _COST else 0.0
 
 
 def check_kind(cell: Cell) -> None:
-    """Refuse a cell that nothing here can measure."""
+    """Raise for a cell of an unknown kind."""
     if cell.kind not in KINDS:
         raise PlanError(f"{cell.name}: kind: {cell.kind!r} is not one of {', '.join(KINDS)}")
 
@@ -293,7 +293,7 @@ KINDS: dict[str, Measure] = {
     "time": measure_time,
     "tradeoff": tradeoff.measure,
 }
-"""What measures each kind."""
+"""The measuring function of each kind."""
 
 _COST: dict[str, Callable[[Cell], float]] = {
     "training": cost_of_training,

@@ -1,4 +1,4 @@
-"""Cells that follow the paper's section 6: how much noise the global model bears, and how much it gets.
+"""Cells that follow the paper's section 6: how much noise the global model tolerates, and how much it receives.
 
 Proposition 2: the prediction for an example x of class y survives a change ξ of the weights w if
 
@@ -6,13 +6,13 @@ Proposition 2: the prediction for an example x of class y survives a change ξ o
 
 Here, in the Euclidean norm (u = v = 2) and with g the logits:
 
-- ξ is the noise that one round adds to the global model, −η/(B·K_t)·Σ of all its draws: what the method's own code makes
-  of a round in which every gradient is zero;
-- L_j(x) is a local estimate: the largest ‖∇_w s_j‖ at w, w + ξ/2 and w + ξ, the way that the noise takes;
-- w is the global model before the round; x are validation examples that w gets right.
+- ξ is the noise that one round adds to the global model, −η/(B·K_t)·Σ of all its draws: the result of the method's own code
+  for a round in which every gradient is zero;
+- L_j(x) is a local estimate: the largest ‖∇_w s_j‖ at w, w + ξ/2 and w + ξ, along the path of the noise;
+- w is the global model before the round; x are validation examples that w classifies correctly.
 
-An example is *within* if its bound is at least ‖ξ‖, and *flipped* if w + ξ gets it wrong. One that is flipped although it is
-within (`exceptions`) would show that the estimate of L is too small.
+An example is *within* if its bound is at least ‖ξ‖, and *flipped* if w + ξ misclassifies it. An example that is flipped
+although it is within (`exceptions`) would show that the estimate of L is too small.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import begin
 
-_AT_ONCE = 50  # examples whose Jacobians [classes, weights] are held at a time
+_AT_ONCE = 50  # examples whose Jacobians [classes, weights] are held at the same time
 _WAY = (0.0, 0.5, 1.0)
 
 
 def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noqa: ARG001
-    """Train, and look at some rounds from the first to the last."""
+    """Train, and inspect some rounds from the first to the last."""
     (rate,) = rates_of(cell)
     experiment = cell.experiment({"plan": {"learning_rate": rate}, "run": place.run})
     splits, plan = place.splits(experiment), experiment.plan
     if not plan.per_example:
-        raise PlanError(f"{cell.name}: the trade-off is about noise on examples; the method must be fed-cdp")
+        raise PlanError(f"{cell.name}: the trade-off needs noise on examples; the method must be fed-cdp")
     device = torch.device(place.device)
     prepared = prepare_experiment(experiment, splits=splits)
     simulator, state = begin(
@@ -73,7 +73,7 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noqa: AR
 
 
 def injected(simulator: Simulator, state: State, chosen: Tensor) -> Tree:
-    """ξ: how a round would move the global model if every gradient were zero; the draws are those of the round itself."""
+    """ξ: how a round would move the global model if every gradient were zero; the draws are the round's own."""
     method, data = METHODS[simulator.plan.method], simulator.data
     silent = Simulator(data, StepwiseEngine(method, _Flat(simulator.engine), data.examples), simulator.chunk)
     received = Aggregate(state.weights, simulator.plan)
@@ -87,7 +87,7 @@ def injected(simulator: Simulator, state: State, chosen: Tensor) -> Tree:
 
 
 class _Flat:
-    """An engine of a landscape without slopes: every gradient is zero."""
+    """An engine whose gradients are all zero."""
 
     def __init__(self, engine: Engine) -> None:
         self.model, self.layout, self.loss = engine.model, engine.layout, engine.loss
@@ -108,7 +108,7 @@ class _Flat:
 
 
 def borne(engine: Engine, weights: Tree, noise: Tree, examples: Dataset, device: torch.device) -> dict[str, Any]:
-    """The bounds of the examples that the model gets right, beside the noise."""
+    """The bounds of the correctly classified examples, compared with the noise."""
     norm = float(torch.stack([value.double().square().sum() for value in noise.values()]).sum().sqrt())
     bounds, flips = [], []
     for inputs, targets in zip(examples.inputs.split(_AT_ONCE), examples.targets.split(_AT_ONCE), strict=True):
@@ -136,7 +136,7 @@ def borne(engine: Engine, weights: Tree, noise: Tree, examples: Dataset, device:
 
 
 def _margins(engine: Engine, weights: Tree, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """s_j [examples, classes] of each example, and ‖∇_w s_j‖; ∞ and 1 in the place of the label itself."""
+    """s_j [examples, classes] of each example, and ‖∇_w s_j‖; ∞ and 1 for the label itself."""
 
     def logits(at: Tree, example: Tensor) -> Tensor:
         answer: Tensor = functional_call(engine.model, at, (example[None],))[0]

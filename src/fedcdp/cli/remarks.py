@@ -1,0 +1,85 @@
+"""Remarks on settings: which setting a figure is about, and which options are overridden or have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fedcdp.cli.options import flag_of
+from fedcdp.config.experiment import Experiment
+from fedcdp.config.presets import BENCHMARKS, Settings
+
+Applies = Callable[[Experiment], bool]
+
+_OWN_DATA = "your own data (--data)"
+_QUANTILE = "a quantile clip, such as --clip 'quantile(0.5, 4)'"
+# Each setting that only some experiments read: whether this one does, and which do.
+_ONLY_FOR: dict[str, tuple[Applies, str]] = {
+    "alpha": (lambda e: e.data.partition == "dirichlet", "--partition dirichlet"),
+    "classes_per_client": (lambda e: e.data.partition == "shards", "--partition shards"),
+    "validation_fraction": (lambda e: e.data.file is not None, _OWN_DATA),
+    "standardise": (lambda e: e.data.file is not None, _OWN_DATA),
+    "scaling": (lambda e: e.data.dataset in ("adult", "cancer"), "the datasets adult and cancer"),
+    "clip": (lambda e: e.plan.private, "a private method"),
+    "noise_multiplier": (lambda e: e.plan.private, "a private method"),
+    "noise": (lambda e: e.plan.per_example, "fed-cdp and fed-cdp-decay"),
+    "noise_at": (lambda e: e.plan.method == "fed-sdp", "fed-sdp"),
+    "quantile_noise": (lambda e: e.plan.quantile is not None, _QUANTILE),
+    "quantile_rate": (lambda e: e.plan.quantile is not None, _QUANTILE),
+    "slots": (lambda e: e.plan.record_sampling == "poisson", "--record-sampling poisson"),
+    "share_fraction": (lambda e: e.plan.method == "dssgd", "dssgd"),
+    "noise_generator": (lambda e: e.plan.secure_noise, "--secure-noise"),
+}
+
+
+def describe_setting(experiment: Experiment) -> str:
+    """The data, the clients and the plan in one line."""
+    data, plan = experiment.data, experiment.plan
+    records = _records(experiment)
+    parts = [
+        data.file or str(data.dataset),
+        f"{data.clients} clients" + ("" if records is None else f" × {records} records"),
+        plan.method,
+        f"{plan.rounds} rounds",
+        f"K_t = {plan.per_round}",
+        f"L = {plan.local_steps}",
+        f"B = {plan.batch_size}",
+    ]
+    if plan.private:
+        parts += [f"σ = {plan.noise_multiplier:.6g}", f"C = {plan.clip}"]
+    return ", ".join(parts)
+
+
+def remarks(
+    experiment: Experiment, given: list[Settings], *, records: int | None = None, calibrated: bool = False
+) -> Iterator[str]:
+    """A sentence for each option given one by one (the last layer) that is overridden or has no effect.
+
+    Args:
+        experiment: What the options are part of.
+        given: The layers of settings that the command received.
+        records: Records of the largest client, where the data are loaded.
+        calibrated: Whether the noise was chosen for a target ε.
+    """
+    options = {name for section in given[-1].values() for name in section} if given else set()
+    held = records or _records(experiment)
+    if "batch_size" in options and held is not None and experiment.plan.batch_size > held:
+        yield (
+            f"--batch-size {experiment.plan.batch_size} is more than the {held} records of a client: each step uses all "
+            "of them, and the rest of the batch stays empty"
+        )
+    for name, (applies, which) in _ONLY_FOR.items():
+        if name in options and not applies(experiment):
+            yield f"{flag_of(name)} has no effect here: it is for {which}"
+    if calibrated and "noise_multiplier" in options and experiment.plan.private:
+        yield "--noise-multiplier is overridden: the noise is chosen for the target ε"
+
+
+def _records(experiment: Experiment) -> int | None:
+    """Records of a client, as far as the settings say; None for a user's own data, which must be loaded first."""
+    data = experiment.data
+    if data.records is not None:
+        return data.records
+    benchmark = BENCHMARKS.get(data.dataset or "")
+    if benchmark is None:
+        return None
+    return benchmark.train if data.partition == "full" else benchmark.train // max(data.clients, 1)
