@@ -1,4 +1,4 @@
-"""The search for the demo's settings: `python benchmarks/demo_settings.py results/demo/settings.json`.
+"""The search for the demo's settings: `python -m benchmarks.demo_settings results/demo/settings.json`.
 
 Every setting is scored on a fifth of the 4,000 training digits that is left out of the training: the mean of two seeds. The
 1,000 validation digits, which the demo reports, are read once, at the end, for the settings that the demo uses. Each private

@@ -26,7 +26,7 @@ def test_a_run_gets_its_page_beside_its_other_files(cli: Cli, run: Path) -> None
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "Fed-CDP" in text
     assert "private records" not in said(outcome)
-    assert "how many of the attacked examples the adversary" in said(outcome)
+    assert "how many of the attacked examples the adversary reconstructed" in said(outcome)
     assert cli("report", run, "--quiet").stdout.splitlines() == [str(run / "report.html")]
 
 

@@ -115,7 +115,7 @@ def _show_table(subjects: list[Subject]) -> None:
         for cell in subject.cells:
             got = cell.verdict
             style = {"leaks": "bold red", "failed": "default", "unknown": "dim"}[got.kind]
-            words = "not attacked" if got.kind == "unknown" else f"{got.got}/{got.of}"
+            words = "-" if got.kind == "unknown" else f"{got.got}/{got.of}"
             if got.identified is not None and not got.got:
                 words = f"{got.identified[0]}/{got.identified[1]} identified"
             cells.append(f"[{style}]{words}[/]\nε {epsilon(cell.epsilon)}")
@@ -123,8 +123,9 @@ def _show_table(subjects: list[Subject]) -> None:
         shown.add_row(*cells, f"{whole}\nε {epsilon(subject.model_epsilon)}")
     terminal.stdout.print(shown)
     terminal.stdout.print(
-        "type-2, type-1, type-0: how many of the attacked examples each adversary reconstructed recognisably. model: an "
-        "adversary who sees only the model. ε is for a record unless it says client. A failed attack proves nothing."
+        "type-2, type-1, type-0: how many of the attacked examples the adversary reconstructed recognisably (-: not "
+        "attacked). model: an adversary who sees only the model. ε is for a record unless it says client. A failed attack "
+        "is no proof."
     )
     if networks:
         terminal.stdout.print(escape(f"¹ {networks[0]} ² {networks[1]} {networks[2]}"))

@@ -17,6 +17,8 @@ from fedcdp.report.charts import Series, coincident, data_uri, keys, line_chart
 from fedcdp.report.facts import Example, LeakFacts, RunFacts
 from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
 
+_VALUES = 10  # of each line, in the table behind a chart
+
 
 def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = None, private_records: bool = False) -> str:
     """The whole page as one text. It loads nothing and refers to no other file or address."""
@@ -67,6 +69,7 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
         e=wording.epsilon,
         equation=wording.equation,
         percent=wording.percent,
+        unbroken=wording.unbroken,
         strength=wording.strength,
         vacuous=VACUOUS,
         picture=data_uri,
@@ -161,9 +164,19 @@ def _chart(series: list[Series], title: str, y_label: str, *, log: bool = False)
     if not shown:
         return []
     together = [wording.together([each.name for each in group]) for group in coincident(shown, log=log)]
-    return [{"title": title, "svg": line_chart(shown, title, "round", y_label, log=log), "series": shown,
+    return [{"title": title, "svg": line_chart(shown, title, "round", y_label, log=log), "rows": _values(shown),
              "keys": [(each, picture, each.points[-1][1]) for each, picture in keys(shown, log=log)],
              "together": together}]  # fmt: skip
+
+
+def _values(series: Sequence[Series]) -> list[tuple[str, float, float]]:
+    """About ten points of each line, the last one included."""
+    rows = []
+    for each in series:
+        step = -(-len(each.points) // _VALUES)
+        last = len(each.points) - 1
+        rows += [(each.name, x, y) for at, (x, y) in enumerate(each.points) if at == last or at % step == 0]
+    return rows
 
 
 def _spending(subjects: Sequence[Subject]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -61,6 +62,11 @@ def epsilon(value: float | None) -> str:
 def equation(name: str, value: str) -> str:
     """A symbol and its value, kept on one line."""
     return f"{name}{NBSP}={NBSP}{value}"
+
+
+def unbroken(text: str) -> str:
+    """A sentence from elsewhere, with the same spaces: within an equation, and between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=%|dB)", NBSP, re.sub(r"(?<=[εδσ]) = ", f"{NBSP}={NBSP}", text))
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -26,7 +26,7 @@
   "use strict";
   const opened = [];
   addEventListener("beforeprint", () => {
-    for (const part of document.querySelectorAll("details:not([open])")) {
+    for (const part of document.querySelectorAll("details:not([open], .values)")) {
       part.open = true;
       opened.push(part);
     }
