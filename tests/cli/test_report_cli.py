@@ -26,7 +26,7 @@ def test_a_run_gets_its_page_beside_its_other_files(cli: Cli, run: Path) -> None
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "Fed-CDP" in text
     assert "private records" not in said(outcome)
-    assert "how many of the attacked examples the adversary" in said(outcome)
+    assert "how many of the attacked examples the adversary reconstructed" in said(outcome)
     assert cli("report", run, "--quiet").stdout.splitlines() == [str(run / "report.html")]
 
 
@@ -97,7 +97,7 @@ def test_bad_input_gets_one_line(cli: Cli, run: Path, own_npz: Path, arguments: 
 def test_a_demo_does_not_take_a_directory_that_is_not_its_own(cli: Cli, run: Path) -> None:
     outcome = cli("demo", "--out", run)
     assert outcome.status == 2
-    assert outcome.stderr.splitlines()[-1].endswith("holds something else than a demo; choose another directory")
+    assert outcome.stderr.splitlines()[-1].endswith("holds something other than a demo; choose another directory")
     assert not (run / "demo.json").exists()
 
 

@@ -81,4 +81,4 @@ def test_noise_on_examples_asks_for_a_smaller_learning_rate() -> None:
 def test_the_demo_is_a_preset_that_cannot_be_changed_from_outside() -> None:
     preset("demo")["plan"]["rounds"] = 1
     plan = assemble(preset("demo")).plan
-    assert (plan.rounds, plan.method, plan.noise) == (60, "fed-cdp", "example")
+    assert (plan.rounds, plan.method, plan.noise) == (120, "fed-cdp", "example")

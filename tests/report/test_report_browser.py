@@ -84,6 +84,7 @@ def brightness(browser: Chrome, selector: str, style: str) -> float:
 
 def test_the_page_tells_its_story_without_an_error_or_a_request(shown: Chrome) -> None:
     assert "Fed-CDP" in one(shown, "h1").text
+    assert len(visible(shown, "p.headline")) == 1
     assert [each.text for each in visible(shown, ".short h2")] == ["What leaks", "What stops it", "What it costs"]
     assert len(visible(shown, "#glance ~ table tbody tr")) == 4
     assert len(visible(shown, "svg.chart")) >= 3
@@ -99,7 +100,7 @@ def test_the_page_tells_its_story_without_an_error_or_a_request(shown: Chrome) -
 def test_the_keyboard_moves_the_slider_and_changes_the_pictures(shown: Chrome) -> None:
     slider = one(shown, "#iteration")
     last = pictures(shown)
-    assert slider.get_attribute("aria-valuetext") == "what the attack settled on"
+    assert slider.get_attribute("aria-valuetext") == "result of the attack"
     slider.send_keys("\ue011")  # Home
     first = pictures(shown)
     assert slider.get_attribute("aria-valuetext") == one(shown, "#iteration-shown").text == "start: random pixels"
@@ -179,6 +180,36 @@ def test_on_paper_the_iterations_stand_side_by_side(shown: Chrome) -> None:
     printed = base64.b64decode(shown.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
     assert printed.startswith(b"%PDF")
     assert 10_000 < len(printed) < 3_000_000
+
+
+def statements(browser: Chrome) -> list[Any]:
+    """The privacy tables that are unfolded."""
+    tables = browser.find_elements("css selector", ".statement table")
+    return [each for each in tables if browser.execute_script("return arguments[0].checkVisibility()", each)]
+
+
+def test_privacy_tables_unfold_by_keyboard(shown: Chrome) -> None:
+    assert statements(shown) == []
+    summary = one(shown, ".statement summary")
+    summary.send_keys("\ue007")  # Enter
+    assert len(statements(shown)) == 1
+
+
+def test_on_paper_everything_is_unfolded(shown: Chrome) -> None:
+    emulate(shown, media="print")
+    assert len(statements(shown)) == 4
+    emulate(shown)
+    assert statements(shown) == []
+
+
+def test_without_a_script_privacy_tables_unfold_too(shown: Chrome, page: Path) -> None:
+    shown.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        shown.get(page.as_uri())
+        one(shown, ".statement summary").send_keys("\ue007")  # Enter
+        assert len(statements(shown)) == 1
+    finally:
+        shown.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 def test_without_a_script_everything_is_there_but_the_slider(shown: Chrome, page: Path) -> None:

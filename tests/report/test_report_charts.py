@@ -1,4 +1,4 @@
-"""Charts: every line inside its frame, axes that can be read, and words for whoever cannot see them."""
+"""Charts: every line inside its frame, readable axes, lines that can be told apart, and a text alternative."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcdp.report.charts import Series, line_chart
+from fedcdp.report.charts import Series, coincident, keys, line_chart
 
 VALUES = st.floats(min_value=1e-6, max_value=1e9)
 
@@ -45,6 +45,49 @@ def test_a_wide_range_gets_a_logarithmic_axis_and_a_narrow_one_does_not() -> Non
 def test_the_words_tell_where_each_line_begins_and_ends() -> None:
     chart = line_chart([Series("one", "m", [(1, 0.5), (9, 0.75)])], "Accuracy", "round", "accuracy")
     assert re.search(r"<desc>one: 0.5 at 1, 0.75 at 9</desc>", chart)
+
+
+RISING = [(1.0, 1.0), (2.0, 2.0), (3.0, 2.5)]
+
+
+def test_lines_on_each_other_have_dashes_and_marks_in_turns() -> None:
+    series = [Series("a", "m1", RISING, 0), Series("b", "m2", RISING, 1), Series("c", "m3", [(1, 3.0), (3, 3.0)], 2)]
+    assert [[each.name for each in group] for group in coincident(series)] == [["a", "b"]]
+    chart = ElementTree.fromstring(line_chart(series, "t", "x", "y"))
+    styles = [each.attrib.get("style") for each in chart if each.tag == "polyline"]
+    assert styles == ["stroke-dasharray:14 14;stroke-dashoffset:0", "stroke-dasharray:14 14;stroke-dashoffset:-14", None]
+    marks = [each.attrib["transform"] for each in chart if each.tag == "path"]
+    assert len(marks) > 3
+    assert len(set(marks)) == len(marks)
+    assert len({each.attrib["d"] for each in chart if each.tag == "path"}) == 3
+    assert [each.name for each, _ in keys(series)] == ["a", "b", "c"]
+
+
+@given(values=st.lists(VALUES, min_size=2, max_size=20), others=st.lists(VALUES, min_size=2, max_size=20))
+def test_lines_coincide_only_where_they_cannot_be_told_apart(values: list[float], others: list[float]) -> None:
+    one, other = ([(float(at), value) for at, value in enumerate(each)] for each in (values, others))
+    chart = ElementTree.fromstring(line_chart([Series("a", "m", one), Series("b", "m", other)], "t", "x", "y"))
+    paths = [
+        [float(pair.split(",")[1]) for pair in each.attrib["points"].split()] for each in chart if each.tag == "polyline"
+    ]
+    apart = max(abs(a - b) for a, b in zip(*paths, strict=False))
+    if coincident([Series("a", "m", one), Series("b", "m", other)]):
+        assert apart < 2.2
+    else:
+        assert apart > 1.8
+
+
+def test_lines_that_share_one_point_do_not_coincide() -> None:
+    assert coincident([Series("a", "m", [(1, 1.0), (2, 2.0)]), Series("b", "m", [(2, 2.0), (3, 1.0)])]) == []
+
+
+def test_single_points_on_each_other_do() -> None:
+    assert len(coincident([Series("a", "m", [(1, 1.0)]), Series("b", "m", [(1, 1.0)])])) == 1
+
+
+def test_the_upright_axis_begins_near_values_far_from_zero() -> None:
+    labels = re.findall(r'text-anchor="end">([\d.]+)<', line_chart([Series("a", "m", [(1, 0.7), (9, 0.97)])], "t", "x", "y"))
+    assert 0 < float(min(labels)) <= 0.7
 
 
 def test_without_a_point_there_is_no_chart() -> None:

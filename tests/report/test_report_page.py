@@ -16,6 +16,7 @@ from fedcdp.errors import RunError
 from fedcdp.report import report
 from fedcdp.report.api import gather, private_records
 from fedcdp.report.facts import METHOD_NAMES
+from fedcdp.report.wording import NBSP
 
 
 class Outline(HTMLParser):
@@ -112,9 +113,9 @@ def test_what_leaks_is_as_it_was_measured(demo_directory: Path, page: Path) -> N
     assert (table["fed-sdp"]["type2"]["leaked"], table["fed-sdp"]["type2"]["of"]) == (2, 2)
     assert table["fed-cdp"]["type2"]["leaked"] == table["fed-cdp-decay"]["type2"]["leaked"] == 0
     text = outline(page).text
-    assert "gets training examples back: 2 of 2 under Non-private and 2 of 2 under Fed-SDP" in text
+    assert "reconstructs training examples: 2 of 2 under Non-private and 2 of 2 under Fed-SDP" in text
     assert "leaks: 2 of 2" in text
-    assert "0 of 2 came out tried: clip-aware" in text
+    assert "none of 2 tried: clip-aware" in text
 
 
 def test_a_failed_attack_is_neither_green_nor_called_nothing(page: Path) -> None:
@@ -137,7 +138,7 @@ LINEAR_HEAD = {
 
 @pytest.mark.parametrize(
     ("share", "kind", "words"),
-    [(0.4, "leaks", "leaks: 40 of 100 identified among 1,000"), (0.01, "failed", "0 of 100 came out")],
+    [(0.4, "leaks", "leaks: 40 of 100 identified among 1,000"), (0.01, "failed", "none of 100")],
 )
 def test_what_is_identified_above_chance_is_a_leak(tmp_path: Path, share: float, kind: str, words: str) -> None:
     (tmp_path / "leak").mkdir()
@@ -146,6 +147,7 @@ def test_what_is_identified_above_chance_is_a_leak(tmp_path: Path, share: float,
     assert words in found.text
     assert "tried: linear-head, cpl" in found.text
     assert [each for each in found.all("span") if each.get("class") == f"badge {kind}"]
+    assert ("identifies training examples: 40 of 100 under Fed-CDP" in found.text) is (kind == "leaks")
 
 
 def test_the_slider_is_labelled_and_the_frames_are_there_without_a_script(page: Path) -> None:
@@ -165,13 +167,125 @@ def test_pictures_have_words_and_tables_have_headers(page: Path) -> None:
     assert all(each["alt"] for each in found.all("img"))
     assert all(each.get("scope") in ("col", "row") for each in found.all("th"))
     assert len(found.all("caption")) == len(found.all("table"))
-    assert all(each.get("role") == "img" for each in found.all("svg"))
+    assert all(each.get("role") == "img" or each.get("aria-hidden") == "true" for each in found.all("svg"))
     assert found.all("html")[0]["lang"] == "en"
     assert [each for each in found.all("a") if each["href"] == "#main"]
 
 
 def test_the_same_runs_give_the_same_page_to_the_byte(demo_directory: Path, page: Path, tmp_path: Path) -> None:
     assert report(demo_directory, tmp_path / "again.html").read_bytes() == page.read_bytes()
+
+
+# How it is put -------------------------------------------------------------------------------------------------------
+
+
+def headline(page: Path) -> str:
+    (found,) = re.findall(r'<p class="headline">(.*?)</p>', page.read_text(encoding="utf-8"))
+    return str(found).replace(NBSP, " ")
+
+
+def test_one_headline_says_the_main_result(demo_directory: Path, page: Path) -> None:
+    table = {row["method"]: row for row in json.loads((demo_directory / "demo.json").read_text())["table"]}
+    reached = [f"{100 * table[method]['accuracy']:.1f} %" for method in ("fed-cdp", "fed-cdp-decay", "nonprivate")]
+    private = " and ".join(dict.fromkeys(reached[:2]))
+    said = headline(page)
+    assert said.startswith(
+        "The attacks on this page reconstruct up to 2 of 2 training examples under Non-private and Fed-SDP "
+    )
+    assert f"and none under Fed-CDP and Fed-CDP (decay), which reach {private} accuracy at ε = " in said
+    assert said.endswith(f" for a record against the server; non-private training reaches {reached[2]}.")
+
+
+def test_the_headline_of_a_run_without_attacks_is_its_accuracy(runs: Path, tmp_path: Path) -> None:
+    shutil.rmtree(runs / "fed-sdp" / "attacks")
+    said = headline(report(runs / "fed-sdp", tmp_path / "page.html"))
+    assert re.fullmatch(r"Accuracy is [\d.]+ % under Fed-SDP(?: \(ε = [\d.]+ for a client against anyone .*\))?\.", said)
+
+
+def test_the_headline_of_failed_attacks_claims_no_more(runs: Path, tmp_path: Path) -> None:
+    said = headline(report(runs / "fed-cdp" / "attacks" / "type2-clip-aware", tmp_path / "page.html"))
+    assert said == "The attacks on this page reconstruct no training example under Fed-CDP."
+
+
+def test_the_headline_counts_an_identified_example_as_leaked(tmp_path: Path) -> None:
+    (tmp_path / "leak").mkdir()
+    (tmp_path / "leak" / "summary.json").write_text(json.dumps(LINEAR_HEAD | {"identified_rate": 0.4}))
+    said = headline(report(tmp_path / "leak", tmp_path / "page.html"))
+    assert (
+        said == "The attacks on this page identify up to 40 of 100 training examples among 1,000 candidates under Fed-CDP."
+    )
+
+
+def test_no_line_breaks_between_a_number_and_its_unit(page: Path) -> None:
+    text = re.sub(r"<(style|script)>.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.search(rf"\d{NBSP}%", text)
+    assert not re.search(r"\d\s*\n?[ \t](%|dB|clients?\b)", text.replace("&nbsp;", NBSP))
+    assert f"ε{NBSP}={NBSP}" in text
+    assert not re.search(r"[εδσ] = ", text)
+
+
+def test_privacy_statements_are_folded_and_need_no_script(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    folded = re.findall(r"<details([^>]*)>(.*?)</details>", text, flags=re.DOTALL)
+    assert all("open" not in attributes for attributes, _ in folded)
+    assert text.count("Privacy statement of ") == 4
+    assert sum("Privacy statement of " in inside for _, inside in folded) == 4
+    assert all(inside.strip().startswith("<summary>") for _, inside in folded)
+
+
+def test_lines_that_coincide_are_told_apart(page: Path) -> None:
+    """The demo's two Fed-CDP runs spend the same ε."""
+    text = outline(page).text
+    assert text.count("Fed-CDP and Fed-CDP (decay) coincide. Their dashes and marks take turns.") == 4
+    dashed = [each for each in outline(page).all("polyline") if "stroke-dashoffset" in (each.get("style") or "")]
+    assert {each["class"] for each in dashed} == {"line m-fed-cdp d0", "line m-fed-cdp-decay d0"}
+
+
+def test_the_table_behind_a_chart_has_about_ten_values_of_a_line(runs: Path, tmp_path: Path) -> None:
+    metrics = runs / "nonprivate" / "metrics.jsonl"
+    row = json.loads(metrics.read_text().splitlines()[-1])
+    metrics.write_text("".join(json.dumps(row | {"round": at, "accuracy": at / 200}) + "\n" for at in range(1, 121)))
+    for name in ("ledger.jsonl", "checkpoint.safetensors"):
+        (runs / "nonprivate" / name).unlink()
+    text = report(runs / "nonprivate", tmp_path / "page.html").read_text(encoding="utf-8")
+    (table,) = re.findall(r"<caption>Accuracy on held-out data, by round</caption>(.*?)</table>", text, flags=re.DOTALL)
+    assert re.findall(r">Non-private</th><td class=\"number\">(\d+)<", table) == [
+        str(at) for at in (*range(1, 110, 12), 120)
+    ]
+
+
+def test_the_page_says_which_network_each_column_is_about(page: Path) -> None:
+    text = outline(page).text
+    assert "Accuracy network: oriented-gradients" in text
+    assert "Type-2 on the client, during training network: small" in text
+    assert "Accuracy is that of a linear layer on fixed features (oriented-gradients)." in text
+    assert (
+        "The attacks are on a small network that learns its own features (small), before its first round, under the" in text
+    )
+    assert "A plan clips the whole gradient at once, so its ε is the same for both networks." in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [(None, "ε is that of the trained network and need not hold for the attacked one."),
+     ({"clip_mode": "layer"}, "ε is that of the trained network and need not hold for the attacked one.")],
+)  # fmt: skip
+def test_an_attack_under_another_plan_is_not_said_to_have_its_epsilon(
+    runs: Path, tmp_path: Path, plan: dict[str, str] | None, sentence: str
+) -> None:
+    for path in (runs / "fed-cdp").glob("attacks/*/summary.json"):
+        summary = json.loads(path.read_text())
+        summary["plan"] = None if plan is None else summary["plan"] | plan
+        path.write_text(json.dumps(summary))
+    text = outline(report(runs / "fed-cdp", tmp_path / "page.html")).text
+    assert sentence in text
+    assert "under the same plan" not in text
+
+
+def test_fed_sdp_is_shown_with_the_epsilon_of_a_client(demo_directory: Path, page: Path) -> None:
+    (row,) = [row for row in json.loads((demo_directory / "demo.json").read_text())["table"] if row["method"] == "fed-sdp"]
+    assert row["model"]["epsilon_client"] < row["model"]["epsilon"]
+    assert f"ε = {row['model']['epsilon_client']:.3g} for a client" in outline(page).text
 
 
 # What must not be on it ----------------------------------------------------------------------------------------------

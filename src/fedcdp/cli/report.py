@@ -19,7 +19,7 @@ from fedcdp.errors import StoppedError
 from fedcdp.report import api
 from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
-from fedcdp.report.wording import epsilon
+from fedcdp.report.wording import epsilon, which_networks
 from fedcdp.training.simulate import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"
@@ -38,13 +38,14 @@ def demo(
     from fedcdp.studies.demo import Demo, Show
 
     story = Demo(out)
+    story.check()
     if story.finished and not quiet:
         terminal.console.print(f"{out} holds a finished demo, which is shown again. To run a new one, choose another --out.")
     elif not quiet:
         terminal.console.print(
-            "10 clients with 4,000 real digits train a model by four methods. Then three adversaries attack each method. "
-            "One sees the gradient of every example (type-2), one sees a client's update before it is sent (type-1), and "
-            "one is the server (type-0)."
+            "Four methods train a model on 4,000 real digits. Then three adversaries attack each method. One sees the "
+            "gradient of every example (type-2), one sees a client's update before it is sent (type-1), and one is the "
+            "server (type-0)."
         )
 
     def training(experiment: Experiment, done: int) -> AbstractContextManager[Progress | None]:
@@ -55,7 +56,7 @@ def demo(
 
     try:
         subjects = story.run(Show(training, lambda name: terminal.steps(f"attack: {name}", quiet)))
-        page = api.write(*api.gather([out]), out / "report.html", f"{_TITLE}: 4,000 digits, four methods")
+        page = api.write(*api.gather([out]), out / "report.html", "The demo: four methods on 4,000 real digits")
     except KeyboardInterrupt:
         raise StoppedError(f"stopped; fedcdp demo --out {out} resumes it") from None
     if not quiet:
@@ -97,33 +98,42 @@ def report(
 
 
 def _show_table(subjects: list[Subject]) -> None:
-    """One row per subject: accuracy, the examples that each adversary reconstructed, and ε; below, why an ε is infinite."""
+    """One row for each subject: accuracy, what each adversary reconstructed, and ε. Below: what the figures refer to."""
+    networks = which_networks(subjects)
+    one, two = ("¹", "²") if networks else ("", "")
     shown = Table(title=_TITLE, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("method", no_wrap=True)
-    shown.add_column("accuracy", justify="right", no_wrap=True)
-    for heading in ("type-2", "type-1", "type-0", "model"):
-        shown.add_column(heading, no_wrap=True)
+    shown.add_column(f"accuracy{one}", justify="right", no_wrap=True)
+    for heading in ("type-2", "type-1", "type-0"):
+        shown.add_column(f"{heading}{two}", no_wrap=True)
+    shown.add_column("model", no_wrap=True)
     for subject in subjects:
         accuracy = None if subject.run is None else subject.run.accuracy
-        cells = [subject.name, "-" if accuracy is None else f"{accuracy:.3f}"]
+        clients = None if subject.run is None else subject.run.clients
+        name = escape(subject.name) if clients is None else f"{escape(subject.name)}\n[dim]{clients:,} clients[/]"
+        cells = [name, "-" if accuracy is None else f"{accuracy:.3f}"]
         for cell in subject.cells:
             got = cell.verdict
             style = {"leaks": "bold red", "failed": "default", "unknown": "dim"}[got.kind]
-            words = "not attacked" if got.kind == "unknown" else f"{got.got}/{got.of}"
+            words = "-" if got.kind == "unknown" else f"{got.got}/{got.of}"
             if got.identified is not None and not got.got:
                 words = f"{got.identified[0]}/{got.identified[1]} identified"
             cells.append(f"[{style}]{words}[/]\nε {epsilon(cell.epsilon)}")
-        shown.add_row(*cells, f"\nε {epsilon(subject.model_epsilon)}")
+        whole = "" if subject.client_epsilon is None else f"client ε {epsilon(subject.client_epsilon)}"
+        shown.add_row(*cells, f"{whole}\nε {epsilon(subject.model_epsilon)}")
     terminal.stdout.print(shown)
     terminal.stdout.print(
-        "Each cell: how many of the attacked examples the adversary (type-2, type-1, type-0) reconstructed recognisably, "
-        "and ε for a record. A failed attack is no proof."
+        "type-2, type-1, type-0: how many of the attacked examples the adversary reconstructed recognisably (-: not "
+        "attacked). model: an adversary who sees only the model. ε is for a record unless it says client. A failed attack "
+        "is no proof."
     )
+    if networks:
+        terminal.stdout.print(escape(f"¹ {networks[0]} ² {networks[1]} {networks[2]}"))
     for subject in subjects:
         told = [f"{cell.leak.replace('type', 'type-')} {', '.join(cell.verdict.tried)}" for cell in subject.cells
                 if cell.verdict.tried]  # fmt: skip
         if told:
-            terminal.stdout.print(f"Tried on {escape(subject.name)}: {escape('; '.join(told))}.")
+            terminal.stdout.print(f"Attacks on {escape(subject.name)}: {escape('; '.join(told))}.")
     for reason, names in _reasons(subjects).items():
         terminal.stdout.print(f"ε = ∞ for {', '.join(names)}: {reason}.")
     if any(VACUOUS <= value < math.inf for subject in subjects for value in _epsilons(subject)):
@@ -143,5 +153,5 @@ def _reasons(subjects: list[Subject]) -> dict[str, list[str]]:
 
 
 def _epsilons(subject: Subject) -> list[float]:
-    values = [cell.epsilon for cell in subject.cells] + [subject.model_epsilon]
+    values = [cell.epsilon for cell in subject.cells] + [subject.model_epsilon, subject.client_epsilon]
     return [value for value in values if value is not None]

@@ -1,7 +1,7 @@
-"""`fedcdp.report`: runs and attacks, from memory or from disk, as one HTML file.
+"""`fedcdp.report`: one HTML file about runs and attacks, from memory or from disk.
 
-On disk they are run directories, what `fedcdp attack --out` wrote, and folders of either; in memory, what `simulate` and
-`attack` return.
+On disk these are run directories, output directories of `fedcdp attack --out`, and folders of either. In memory they are
+the results of `simulate` and `attack`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ NO_ACCOUNTING = "dp-accounting is not installed here; fedcdp report computes ε 
 
 
 def read(path: Path) -> tuple[list[RunFacts], list[LeakFacts]]:
-    """What a directory holds: a run and the attacks on it, an attack, or a folder of such, its runs by method.
+    """Read a directory: a run with its attacks, an attack, or a folder of either, with its runs in the order of methods.
 
-    What is neither is refused.
+    Any other directory is refused.
     """
     if not path.is_dir():
         raise RunError(f"{path} is not a directory" if path.exists() else f"{path} does not exist")
@@ -67,7 +67,7 @@ def _read_one(path: Path) -> tuple[list[RunFacts], list[LeakFacts]] | None:
 
 
 def read_run(path: Path) -> RunFacts:
-    """A run directory, also of a run that is not finished."""
+    """Read a run directory. The run may be unfinished."""
     directory = RunDirectory(path)
     settings = _settings(directory)
     ledger = Ledger.open(directory.ledger) if directory.ledger.exists() else None
@@ -80,7 +80,7 @@ def read_run(path: Path) -> RunFacts:
         raise RunError(f"{path} holds a plan or population that this program does not know: {error}") from error
     spending, missing = [], ""
     if ledger is None or population is None or not ledger.charges:
-        missing = "nothing has been released yet, so that nothing has been spent"
+        missing = "nothing has been released yet, so nothing has been spent"
     elif not accounting_is_installed():
         missing = NO_ACCOUNTING
     else:
@@ -99,13 +99,13 @@ def _settings(directory: RunDirectory) -> dict[str, dict[str, Any]]:
         raise RunError(f"{directory.config} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise RunError(f"{directory.config} is not a TOML file: {error}") from error
-    if "python" in written:  # network and data of a run from Python are told in one sentence
+    if "python" in written:  # a run from Python describes its network and data in one sentence
         written["data"] = {"federation": written.pop("python")}
     return {section: values for section, values in written.items() if isinstance(values, dict)}
 
 
 def read_leak(path: Path, run: str | None = None) -> LeakFacts:
-    """What `fedcdp attack` wrote."""
+    """Read an output directory of `fedcdp attack`."""
     summary_file, arrays_file = path / "summary.json", path / "reconstructions.npz"
     try:
         summary = parse_json(read_bounded(summary_file, MOST_JSON))
@@ -117,12 +117,12 @@ def read_leak(path: Path, run: str | None = None) -> LeakFacts:
         raise RunError(f"{summary_file} is not what fedcdp attack writes")
     try:
         return leak_facts(summary, _arrays(arrays_file) if arrays_file.exists() else {}, run)
-    except Exception as error:  # np.load passes on whatever zipfile and zlib raise, and arrays may be of any shape
+    except Exception as error:  # np.load passes on any error of zipfile and zlib, and arrays may have any shape
         raise RunError(f"{arrays_file} is damaged, or not what fedcdp attack writes: {error}") from None
 
 
 def _is_summary(summary: object) -> bool:
-    """Whether it names an attack, and what a page shows of it can be shown."""
+    """Whether a summary names an attack, and its figures can be shown."""
     return (
         isinstance(summary, dict)
         and all(isinstance(summary.get(name), str) for name in _NAMED)
@@ -132,7 +132,7 @@ def _is_summary(summary: object) -> bool:
 
 
 def _arrays(path: Path) -> dict[str, Array]:
-    """The numbers in a file of reconstructions, unpacked within bounds."""
+    """The arrays of a reconstructions file, unpacked within bounds."""
     with np.load(path, allow_pickle=False) as stored:
         arrays = {name: checked_member(stored, name, most_unpacked(path.stat().st_size)) for name in stored.files}
     if not all(array.dtype.kind in "fiub" for array in arrays.values()):
@@ -156,11 +156,7 @@ def report(items: Item | Iterable[Item], path: Path | str, *, title: str | None 
 
 
 def gather(items: Iterable[Item]) -> tuple[list[RunFacts], list[LeakFacts]]:
-    """What is known of the items; refuses when that is nothing."""
-    pass  # MOVED
-
-    pass  # MOVED
-
+    """Read all items. Refuse if there is nothing to show."""
     runs: list[RunFacts] = []
     leaks: list[LeakFacts] = []
     latest = ""
@@ -183,7 +179,7 @@ def gather(items: Iterable[Item]) -> tuple[list[RunFacts], list[LeakFacts]]:
 
 
 def private_records(runs: Iterable[RunFacts], leaks: Iterable[LeakFacts]) -> bool:
-    """Whether a page would show training examples that are not those of a public benchmark."""
+    """Whether a page would show training examples that do not come from a public benchmark."""
     datasets = {run.name: run.settings.get("data", {}).get("dataset") for run in runs}
     return any(
         leak.has_originals and (leak.summary.get("dataset") or datasets.get(leak.run or "")) not in BENCHMARKS
@@ -192,7 +188,7 @@ def private_records(runs: Iterable[RunFacts], leaks: Iterable[LeakFacts]) -> boo
 
 
 def write(runs: list[RunFacts], leaks: list[LeakFacts], path: Path, title: str | None = None) -> Path:
-    """The page as a file, whole or not at all; replaces a page of ours and nothing else."""
+    """Write the page atomically. It replaces a page of this program and no other file."""
     from fedcdp.report.page import render
 
     try:
@@ -209,7 +205,7 @@ def write(runs: list[RunFacts], leaks: list[LeakFacts], path: Path, title: str |
 
 
 def facts_of_run(run: Run) -> RunFacts:
-    """A run, as it is told to the page."""
+    """The facts about a run in memory."""
     name = METHOD_NAMES[run.plan.method] if run.directory is None else run.directory.resolve().name
     settings: dict[str, dict[str, Any]] = {
         "data": {"federation": run.federation.describe()},
@@ -221,11 +217,11 @@ def facts_of_run(run: Run) -> RunFacts:
         spending = over_releases(run.plan, population, run.charges)
     privacy = spending[-1][1] if spending else None
     missing = "" if privacy else "nothing was released" if accounting_is_installed() else NO_ACCOUNTING
-    # A run that a budget ended early is finished, too: its model is the one that was asked for.
+    # A run that a budget ended early is finished, too: its model is the requested one.
     return RunFacts(name, run.plan, settings, run.metrics, privacy, missing, spending, True)
 
 
 def facts_of_leak(found: Found, method: str) -> LeakFacts:
-    """What an attack found; `method` is the one attacked, where the attack itself does not say it."""
+    """The facts about an attack in memory. `method` is the attacked one, for attacks that do not name it."""
     summary = {"method": method} | finite(found.summary())
     return leak_facts(summary, found.arrays() if isinstance(found, Leaks) else {})

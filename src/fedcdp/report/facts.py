@@ -1,4 +1,4 @@
-"""What the page tells of runs and of attacks, wherever they came from: plain values, nothing that is not accounted for."""
+"""What the page shows about runs and attacks, from memory or disk: plain values, and nothing that no ε covers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ METHOD_NAMES = {
     "dssgd": "DSSGD",
 }
 ADVERSARY_OF = {"type2": "example", "type1": "update", "type0": "server"}
-"""Whose ε bounds what a reader of each type can learn."""
+"""The row of the privacy statement that bounds what an adversary of each type can learn."""
 
-# What is never shown of a private run: whoever has the seed can subtract the noise, and knows which records were drawn.
+# The page never shows the seed of a private run: with it, anyone can subtract the noise and knows which records were drawn.
 _SECRET = {"seed"}
 _SHOWN_EXAMPLES = 3
-_BY_CHANCE = 1e-3  # the probability below which so many were not picked out by chance
+_BY_CHANCE = 1e-3  # identifications less likely than this are not due to chance
 _LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, eq=False)
 class RunFacts:
-    """One run, as far as it got."""
+    """One run, finished or not."""
 
     name: str
     plan: Plan
@@ -45,14 +45,14 @@ class RunFacts:
     metrics: list[Row] = field(repr=False)
     privacy: Privacy | None
     privacy_missing: str
-    """Why there is no privacy statement, where there is none."""
+    """Why there is no privacy statement, if there is none."""
     spending: list[tuple[int, Privacy]] = field(repr=False)
     """The statement after some of the releases, ascending."""
     finished: bool
 
     @property
     def rounds(self) -> int:
-        """Rounds that are done."""
+        """Completed rounds."""
         return int(self.metrics[-1]["round"]) if self.metrics else 0
 
     @property
@@ -60,16 +60,27 @@ class RunFacts:
         """On the validation split, after the last round that was evaluated."""
         return next((row["accuracy"] for row in reversed(self.metrics) if row.get("accuracy") is not None), None)
 
+    @property
+    def network(self) -> str | None:
+        """The network's name, where the configuration has one."""
+        return _name(self.settings.get("model", {}).get("network"))
+
+    @property
+    def clients(self) -> int | None:
+        """How many clients share the data, where the configuration says so."""
+        told = self.settings.get("data", {}).get("clients")
+        return told if isinstance(told, int) else None
+
     def over_rounds(self, figure: str) -> list[tuple[float, float]]:
-        """A figure of the metrics, round by round."""
+        """One metric, round by round."""
         return [(row["round"], float(row[figure])) for row in self.metrics if is_number(row.get(figure))]
 
     def gradient_norms(self) -> list[tuple[float, float]]:
-        """The clients' mean gradient norm, round by round; of a private run nothing, whatever its metrics hold."""
+        """The clients' mean gradient norm, round by round. Empty for a private run, whatever its metrics hold."""
         return [] if self.plan.private else self.over_rounds("gradient_norm")
 
     def shown_settings(self) -> dict[str, dict[str, Any]]:
-        """The configuration; of a private run without its seed, and without the place of a user's own file."""
+        """The configuration, without the seed of a private run and without the directory of a user's own file."""
         hidden = _SECRET if self.plan.private else set()
         shown = {
             section: {key: value for key, value in values.items() if key not in hidden}
@@ -82,7 +93,7 @@ class RunFacts:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One attacked example: the truth where it is known, what came out, and what the search looked like on its way."""
+    """One attacked example: the original if known, its reconstruction, and the search in between."""
 
     label: int | None
     original: Array | None
@@ -95,25 +106,25 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class LeakFacts:
-    """What one attack got."""
+    """The results of one attack."""
 
     method: str
     leak: str
     attack: str
     summary: dict[str, Any] = field(repr=False)
     examples: list[Example] = field(repr=False)
-    """A few, of images only, with values from 0 to 1."""
+    """The first few, for images only, with values from 0 to 1."""
     run: str | None = None
-    """The name of the run it belongs to, where there is one."""
+    """The name of the run it belongs to, if any."""
 
     @property
     def has_originals(self) -> bool:
-        """Whether it would show training records."""
+        """Whether it holds training records."""
         return any(example.original is not None for example in self.examples)
 
     @property
     def leaked(self) -> tuple[int, int] | None:
-        """How many examples came out (of images: recognisably; of others: exactly), and of how many; None if not scored."""
+        """How many examples were reconstructed (images recognisably, others exactly), of how many. None if not scored."""
         share = self.summary.get("recognisable_rate")
         share = self.summary.get("success_rate") if share is None else share
         examples = self.summary.get("examples")
@@ -121,7 +132,7 @@ class LeakFacts:
 
     @property
     def identified(self) -> tuple[int, int, int] | None:
-        """How many examples were picked out, of how many, and among how many candidates; None if not more than by chance."""
+        """How many examples were identified, of how many, among how many candidates. None if chance explains as many."""
         from scipy.stats import binom
 
         told: list[Any] = [self.summary.get(name) for name in ("identified_rate", "examples", "candidates")]
@@ -133,16 +144,33 @@ class LeakFacts:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The attacks that were tried, of which this one got most."""
+        """The attacks that were tried; this one reconstructed most."""
         told = self.summary.get("tried")
         named = (
             [each for each in told if isinstance(each, dict) and not each.get("refused")] if isinstance(told, list) else []
         )
         return tuple(str(each.get("attack"))[:_LONGEST_NAME] for each in named) or (self.attack,)
 
+    @property
+    def network(self) -> str | None:
+        """The name of the attacked network, where the summary has one."""
+        return _name(self.summary.get("network"))
+
+    def has_mechanism_of(self, plan: Plan) -> bool:
+        """Whether the attacked method clips and noises as a plan does. The summary must say so."""
+        told = self.summary.get("plan")
+        return isinstance(told, dict) and told == mechanism_of(plan)
+
+
+def mechanism_of(plan: Plan) -> dict[str, Any]:
+    """The settings of a plan that decide how it clips and noises."""
+    names = ("method", "clip", "clip_mode", "noise_multiplier", "noise", "noise_at", "batch_size", "record_sampling")
+    written = plan.written()
+    return {name: written[name] for name in names}
+
 
 def leak_facts(summary: dict[str, Any], arrays: dict[str, Array], run: str | None = None) -> LeakFacts:
-    """An attack by its summary and the arrays that it found, as `Leaks` saves them; {} where it found none."""
+    """The facts about an attack, from its summary and its arrays as `Leaks` saves them ({} if there are none)."""
     method, leak, attack = (str(summary.get(name) or "") for name in ("method", "leak", "attack"))
     return LeakFacts(method, leak, attack, summary, _examples(arrays), run)
 
@@ -156,7 +184,7 @@ def _examples(arrays: dict[str, Array]) -> list[Example]:
             raise ValueError(f"the images of {name} have another shape than those of reconstruction")
     low, high = arrays.get("value_range", _guessed_range(arrays))
     places = list(np.ndindex(*found.shape[:2]))
-    if (mse := arrays.get("mse")) is not None:  # one for each original; that of an empty slot is not a number
+    if (mse := arrays.get("mse")) is not None:  # one for each original; NaN for an empty slot
         places = [place for place in np.ndindex(*mse.shape) if np.isfinite(mse[place])]
     return [_example(arrays, victim, slot, float(low), float(high)) for victim, slot in places[:_SHOWN_EXAMPLES]]
 
@@ -171,7 +199,7 @@ def _example(arrays: dict[str, Array], victim: int, example: int, low: float, hi
     original = label = None
     if originals is not None and order is not None:
         which = example
-        if originals.shape[1] != order.shape[1]:  # one dummy for a whole batch is compared with the nearest of it
+        if originals.shape[1] != order.shape[1]:  # one dummy for a whole batch: compare it with the nearest original
             which = int(((originals[victim] - shown(found)) ** 2).reshape(len(originals[victim]), -1).sum(1).argmin())
         original = shown(originals[victim, which])
         label = None if labels is None else int(labels[victim, which])
@@ -191,13 +219,17 @@ def _example(arrays: dict[str, Array], victim: int, example: int, low: float, hi
 
 
 def _guessed_range(arrays: dict[str, Array]) -> tuple[float, float]:
-    """What a reader takes values to lie between, where an older file does not say it."""
+    """The range of values, if an older file does not state it."""
     truth = arrays.get("original")
     if truth is None or (truth.min() >= 0 and truth.max() <= 1):
         return 0.0, 1.0
     return float(truth.min()), float(truth.max())
 
 
+def _name(value: object) -> str | None:
+    return value[:_LONGEST_NAME] if isinstance(value, str) and value else None
+
+
 def is_number(value: object) -> bool:
-    """Whether it can be drawn."""
+    """Whether a value is a finite number, which can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

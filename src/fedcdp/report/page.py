@@ -1,24 +1,27 @@
-"""The page: facts put in order, and the template that shows them."""
+"""The page: arrange the facts, and render the template."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
 from fedcdp._version import __version__
+from fedcdp.accounting.statement import VACUOUS
 from fedcdp.errors import RunError
 from fedcdp.report import wording
-from fedcdp.report.charts import Series, data_uri, line_chart
+from fedcdp.report.charts import Series, coincident, data_uri, keys, line_chart
 from fedcdp.report.facts import Example, LeakFacts, RunFacts
 from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
 
+_VALUES = 10  # of each line, in the table behind a chart
+
 
 def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = None, private_records: bool = False) -> str:
-    """The whole page as one text: no other file, no address outside of it, nothing to load."""
+    """The whole page as one text. It loads nothing and refers to no other file or address."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
@@ -34,6 +37,7 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
     positions = _positions(leaks)
     return environment.get_template("page.html").render(
         title=title or _title(runs, leaks),
+        headline=wording.headline(subjects),
         version=__version__,
         style=style,
         script=script,
@@ -46,12 +50,15 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
             for heading, sentence in (
                 ("What leaks", wording.what_leaks(leaks)),
                 ("What stops it", wording.what_stops_it(leaks, runs)),
-                ("What it costs", wording.what_it_costs(runs)),
+                ("What it costs", wording.what_it_costs(subjects)),
             )
             if sentence
         ],
         readers={leak: wording.READERS[leak] for leak in READER_TYPES},
         subjects=subjects,
+        networks=wording.which_networks(subjects),
+        trained_network=_only(each.network for each in subjects if each.run),
+        attacked_network=_only(leak.network for leak in leaks),
         pictures=_pictures(subjects),
         positions=positions,
         players=_players(subjects, positions),
@@ -60,7 +67,11 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
         norms=_norms(subjects),
         attacks=[_figures(leak) for leak in leaks],
         e=wording.epsilon,
+        equation=wording.equation,
+        percent=wording.percent,
+        unbroken=wording.unbroken,
         strength=wording.strength,
+        vacuous=VACUOUS,
         picture=data_uri,
     )
 
@@ -70,17 +81,23 @@ def _title(runs: Sequence[RunFacts], leaks: Sequence[LeakFacts]) -> str:
     return "Federated training with " + wording.listed([wording.method_name(method) for method in methods])
 
 
+def _only(names: Iterable[str | None]) -> str | None:
+    """The name that all have in common, if there is one."""
+    found = set(names)
+    return found.pop() if len(found) == 1 else None
+
+
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
 def _attack_of(subject: Subject, leak: str) -> LeakFacts | None:
-    """The attack with pictures that a cell shows: the one that got most."""
+    """The attack whose pictures are shown: the one that reconstructed most."""
     mine = [each for each in subject.leaks if each.leak == leak and each.examples]
     return max(mine, key=lambda each: (each.leaked or (0, 1))[0], default=None)
 
 
 def _pictures(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
-    """For each reader: the originals once where all methods were attacked on the same, and what each method gave away."""
+    """For each adversary, the reconstructions under each method. Originals that all methods share are shown once."""
     shown = []
     for leak in READER_TYPES:
         attacks = [(subject, attack) for subject in subjects if (attack := _attack_of(subject, leak)) is not None]
@@ -93,7 +110,8 @@ def _pictures(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
         first = attacks[0][1].examples
         same = first[0].original is not None and all(_same_originals(first, attack.examples) for _, attack in attacks)
         shown.append({"leak": leak, "reader": wording.READERS[leak], "sentence": wording.READER_SENTENCES[leak],
-                      "only": wording.part_of_an_update(attacks[0][1], attacks[0][0].run),
+                      "only": wording.part_of_an_update([attack for _, attack in attacks],
+                                                        [subject.run for subject, _ in attacks if subject.run]),
                       "originals": first if same else None, "rows": rows})  # fmt: skip
     return shown
 
@@ -106,12 +124,12 @@ def _same_originals(one: Sequence[Example], other: Sequence[Example]) -> bool:
 
 
 def _positions(leaks: Sequence[LeakFacts]) -> list[int]:
-    """The iterations that the slider stops at; after the last of them comes what the attack settled on."""
+    """The iterations at which the slider stops. The attack's result comes after the last of them."""
     return sorted({at for leak in leaks for example in leak.examples[:1] for at in example.frames})
 
 
 def _players(subjects: Sequence[Subject], positions: list[int]) -> list[dict[str, Any]]:
-    """For each reader and subject, the first example as the attack goes on."""
+    """For each adversary and subject, the first example during the attack."""
     players = []
     for leak in READER_TYPES:
         row = []
@@ -132,12 +150,12 @@ def _players(subjects: Sequence[Subject], positions: list[int]) -> list[dict[str
 
 
 def _charts(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
-    series = [Series(each.name, each.style, each.run.over_rounds("accuracy")) for each in subjects if each.run]
-    return _chart(series, "Accuracy on held-out data, round by round", "accuracy")
+    series = [Series(each.name, each.style, each.run.over_rounds("accuracy"), each.mark) for each in subjects if each.run]
+    return _chart(series, "Accuracy on held-out data, by round", "accuracy")
 
 
 def _norms(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
-    series = [Series(each.name, each.style, each.run.gradient_norms()) for each in subjects if each.run]
+    series = [Series(each.name, each.style, each.run.gradient_norms(), each.mark) for each in subjects if each.run]
     return _chart(series, "Mean gradient norm of a round's clients", "L2 norm")
 
 
@@ -145,12 +163,24 @@ def _chart(series: list[Series], title: str, y_label: str, *, log: bool = False)
     shown = [each for each in series if each.points]
     if not shown:
         return []
-    return [{"title": title, "svg": line_chart(shown, title, "round", y_label, log=log), "series": shown,
-             "ends": [(each, each.points[-1][1]) for each in shown]}]  # fmt: skip
+    together = [wording.together([each.name for each in group]) for group in coincident(shown, log=log)]
+    return [{"title": title, "svg": line_chart(shown, title, "round", y_label, log=log), "rows": _values(shown),
+             "keys": [(each, picture, each.points[-1][1]) for each, picture in keys(shown, log=log)],
+             "together": together}]  # fmt: skip
+
+
+def _values(series: Sequence[Series]) -> list[tuple[str, float, float]]:
+    """About ten points of each line, the last one included."""
+    rows = []
+    for each in series:
+        step = -(-len(each.points) // _VALUES)
+        last = len(each.points) - 1
+        rows += [(each.name, x, y) for at, (x, y) in enumerate(each.points) if at == last or at % step == 0]
+    return rows
 
 
 def _spending(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
-    """For each adversary a chart of what was spent on a record, and the reason where nothing bounds it."""
+    """For each adversary, a chart of ε spent on a record, and the reason for every infinite ε."""
     shown = []
     for adversary, title in wording.ADVERSARIES.items():
         series, endless = [], []
@@ -160,7 +190,7 @@ def _spending(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
                 continue
             stated = [(at, privacy.row(adversary)) for at, privacy in run.spending]
             points = [(float(at), value) for at, row in stated if (value := spent(row)) is not None and math.isfinite(value)]
-            series.append(Series(subject.name, subject.style, points))
+            series.append(Series(subject.name, subject.style, points, subject.mark))
             if not points:
                 endless.append({"name": subject.name, "style": subject.style, "reason": stated[-1][1].assumption})
         if series:

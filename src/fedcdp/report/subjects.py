@@ -1,4 +1,4 @@
-"""Who is compared: every run with the attacks on it, and every method that was attacked without a run."""
+"""What is compared: every run with the attacks on it, and every method that was attacked without a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DASHES = 3
 
 @dataclass(frozen=True)
 class TableCell:
-    """What one reader got of one subject, and the row of the privacy statement that bounds it."""
+    """What one adversary reconstructed of one subject, and the row of the privacy statement that bounds it."""
 
     leak: str
     verdict: Verdict
@@ -28,24 +28,26 @@ class TableCell:
 
     @property
     def epsilon(self) -> float | None:
-        """What was spent against this reader."""
+        """ε spent against this adversary."""
         return spent(self.row)
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A line of every table and chart."""
+    """A row of every table and a line of every chart."""
 
     name: str
     method: str
     run: RunFacts | None
     leaks: list[LeakFacts]
     style: str = ""
-    """Its colour and dashes on the page: runs of the same method share a colour."""
+    """Its colour and dashes on the page. Runs of the same method share a colour."""
+    mark: int = 0
+    """The number of its mark in charts."""
 
     @property
     def cells(self) -> list[TableCell]:
-        """One for each type of reader."""
+        """One for each adversary."""
         return [
             TableCell(leak, verdict([each for each in self.leaks if each.leak == leak]), self.row(ADVERSARY_OF[leak]))
             for leak in READER_TYPES
@@ -53,16 +55,38 @@ class Subject:
 
     @property
     def model_epsilon(self) -> float | None:
-        """What was spent against whoever sees only the model."""
+        """ε spent on a record against anyone who sees only the model."""
         return spent(self.row("model"))
 
-    def row(self, adversary: str) -> Row | None:
-        """The statement's row about a record, where there is a statement."""
-        return None if self.run is None or self.run.privacy is None else self.run.privacy.row(adversary)
+    @property
+    def client_epsilon(self) -> float | None:
+        """ε spent on a whole client against anyone who sees only the model; None where the statement has no such row."""
+        return spent(self.row("model", "client"))
+
+    def row(self, adversary: str, unit: str = "record") -> Row | None:
+        """The statement's row for an adversary and a unit, where there is one."""
+        rows = () if self.run is None or self.run.privacy is None else self.run.privacy.rows
+        wanted = (adversary, unit, "zero-out")
+        return next((row for row in rows if (row.adversary, row.unit, row.relation) == wanted), None)
+
+    @property
+    def network(self) -> str | None:
+        """The network that the run trained, where its configuration names it."""
+        return None if self.run is None else self.run.network
+
+    @property
+    def attacked_networks(self) -> tuple[str, ...]:
+        """The networks that the attacks are on, as far as they are named."""
+        return tuple(dict.fromkeys(leak.network for leak in self.leaks if leak.network))
+
+    @property
+    def elsewhere(self) -> list[LeakFacts]:
+        """The attacks on another network than the one that the run trained."""
+        return [leak for leak in self.leaks if self.network and leak.network and leak.network != self.network]
 
 
 def subjects_of(runs: Sequence[RunFacts], leaks: Sequence[LeakFacts]) -> list[Subject]:
-    """Runs in their order, then methods without a run. An attack without a run goes to the only run of its method."""
+    """Runs in the given order, then methods without a run. An attack without a run belongs to the only run of its method."""
     names = [method_name(run.plan.method) for run in runs]
     subjects, told = [], set()
     for run, name in zip(runs, names, strict=True):
@@ -79,7 +103,7 @@ def subjects_of(runs: Sequence[RunFacts], leaks: Sequence[LeakFacts]) -> list[Su
 
 
 def spent(row: Row | None) -> float | None:
-    """ε of the most-used client, by the ledger; before that has counted anything, what it will be."""
+    """ε of the most-used client by the ledger; the plan's ε if the ledger has counted nothing yet."""
     if row is None:
         return None
     return row.epsilon if row.epsilon_used is None else row.epsilon_used
@@ -87,8 +111,8 @@ def spent(row: Row | None) -> float | None:
 
 def _styled(subjects: Sequence[Subject]) -> list[Subject]:
     styled, seen = [], dict[str, int]()
-    for subject in subjects:
+    for number, subject in enumerate(subjects):
         colour = subject.method if subject.method in _COLOURED else "other"
-        styled.append(replace(subject, style=f"m-{colour} d{seen.get(colour, 0) % _DASHES}"))
+        styled.append(replace(subject, style=f"m-{colour} d{seen.get(colour, 0) % _DASHES}", mark=number))
         seen[colour] = seen.get(colour, 0) + 1
     return styled

@@ -1,15 +1,21 @@
-"""The page's sentences, each made from what was measured."""
+"""The page's sentences, each computed from the results."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fedcdp.accounting.statement import VACUOUS, format_epsilon
 from fedcdp.report.facts import METHOD_NAMES, LeakFacts, RunFacts
 
+if TYPE_CHECKING:
+    from fedcdp.report.subjects import Subject
+
+NBSP = "\u00a0"
+"""A space at which no line breaks: between a number and its unit."""
 READERS = {
     "type2": "on the client, during training",
     "type1": "on the client, after training",
@@ -21,11 +27,21 @@ READER_SENTENCES = {
     "type0": "reads a client's update as the server receives it (type-0)",
 }
 ADVERSARIES = {
-    "example": "Whoever reads each example's gradient on the client (type-2)",
-    "update": "Whoever reads a client's update before it leaves (type-1)",
+    "example": "Anyone who reads each example's gradient on the client (type-2)",
+    "update": "Anyone who reads a client's update before it leaves (type-1)",
     "server": "The server, which receives every update (type-0)",
-    "model": "Whoever sees only the model after each round",
+    "model": "Anyone who sees only the model after each round",
 }
+NETWORKS = {
+    "oriented-gradients": "a linear layer on fixed features",
+    "linear": "a linear layer",
+    "small": "a small network that learns its own features",
+    "cnn": "the paper's network for images, which learns its own features",
+    "mlp": "the paper's network for tables, which learns its own features",
+    "cpl": "the network that the paper's authors attack, which learns its own features",
+}
+
+_LINEAR = ("oriented-gradients", "linear")
 
 
 def method_name(method: str) -> str:
@@ -33,13 +49,33 @@ def method_name(method: str) -> str:
     return METHOD_NAMES.get(method, method or "unknown method")
 
 
+def network_name(network: str) -> str:
+    """A network for people: what it is, where that is known, and its name."""
+    return f"{NETWORKS[network]} ({network})" if network in NETWORKS else f"the network {network}"
+
+
 def epsilon(value: float | None) -> str:
-    """An ε on the page; a dash where there is none."""
+    """An ε on the page; a dash if there is none."""
     return "–" if value is None else format_epsilon(value, digits=3, large="grouped")
 
 
+def equation(name: str, value: str) -> str:
+    """A symbol and its value, kept on one line."""
+    return f"{name}{NBSP}={NBSP}{value}"
+
+
+def unbroken(text: str) -> str:
+    """A sentence from elsewhere, with the same spaces: within an equation, and between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=%|dB)", NBSP, re.sub(r"(?<=[εδσ]) = ", f"{NBSP}={NBSP}", text))
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share in per cent, kept on one line."""
+    return f"{100 * share:.{digits}f}{NBSP}%"
+
+
 def strength(value: float) -> str:
-    """What an ε is worth, in a word or two; nothing where it may be worth something."""
+    """What an ε is worth, in a few words. Empty if it may be worth something."""
     if math.isinf(value):
         return "no guarantee"
     return "too large to guarantee anything" if value >= VACUOUS else ""
@@ -52,14 +88,14 @@ def listed(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the attacks of one reader came to; of several the one that got most."""
+    """The outcome of one adversary's attacks: that of the most successful one."""
 
     kind: Literal["leaks", "failed", "unknown"]
-    """A failed attack proves nothing: it is shown without a colour that would say so."""
+    """A failed attack proves nothing, so the page shows it without a colour that would say otherwise."""
     got: int = 0
     of: int = 0
     identified: tuple[int, int, int] | None = None
-    """How many were picked out, of how many, among how many candidates."""
+    """How many were identified, of how many, among how many candidates."""
     tried: tuple[str, ...] = ()
     """The attacks."""
 
@@ -69,17 +105,17 @@ class Verdict:
         if self.kind == "unknown":
             return "not attacked"
         if self.got or self.identified is None:
-            return f"leaks: {self.got} of {self.of}" if self.got else f"0 of {self.of} came out"
+            return f"leaks: {self.got} of {self.of}" if self.got else f"none of {self.of}"
         return f"leaks: {self.identified[0]} of {self.identified[1]} identified among {self.identified[2]:,}"
 
     @property
     def attacks(self) -> str:
-        """What was tried, for people."""
+        """The attacks that were tried, for people."""
         return f"tried: {', '.join(self.tried)}" if self.tried else ""
 
 
 def verdict(leaks: Iterable[LeakFacts]) -> Verdict:
-    """What these attacks came to."""
+    """The outcome of these attacks."""
     leaks = list(leaks)
     scored = [leak.leaked for leak in leaks if leak.leaked is not None]
     tried = tuple(dict.fromkeys(name for leak in leaks for name in leak.tried))
@@ -92,22 +128,97 @@ def verdict(leaks: Iterable[LeakFacts]) -> Verdict:
     return Verdict("leaks" if got or identified else "failed", got, of, identified, tried)
 
 
+# The headline --------------------------------------------------------------------------------------------------------
+
+
+def headline(subjects: Sequence[Subject]) -> str:
+    """The main result of the page, in one sentence."""
+    attacked = [each for each in subjects if any(cell.verdict.kind != "unknown" for cell in each.cells)]
+    leaky = [each for each in attacked if any(cell.verdict.kind == "leaks" for cell in each.cells)]
+    resistant = [each for each in attacked if each not in leaky]
+    if not attacked:
+        reached = [_reached(each) for each in subjects if each.run is not None and each.run.accuracy is not None]
+        return f"Accuracy is {listed(reached)}." if reached else "These runs have not been evaluated yet."
+    if not leaky:
+        sentence = f"The attacks on this page reconstruct no training example under {_names(resistant)}"
+    else:
+        sentence = f"The attacks on this page {_most(leaky)} under {_names(leaky)}"
+        sentence += f" and none under {_names(resistant)}" if resistant else ""
+    return f"{sentence}{_price(resistant, subjects)}."
+
+
+def _names(subjects: Sequence[Subject]) -> str:
+    return listed([each.name for each in subjects])
+
+
+def _most(subjects: Sequence[Subject]) -> str:
+    """What the most successful attack did."""
+    cells = [cell.verdict for each in subjects for cell in each.cells if cell.verdict.kind == "leaks"]
+    if rebuilt := [each for each in cells if each.got]:
+        best = max(rebuilt, key=lambda each: (each.got / each.of, each.of))
+        return f"reconstruct up to {best.got} of {best.of} training examples"
+    got, of, candidates = max((each.identified for each in cells if each.identified), key=lambda each: each[0] / each[1])
+    return f"identify up to {got} of {of} training examples among {candidates:,} candidates"
+
+
+def _price(resistant: Sequence[Subject], subjects: Sequence[Subject]) -> str:
+    """Accuracy and ε of the methods that withstood the attacks, next to that of training without privacy."""
+    reached = [each.run.accuracy for each in resistant if each.run is not None and each.run.accuracy is not None]
+    if not reached or len(reached) < len(resistant):
+        return ""
+    shares = listed(list(dict.fromkeys(map(percent, reached))))
+    words = f", which {'reaches' if len(reached) == 1 else 'reach'} {shares} accuracy"
+    held = {guarantee(each) for each in resistant}
+    if len(held) == 1 and (only := held.pop()):
+        words += f" at {only}"
+    plain = [each.run.accuracy for each in subjects if each.method == "nonprivate" and each.run is not None]
+    if len(plain) == 1 and plain[0] is not None and all(each.method != "nonprivate" for each in resistant):
+        words += f"; non-private training reaches {percent(plain[0])}"
+    return words
+
+
+def _reached(subject: Subject) -> str:
+    run = subject.run
+    accuracy = 0.0 if run is None or run.accuracy is None else run.accuracy
+    words = f"{percent(accuracy)} under {subject.name}"
+    return f"{words} ({held})" if (held := guarantee(subject)) else words
+
+
+def guarantee(subject: Subject) -> str:
+    """The strongest guarantee of a run: against the server for a record, otherwise for a client by the model alone."""
+    against_server, of_client = subject.cells[-1].epsilon, subject.client_epsilon
+    if against_server is not None and against_server < VACUOUS:
+        return f"{equation('ε', epsilon(against_server))} for a record against the server"
+    if of_client is not None and of_client < VACUOUS:
+        return f"{equation('ε', epsilon(of_client))} for a client against anyone who sees only the model"
+    return ""
+
+
+# In short ------------------------------------------------------------------------------------------------------------
+
+
 def what_leaks(leaks: Sequence[LeakFacts]) -> str:
-    """The first thing to know."""
+    """What the attacks got."""
     scored = [leak for leak in leaks if leak.leaked is not None]
     if not scored:
-        return "No attack with a known truth is among these results, so this page cannot say what leaks."
-    told: dict[str, list[str]] = {}  # readers who got the same are told in one sentence
+        return "No attack in these results has known originals, so this page cannot say what leaks."
+    told: dict[str, list[str]] = {}  # adversaries with equal results share a sentence
     for kind, doing in READER_SENTENCES.items():
-        if got := _by_method([leak for leak in scored if leak.leak == kind and leak.leaked and leak.leaked[0]]):
+        mine = [leak for leak in scored if leak.leak == kind]
+        if got := _by_method([leak for leak in mine if leak.leaked and leak.leaked[0]]):
             what = listed([f"{pair[0]} of {pair[1]} under {method_name(method)}" for method, pair in got.items()])
-            told.setdefault(what, []).append(doing)
-    sentences = [f"Whoever {' or '.join(doing)} gets training examples back: {what}." for what, doing in told.items()]
-    return " ".join(sentences) or "No attack on this page got a single training example back."
+            told.setdefault(f"reconstructs training examples: {what}", []).append(doing)
+        named = {leak.method: leak.identified for leak in mine if leak.identified and leak.method not in got}
+        if named:
+            what = listed([f"{each[0]} of {each[1]} under {method_name(method)}, among {each[2]:,} candidates"
+                           for method, each in named.items()])  # fmt: skip
+            told.setdefault(f"identifies training examples: {what}", []).append(doing)
+    sentences = [f"An adversary who {' or '.join(doing)} {what}." for what, doing in told.items()]
+    return " ".join(sentences) or "No attack on this page reconstructed a training example."
 
 
 def what_stops_it(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
-    """The second."""
+    """The methods under which every attack failed."""
     scored = [leak for leak in leaks if leak.leaked is not None]
     stopped = []
     for method in dict.fromkeys(leak.method for leak in scored):
@@ -118,43 +229,74 @@ def what_stops_it(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
                     for reader in {leak.leak for leak in mine}}  # fmt: skip
             stopped.append((method, sum(most.values()), ", ".join(tried)))
     if not stopped:
-        return "Nothing on this page stopped every attack." if scored else ""
+        return "Under every method on this page, at least one attack succeeded." if scored else ""
     told = listed([f"{method_name(method)} (0 of {of}; tried: {tried})" for method, of, tried in stopped])
-    sentence = f"The attacks that were tried got nothing recognisable under {told}."
+    sentence = f"The attacks that were tried reconstructed nothing recognisable under {told}."
     plans = [run.plan for run in runs if run.plan.method in {method for method, _, _ in stopped}]
     if plans and all(plan.per_example and plan.noise == "example" for plan in plans):
-        sentence += " There every example's gradient is clipped and noised before anything else uses it."
-    return sentence + " An attack that fails is not a proof; the proof is ε, below."
+        sentence += " These methods clip and noise every example's gradient before anything else uses it."
+    return sentence + " A failed attack proves nothing; the guarantee is ε, below."
 
 
-def what_it_costs(runs: Sequence[RunFacts]) -> str:
-    """The third."""
-    told = []
-    for run in runs:
-        if run.accuracy is None:
-            continue
-        words = f"{100 * run.accuracy:.1f} % under {method_name(run.plan.method)}"
-        row = None if run.privacy is None else run.privacy.row("server")
-        if row is not None and row.epsilon_used is not None and math.isfinite(row.epsilon_used):
-            words += f" (ε = {epsilon(row.epsilon_used)} against the server)"
-        told.append(words)
+def what_it_costs(subjects: Sequence[Subject]) -> str:
+    """Accuracy, with the ε that it was reached at."""
+    told = [_reached(each) for each in subjects if each.run is not None and each.run.accuracy is not None]
     return f"Accuracy: {listed(told)}." if told else ""
 
 
-def part_of_an_update(leak: LeakFacts, run: RunFacts | None) -> str:
-    """What to say where the attacked update has fewer local steps than those of the run."""
-    steps = leak.summary.get("steps")
-    if leak.leak == "type2" or run is None or not isinstance(steps, int) or steps >= run.plan.local_steps:
+# Notes ---------------------------------------------------------------------------------------------------------------
+
+
+def which_networks(subjects: Sequence[Subject]) -> tuple[str, str, str] | None:
+    """What accuracy, attacks and ε refer to, if attacks are on another network than the one that was trained."""
+    apart = [(each, each.run) for each in subjects if each.elsewhere and each.run is not None]
+    if not apart:
+        return None
+    trained = dict.fromkeys(each.network or "" for each, _ in apart)
+    attacked = dict.fromkeys(name for each, _ in apart for name in each.attacked_networks)
+    leaks = [(leak, run.plan) for each, run in apart for leak in each.elsewhere]
+    same = all(leak.has_mechanism_of(plan) for leak, plan in leaks)
+    untrained = ", before its first round" if all(leak.summary.get("round") == 0 for leak, _ in leaks) else ""
+    if not same:
+        bounds = "ε is that of the trained network and need not hold for the attacked one."
+    elif all(plan.clip_mode == "flat" for _, plan in leaks if plan.private):
+        bounds = "A plan clips the whole gradient at once, so its ε is the same for both networks."
+    else:
+        bounds = "ε is that of the trained network. With another number of layers it is another one."
+    if not trained.keys().isdisjoint(_LINEAR) and not all(plan.method == "nonprivate" for _, plan in leaks):
+        bounds += (
+            " Against the trained layer itself, a type-2 adversary who adds up all rounds gets more: "
+            "fedcdp attack --run RUN --leak type2 measures it."
+        )
+    return (
+        f"Accuracy is that of {listed([network_name(name) for name in trained])}.",
+        f"The attacks are on {listed([network_name(name) for name in attacked])}{untrained}"
+        f"{', under the same plan' if same else ''}.",
+        bounds,
+    )
+
+
+def part_of_an_update(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
+    """What to say if attacked updates have fewer local steps than those of the runs."""
+    steps = {leak.summary.get("steps") for leak in leaks if leak.leak != "type2"}
+    local = sorted({run.plan.local_steps for run in runs})
+    if len(steps) != 1 or not local or not isinstance(attacked := steps.pop(), int) or attacked >= local[0]:
         return ""
-    of = "the first local step" if steps == 1 else f"the first {steps} local steps"
-    return f"Attacked is the update of {of}; the run has {run.plan.local_steps}, and more of them hide more."
+    of = "the first local step" if attacked == 1 else f"the first {attacked} local steps"
+    whole = f"The run has {local[0]}" if len(local) == 1 else f"The runs have {listed([str(each) for each in local])}"
+    return f"The attacked update is that of {of}. {whole}, and more steps hide more."
+
+
+def together(names: Sequence[str]) -> str:
+    """What to say about lines of a chart that lie on each other."""
+    return f"{listed(names)} coincide. Their dashes and marks take turns."
 
 
 def unfinished(run: RunFacts) -> str:
-    """What to say of a run that is not done."""
+    """What to say about a run that is not finished."""
     if run.finished:
         return ""
-    return f"{run.name} is not finished: {run.rounds} of {run.plan.rounds} rounds are done. It is shown as far as it got."
+    return f"{run.name} is not finished: {run.rounds} of {run.plan.rounds} rounds are done. The page shows these rounds."
 
 
 def _by_method(leaks: Sequence[LeakFacts]) -> dict[str, tuple[int, int]]:

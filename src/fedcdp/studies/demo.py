@@ -1,7 +1,14 @@
-"""The demonstration: real digits trained by four methods, each attacked by three readers, into one directory.
+"""The demo: four methods train on real digits, and three adversaries attack each of them. All results go to one directory.
 
-Every stage leaves its result on the disk and is passed over when it is there, so that a demo that was stopped or killed
-goes on where it was. Runs are ordinary run directories, attacks lie in their `attacks/`.
+Each method has one plan, which two networks use:
+
+- Training uses a linear layer on fixed features, `oriented-gradients`. Accuracy and the ledger are those of this run.
+- The attacks use `small`, a network that learns its own features, at the beginning of the first round.
+
+Plans clip the whole gradient at once, so ε does not depend on the network: the ledger's ε holds for both.
+
+Every stage stores its result and is skipped if the result exists, so a stopped or killed demo resumes. Runs are ordinary run
+directories, with the attacks in their `attacks/`.
 """
 
 from __future__ import annotations
@@ -32,39 +39,52 @@ from fedcdp.engine.runtime import one_thread
 from fedcdp.errors import DefectError, RunError
 from fedcdp.files.disk import PARTIAL, write_atomically
 from fedcdp.report.api import gather
+from fedcdp.report.facts import mechanism_of
 from fedcdp.report.subjects import Subject, subjects_of
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.simulate import Progress as Rounds
 from fedcdp.training.simulate import train_experiment
 
-# What differs from the preset. Fed-SDP adds its noise once a round to the sum of whole updates, so that it needs less of it
-# to learn; with so few clients no noise gives a whole client a small ε and lets the model learn, and the table says so.
-_METHODS: dict[str, Settings] = {
-    "nonprivate": {},
-    "fed-sdp": {"plan": {"noise_multiplier": 0.2}},
+# How the methods differ from the preset `demo`. The private ones have ε = 3 for the unit that they protect: Fed-CDP a record
+# against the server, Fed-SDP a client against anyone who sees the model. Fed-SDP needs many clients to hide one of them, so
+# it deals the same digits to 100 clients instead of 10. `benchmarks/demo_settings.py` is the search behind these settings.
+METHODS: dict[str, Settings] = {
+    "nonprivate": {"plan": {"learning_rate": 4.0, "ema": 0.0}},
+    "fed-sdp": {
+        "data": {"clients": 100, "records": 40},
+        "plan": {
+            "per_round": 100,
+            "rounds": 10,
+            "local_steps": 40,
+            "clip": 8.0,
+            "noise_multiplier": 4.3977,
+            "learning_rate": 10.0,
+            "ema": 0.0,
+        },
+    },
     "fed-cdp": {},
-    "fed-cdp-decay": {"plan": {"clip": "linear(1.5, 0.5)"}},
+    "fed-cdp-decay": {"plan": {"clip": "linear(0.375, 0.125)"}},
 }
-# An iteration is five moves of the optimiser, a quarter of the paper's, so that there is something to watch. A reader of
-# single gradients knows how the method clips; of an update, how many examples are behind it.
+_ATTACKED_NETWORK = "small"
+# The optimiser moves five times an iteration, a quarter of the paper's number: the page shows the search in small steps.
 _WATCHABLE = LBFGS(inner=5)
 
 
 @dataclass(frozen=True)
 class Attack:
-    """One reader: who, by which preset, how long, and on how many victims."""
+    """One adversary: what it reads, which attack it runs, for how long, and on how many victims."""
 
     leak: Leak
     name: str
     victims: int
     iterations: int
     noised_only: bool = False
-    """Whether it is for what carries noise; elsewhere it could not get more than the others."""
+    """Whether to run it only on noised releases. Without noise it cannot reconstruct more than the other attacks."""
 
     @property
     def recipe(self) -> Recipe:
-        """How it looks for examples."""
+        """The attack's recipe."""
         return RECIPES[self.name].but(optimiser=_WATCHABLE, iterations=self.iterations, restarts=1)
 
 
@@ -80,7 +100,7 @@ ATTACKS = (
 
 @dataclass(frozen=True)
 class Show:
-    """What the demo tells while it works; by default nothing."""
+    """How the demo reports progress."""
 
     training: Callable[[Experiment, int], AbstractContextManager[Rounds | None]]
     attacking: Callable[[str], AbstractContextManager[Steps | None]]
@@ -88,54 +108,71 @@ class Show:
 
 @dataclass(frozen=True)
 class Demo:
-    """The demonstration in a directory; `changes` make it smaller, for tests."""
+    """The demo in a directory. Tests make it smaller with `changes`."""
 
     out: Path
     changes: Settings = field(default_factory=dict)
     attacks: tuple[Attack, ...] = ATTACKS
 
     def run(self, show: Show) -> list[Subject]:
-        """All stages that are not there yet, then the table of them all; also written to `demo.json`."""
-        self._begin()
-        with one_thread():  # the network is too small to be shared: two threads would only wait for each other
+        """Run the stages that are missing. Return the rows of the table, which also go to `demo.json`."""
+        self.check()
+        if not self._marker.is_file():
+            self._write(finished=False)
+        with one_thread():  # the networks are too small for two threads: they would only wait for each other
             self._stages(show)
-        subjects = subjects_of(*gather([self.out / method for method in _METHODS]))
+        subjects = subjects_of(*gather([self.out / method for method in METHODS]))
         self._write(finished=True, table=[row_of(subject) for subject in subjects])
         return subjects
 
     def _stages(self, show: Show) -> None:
-        splits = functools.cache(
-            lambda: load_splits(self.experiment("nonprivate"), quiet=True)
-        )  # only if there is work to do
-        for method in _METHODS:
-            experiment = self.experiment(method)
-            self._train(experiment, splits, show)
-            self._attack(experiment, splits, show)
+        splits = functools.cache(lambda: load_splits(self.experiment("nonprivate"), quiet=True))  # loaded only if needed
+        for method in METHODS:
+            self._train(self.experiment(method), splits, show)
+            self._attack(self.attacked(method), splits, show)
 
     def experiment(self, method: str) -> Experiment:
         """What is trained under a method."""
-        # The engine is named, so that no time goes into measuring which is fastest.
+        # The engine is named, so the run does not measure which one is fastest.
         fixed: Settings = {"plan": {"method": method}, "run": {"engine": "batched", "evaluate_every": 2}}
-        return assemble(preset("demo"), fixed, _METHODS[method], self.changes)
+        return assemble(preset("demo"), fixed, METHODS[method], self.changes)
+
+    def attacked(self, method: str) -> Experiment:
+        """What is attacked: the method's plan on a network that learns its own features.
+
+        All methods are attacked at the clients of the preset, so the attacked examples are the same. For Fed-SDP the number
+        of clients makes no difference: the adversaries read what a client computes before the server adds the noise.
+        """
+        usual = preset("demo")
+        same: Settings = {
+            "data": usual["data"],
+            "model": {"network": _ATTACKED_NETWORK},
+            "plan": {"method": method, "per_round": usual["plan"]["per_round"]},
+        }
+        return assemble(usual, METHODS[method], same, self.changes)
 
     # Stages ----------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Take the directory, unless it holds anything but a demo of ours."""
+    def check(self) -> None:
+        """Refuse a directory that holds something other than a demo, or a demo with other settings."""
         try:
             if self.out.exists() and not self.out.is_dir():
                 raise RunError(f"--out: {self.out} is a file; choose another name for the directory")
             taken = self.out.is_dir() and any(not each.name.endswith(PARTIAL) for each in self.out.iterdir())
-            if taken and not self._marker.is_file():
-                raise RunError(f"--out: {self.out} holds something else than a demo; choose another directory")
-            if not taken:
-                self._write(finished=False)
         except OSError as error:
-            raise RunError(f"--out: {self.out} cannot be written: {error.strerror}") from error
+            raise RunError(f"--out: {self.out} cannot be read: {error.strerror}") from error
+        if taken and not self._marker.is_file():
+            raise RunError(f"--out: {self.out} holds something other than a demo; choose another directory")
+        for method in METHODS:
+            directory, experiment = RunDirectory(self.out / method), self.experiment(method)
+            if directory.config.is_file():
+                kept = stored(directory.path)
+                if (kept.data, kept.model, kept.plan) != (experiment.data, experiment.model, experiment.plan):
+                    raise RunError(f"--out: {self.out} holds a demo with other settings; choose another directory")
 
     @property
     def finished(self) -> bool:
-        """Whether the directory holds a whole demo."""
+        """Whether the directory holds a finished demo."""
         try:
             return bool(json.loads(self._marker.read_text(encoding="utf-8")).get("finished"))
         except (OSError, ValueError, AttributeError):
@@ -146,24 +183,23 @@ class Demo:
         return self.out / "demo.json"
 
     def _write(self, **content: Any) -> None:
-        told = {"command": "fedcdp demo", "version": __version__} | content
-        write_atomically(self._marker, (json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
+        written = {"command": "fedcdp demo", "version": __version__} | content
+        try:
+            write_atomically(self._marker, (json.dumps(written, indent=1, ensure_ascii=False) + "\n").encode())
+        except OSError as error:
+            raise RunError(f"--out: {self.out} cannot be written: {error.strerror}") from error
 
     def _train(self, experiment: Experiment, splits: Callable[[], Splits], show: Show) -> None:
         directory = RunDirectory(self.out / experiment.plan.method)
         begun = directory.config.is_file()
-        if begun:
-            kept = stored(directory.path)
-            if (kept.data, kept.model, kept.plan) != (experiment.data, experiment.model, experiment.plan):
-                raise RunError(f"--out: {self.out} holds a demo of other settings; choose another directory")
-            if directory.model.exists():
-                return
+        if begun and directory.model.exists():
+            return
         state = directory.load_state() if begun else None
         with show.training(experiment, state.round if state else 0) as progress:
             train_experiment(experiment, directory.path, resume=begun, splits=splits(), progress=progress)
 
     def _attack(self, experiment: Experiment, splits: Callable[[], Splits], show: Show) -> None:
-        """Every reader, at the beginning of the first round: of the examples and clients that this very run trains on."""
+        """Run every attack on the untrained network, at the beginning of the first round."""
         method = experiment.plan.method
         before: Leaks | None = None
         for each in self.attacks:
@@ -178,7 +214,7 @@ class Demo:
             if each.noised_only and not seen.deviation:
                 continue
             if before is not None and before.attack == each.name and _same(before.captured, seen):
-                found = replace(before, captured=seen)  # the same attack on the same numbers
+                found = replace(before, captured=seen)  # the same attack on the same values
             else:
                 with show.attacking(f"{method}, {each.leak}") as progress:
                     got = attack(
@@ -186,14 +222,16 @@ class Demo:
                         federation=federation, progress=progress,
                     )  # fmt: skip
                 if not isinstance(got, Leaks):
-                    raise DefectError(f"the attack {each.name} did not reconstruct anything")
+                    raise DefectError(f"the attack {each.name} did not return reconstructions")
                 found = replace(got, attack=each.name)
-            found.save(place, dataset=experiment.data.dataset, network=experiment.model.network)
+            found.save(
+                place, dataset=experiment.data.dataset, network=experiment.model.network, plan=mechanism_of(experiment.plan)
+            )
             before = found
 
 
 def _same(one: Captured, other: Captured) -> bool:
-    """Whether two readers see the same numbers, to the bit, of the same examples."""
+    """Whether two adversaries see the same values, bit for bit, from the same examples."""
     return (
         one.seen.keys() == other.seen.keys()
         and all(torch.equal(one.seen[name], other.seen[name]) for name in one.seen)
@@ -202,11 +240,15 @@ def _same(one: Captured, other: Captured) -> bool:
 
 
 def row_of(subject: Subject) -> dict[str, Any]:
-    """A line of the table, for programs."""
-    row: dict[str, Any] = {"method": subject.method, "accuracy": None if subject.run is None else subject.run.accuracy}
+    """A row of the table, for programs."""
+    run = subject.run
+    row: dict[str, Any] = {"method": subject.method, "accuracy": None if run is None else run.accuracy}
+    row |= {"network": subject.network, "attacked_network": ", ".join(subject.attacked_networks)}
+    row |= {"clients": None if run is None else run.clients}
     for cell in subject.cells:
         row[cell.leak] = {"leaked": cell.verdict.got, "of": cell.verdict.of, "epsilon": _for_json(cell.epsilon)}
-    return row | {"model": {"epsilon": _for_json(subject.model_epsilon)}}
+    model = {"epsilon": _for_json(subject.model_epsilon), "epsilon_client": _for_json(subject.client_epsilon)}
+    return row | {"model": model}
 
 
 def _for_json(epsilon: float | None) -> float | str | None:

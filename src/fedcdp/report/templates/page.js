@@ -1,4 +1,4 @@
-// The slider: shows every attack at the same iteration. Without it, and in print, the page shows all iterations side by side.
+// The slider shows every attack at the same iteration. Without a script, and in print, the page shows all iterations side by side.
 (() => {
   "use strict";
   const slider = document.getElementById("iteration");
@@ -20,4 +20,18 @@
   slider.addEventListener("input", show);
   slider.value = slider.max;
   show();
+})();
+// Browsers that cannot unfold a closed part by style alone: open all parts for printing, and close them again.
+(() => {
+  "use strict";
+  const opened = [];
+  addEventListener("beforeprint", () => {
+    for (const part of document.querySelectorAll("details:not([open], .values)")) {
+      part.open = true;
+      opened.push(part);
+    }
+  });
+  addEventListener("afterprint", () => {
+    for (const part of opened.splice(0)) part.open = false;
+  });
 })();
