@@ -68,8 +68,8 @@ def train(
         experiment = assemble(*given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
     if not (resume or quiet):
-        records, calibrated_ = prepared.federation.largest, target_epsilon is not None
-        terminal.notes(remarks(experiment, given, records=records, calibrated=calibrated_))
+        has_target = target_epsilon is not None
+        terminal.notes(remarks(experiment, given, records=prepared.federation.largest, calibrated=has_target))
     run = _train(experiment, prepared, out, resume, quiet)
     privacy = run.privacy() if accounting_is_installed() else None
     if not quiet:
