@@ -71,8 +71,8 @@ class Trial:
     def told(self) -> dict[str, Any]:
         """What differs between trials."""
         plan = self.plan.written()
-        names = ("record_sampling", "rounds", "local_steps", "batch_size", "clip", "noise_multiplier", "learning_rate", "ema")
-        return {"clients": self.clients, "records": self.records} | {name: plan[name] for name in names}
+        kept = ("record_sampling", "rounds", "local_steps", "batch_size", "clip", "learning_rate", "noise_multiplier", "ema")
+        return {"clients": self.clients, "records": self.records} | {each: plan[each] for each in kept}
 
 
 @cache
