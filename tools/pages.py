@@ -1,7 +1,8 @@
 """Render the pages that quote figures: each template under docs/templates becomes the page at the same path.
 
     python -m tools.pages                      # render every page
-        python -m tools.pages --run flower         # first run the blocks of one tutorial, and write their output into it
+    python -m tools.pages --run flower         # first run the blocks of one tutorial, and write their output into it
+    python -m tools.pages --notebook own_loop  # run a notebook, and write the output of its cells into it
 
 A template is Markdown with jinja2 calls. Every call names the source of its figure:
 
@@ -134,10 +135,17 @@ def main() -> None:
     """Render every page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", metavar="NAME", help="run the blocks of this tutorial first")
-    if name := parser.parse_args().run:
+    parser.add_argument("--notebook", metavar="NAME", help="run this notebook instead")
+    given = parser.parse_args()
+    if given.notebook:
+        from tests.support import notebooks
+
+        notebooks.rewrite(ROOT / "docs" / "notebooks" / f"{given.notebook}.ipynb")
+        return
+    if given.run:
         from tests.support.doc_pages import rewrite
 
-        rewrite(source_of(ROOT / "docs" / "tutorials" / f"{name}.md"))
+        rewrite(source_of(ROOT / "docs" / "tutorials" / f"{given.run}.md"))
     for template in templates():
         page_of(template).write_text(render(template.read_text()))
 

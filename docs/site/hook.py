@@ -1,8 +1,8 @@
-"""What the site adds to MkDocs: results and project files become pages, and links written for the repository work in both.
+"""Additions to MkDocs: results, project files and notebooks become pages, and links written for the repository work in both.
 
-A page links to `../results/attacks.md`, as is right in the repository, where `docs/` is a folder. On the site `docs/` is the
-root. Each relative link is therefore looked up as a file of the repository, and written anew as a link between pages of the
-site; one that leads to a file that is not on the site ends the build.
+A page links to `../results/attacks.md`, which is right in the repository, where `docs/` is a folder. On the site `docs/` is
+the root. So each relative link is looked up as a file of the repository and rewritten as a link between pages of the site. A
+link to a file that is not on the site fails the build.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = "The site lists every command here (`make docs`)."
 PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+NOTEBOOKS = "docs/notebooks/"
 _LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(\))")
 _CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _LOADED = re.compile(
@@ -28,19 +29,22 @@ _LOADED = re.compile(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Put `results/` and the project's own pages on the site."""
+    """Put `results/`, the project's own pages and the notebooks on the site."""
     outside = [ROOT / name for name in PROJECT_PAGES]
     outside += sorted(path for path in (ROOT / "results").rglob("*") if path.is_file())
     for path in outside:
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config["site_dir"], use_directory_urls=False))
+    for path in sorted((ROOT / NOTEBOOKS).glob("*.ipynb")):
+        name = _on_site(path.relative_to(ROOT).as_posix())
+        files.append(File.generated(config, name, content=_beside("notebooks").page(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:  # noqa: ARG001
-    """Write the links of a page for the site, and the page of commands from the command line itself."""
+    """Rewrite the links of a page for the site, and make the page of commands from the command line itself."""
     if COMMANDS in markdown:
-        markdown = markdown.replace(COMMANDS, _commands())
+        markdown = markdown.replace(COMMANDS, _beside("commands").page())
     here = _in_repository(page.file.src_uri)
 
     def between_pages(link: re.Match[str]) -> str:
@@ -55,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001
-    """Nobody who reads a page is reported to a third party: it loads nothing from elsewhere."""
+    """Refuse a page that loads anything from elsewhere: no third party learns who reads it."""
     if loaded := _LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} loads something from the network: {loaded.group()[:200]}")
     return output
@@ -66,14 +70,16 @@ def _in_repository(site: str) -> str:
 
 
 def _on_site(repository: str) -> str:
+    if repository.startswith(NOTEBOOKS):
+        repository = repository.removesuffix(".ipynb") + ".md"
     return "index.md" if repository == "README.md" else repository.removeprefix("docs/")
 
 
-def _commands() -> str:
-    beside = importlib.util.spec_from_file_location("commands", Path(__file__).parent / "commands.py")
-    if beside is None or beside.loader is None:
-        raise PluginError("docs/site/commands.py is missing")
-    module = importlib.util.module_from_spec(beside)
-    beside.loader.exec_module(module)
-    made: str = module.page()
-    return made
+def _beside(name: str) -> Any:
+    """The module of this name in this folder, which is not a package."""
+    found = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    if found is None or found.loader is None:
+        raise PluginError(f"docs/site/{name}.py is missing")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

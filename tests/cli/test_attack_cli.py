@@ -250,7 +250,7 @@ def test_membership_of_a_run(cli: Cli, run: Path) -> None:
     assert row["auc_interval_99"][0] < row["auc"] < row["auc_interval_99"][1]
     assert (run / "attacks" / "model-membership" / "summary.json").exists()
     shown = words(cli("attack", "--run", run, "--attack", "membership").stdout)
-    for part in ("fed-cdp · model · membership", "426, 143 others", "AUC", "advantage over guessing", "1 % false alarms"):
+    for part in ("fed-cdp · model · membership", "426, 143 others", "AUC", "advantage over guessing", "1 % false positives"):
         assert part in shown, part
 
 

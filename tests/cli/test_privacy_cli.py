@@ -86,13 +86,15 @@ def test_calibration_may_choose_the_slots(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("command", [
-    ["account", "--mode", "exact"], ["account", "--mode", "rdp", "--dataset", "mnist"], ["account", "--layers", "0"],
-    ["account", "--copies", "5000"], ["account", "--dataset", "nosuch"], ["account", "--model", "some:net"],
-    ["account", "--records", "0"], ["account", "--run", "nowhere"], ["account", "--clip", "median"],
+    ["account", "--mode", "exact"], ["account", "--mode", "rdp", "--dataset", "mnist", "--noise-multiplier", "6"],
+    ["account", "--layers", "0"], ["account", "--copies", "5000"], ["account", "--dataset", "nosuch"],
+    ["account", "--model", "some:net", "--noise-multiplier", "6"], ["account", "--records", "0"],
+    ["account", "--run", "nowhere"], ["account", "--clip", "median"],
     ["account", "--secure-aggregation", "--client-sampling", "poisson"], ["calibrate"],
     ["calibrate", "--target-epsilon", "0"], ["calibrate", "--target-epsilon", "1", "--adversary", "nobody"],
     ["calibrate", "--target-epsilon", "1", "--mode", "paper"], ["calibrate", "--target-epsilon", "1", "--method", "dssgd"],
-    ["train", "--max-epsilon", "1e-9", "--dataset", "cancer", "--out", "new"], ["train", "--slots", "auto", "--out", "new"],
+    ["train", "--max-epsilon", "1e-9", "--noise-multiplier", "6", "--dataset", "cancer", "--out", "new"],
+    ["train", "--slots", "auto", "--out", "new"],
     ["train", "--target-epsilon", "1", "--method", "nonprivate", "--dataset", "cancer", "--out", "new"],
     ["train", "--max-epsilon", "1", "--method", "nonprivate", "--dataset", "cancer", "--out", "new"],
 ], ids=" ".join)  # fmt: skip
@@ -129,7 +131,9 @@ def test_a_budget_ends_training_before_the_release_that_would_exceed_it(cli: Cli
 
 def test_progress_shows_epsilon_and_the_seed_is_warned_about(cli: Cli) -> None:
     outcome = cli("train", *SMALL, "--rounds", 2, "--out", "run")
-    assert "ε " in outcome.stderr.splitlines()[0]
+    setting, first, *_ = outcome.stderr.splitlines()
+    assert setting.startswith("setting: cancer, 20 clients")
+    assert "ε " in first
     assert "anyone who knows the seed can subtract it" in " ".join(outcome.stderr.split())
     assert Ledger.open("run/ledger.jsonl").noise == "seeded"
     outcome = cli("train", *SMALL, "--rounds", 2, "--secure-noise", "--out", "secret")

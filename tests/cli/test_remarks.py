@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedcdp import attacks
 from fedcdp.cli import terminal
 from fedcdp.cli.remarks import describe_setting, remarks
 from fedcdp.config.experiment import assemble
@@ -108,16 +109,30 @@ SENSELESS = ["--noise-at", "client", "--batch-size", 5000]
 def test_bare_account_names_its_setting(cli: Cli) -> None:
     outcome = cli("account")
     assert outcome.status == 0
-    assert outcome.stderr.startswith("setting: mnist5k, 100 clients × 40 records, fed-cdp, ")
+    said_first, setting = outcome.stderr.splitlines()
+    assert said_first.startswith("No plan given: using the recommended recipe for ε = 8 against the server (")
+    assert setting.startswith("setting: mnist5k, 100 clients × 40 records, fed-cdp, ")
     assert "setting" not in outcome.stdout
-    assert cli("account", "--json").stderr == ""
+    assert cli("account", "--json").stderr.splitlines() == [said_first]
+    assert cli("account", "--preset", "mnist", "--json").stderr == ""
 
 
-@pytest.mark.slow
-def test_bare_attack_names_its_setting(cli: Cli) -> None:
+def test_bare_attack_names_its_setting_before_it_begins(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begins(*_: object, progress: Callable[[int, int], None], **__: object) -> None:
+        progress(1, 100)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attacks, "attack", begins)
     outcome = cli("attack")
-    assert outcome.status == 0
-    assert "setting: mnist5k, 100 clients × 40 records, fed-cdp, " in said(outcome)
+    assert outcome.status == 1
+    assert outcome.stderr.startswith("setting: mnist5k, 100 clients × 40 records, fed-cdp, ")
+
+
+def test_attacks_and_audits_note_options_without_effect(cli: Cli) -> None:
+    attacked = cli("attack", *TINY, "--noise-at", "client", "--victims", 2, "--attack", "analytic", "--json")
+    assert said(attacked) == "note: --noise-at has no effect here: it is for fed-sdp"
+    audited = cli("audit", *TINY, "--noise-at", "client", "--record-sampling", "partition", "--trials", 200)
+    assert said(audited) == "note: --noise-at has no effect here: it is for fed-sdp"
 
 
 def test_account_notes_options_without_effect(cli: Cli) -> None:

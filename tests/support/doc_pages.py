@@ -81,9 +81,9 @@ def run(page: Path, folder: Path, integration: bool = False) -> Iterator[tuple[B
             if block.mark == "file":
                 Path(block.what or "").write_text(block.code)
             elif block.language == "python":
-                yield block, _python(page, block, namespace)
+                yield block, run_python(block.code, namespace, str(page), block.line)
             elif block.language == "sh":
-                yield block, _shell(page, block)
+                yield block, run_shell(block.code, f"{page.name}, line {block.line}")
 
 
 def _left_out(block: Block, integration: bool) -> bool:
@@ -97,18 +97,22 @@ def same(written: str, printed: str) -> bool:
     return doctest.OutputChecker().check_output(written, printed, _LOOSELY)
 
 
-def _python(page: Path, block: Block, namespace: dict[str, Any]) -> str:
+def run_python(code: str, namespace: dict[str, Any], page: str, line: int = 1) -> str:
+    """Run code that stands on this line of a page; returns what it printed."""
     shown = io.StringIO()
-    code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")  # an error names the line of the page
+    compiled = compile("\n" * (line - 1) + code, page, "exec")  # an error names the line of the page
     with contextlib.redirect_stdout(shown):
-        exec(code, namespace)
+        exec(compiled, namespace)
     return shown.getvalue()
 
 
-def _shell(page: Path, block: Block) -> str:
-    """Line by line. A command of ours runs in a copy of this process, which has imported everything that takes seconds."""
+def run_shell(code: str, where: str) -> str:
+    """Run shell commands line by line; returns what they printed.
+
+    A fedcdp command runs in a copy of this process, which has imported everything that takes seconds.
+    """
     shown = ""
-    for line in block.code.replace("\\\n", " ").splitlines():
+    for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             if words[:2] == ["fedcdp", "deploy"]:  # starts processes, which must not be copies
@@ -126,7 +130,7 @@ def _shell(page: Path, block: Block) -> str:
             out.seek(0)
             errors.seek(0)
             if status:
-                raise AssertionError(f"{page.name}, line {block.line}: {line}: exit status {status}\n{errors.read()}")
+                raise AssertionError(f"{where}: {line}: exit status {status}\n{errors.read()}")
             shown += out.read()
     return shown
 

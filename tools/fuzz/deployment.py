@@ -83,7 +83,7 @@ def policy(place: Path) -> Attempt:
 def roster(_place: Path) -> Attempt:
     """The roster and the outcome of a run, as a server wrote them."""
     clients = {"clients": [{"number": n, "node": 10**18 + n, "records": 50, "name": f"{n:032x}"} for n in range(3)]}
-    outcome = {"ended": "done", "rounds": 3, "sentence": "all rounds are done"}
+    outcome = {"ended": "done", "rounds": 3, "sentence": "all rounds are done", "warning": "no better than guessing"}
     experiment = assemble(SMALL)
 
     def attempt(case: Random, place: Path) -> None:
@@ -92,6 +92,7 @@ def roster(_place: Path) -> Attempt:
             mutate_bytes(case, as_json(outcome)) if case.random() < 0.4 else as_json(mutate_value(case, outcome))
         )
         Follower(place, experiment).ended()
+        Follower(place, experiment).warning()
         path = place / "clients.json"
         path.write_bytes(hostile)
         for member in load_roster(path):

@@ -18,6 +18,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.data.dataset import Splits
 from fedcdp.errors import PlanError, RunError
+from fedcdp.models.networks import resolve
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
 from fedcdp.training.saved_run import Trained
 from fedcdp.training.simulate import Run
@@ -197,11 +198,16 @@ def attack(
         splits = load_splits(experiment, data_dir, quiet)
         extra = {"model": network_of(experiment, splits), "federation": deal_out(experiment, splits), "at_round": at_round}
         target = experiment.plan
-    with terminal.steps("attack", quiet) as progress:
+
+    def announce() -> None:
+        if run is None:
+            terminal.notes(remarks(experiment, given))
+            if not as_json:
+                terminal.setting(describe_setting(experiment))
+
+    with terminal.steps("attack", quiet, announce) as progress:
         found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
     summary = _summary(found, name, experiment, splits)
-    if run is None and not quiet:
-        terminal.notes(remarks(experiment, given))
     if run is not None and out is None:
         out = run / "attacks" / f"{summary['leak']}-{name}"
     if out is not None:
@@ -209,8 +215,6 @@ def attack(
     if as_json:
         typer.echo(json.dumps(summary))
     elif not quiet:
-        if run is None:
-            terminal.setting(describe_setting(experiment))
         terminal.leak_table(summary)
         if experiment.plan.private:
             terminal.note(
@@ -268,9 +272,7 @@ def _summary(found: Found, name: str, experiment: Experiment, splits: Splits) ->
     from fedcdp.attacks.leaks import finite
     from fedcdp.attacks.portfolio import trial
 
-    network = experiment.model.network
-    if network == "auto":
-        network = "cnn" if len(splits.train.shape) == 3 else "mlp"
+    network = resolve(experiment.model.network, splits.train.shape)
     data = experiment.data.file or experiment.data.dataset
     figures = {"method": experiment.plan.method} | found.summary() | {"dataset": data, "network": network}
     if figures["attack"] == "recipe":

@@ -12,6 +12,7 @@ from rich.table import Table
 from fedcdp.accounting.budget import accounting_is_installed
 from fedcdp.cli import terminal, usage
 from fedcdp.cli.options import takes_settings
+from fedcdp.cli.privacy import TargetEpsilon
 from fedcdp.cli.remarks import remarks
 from fedcdp.config.presets import Settings
 from fedcdp.errors import StoppedError
@@ -51,6 +52,7 @@ def init(
     nodes: Annotated[int, typer.Option("--nodes", help="Number of SuperNodes. Each is one client.")] = 2,
     host: Annotated[str, typer.Option("--host", help="Name or address where the nodes reach the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port of the server. 0: any free port, for one machine.")] = 0,
+    target_epsilon: TargetEpsilon = None,
     client_epsilon: Annotated[
         float | None, typer.Option("--client-epsilon", help="Total ε that each client grants. Default: the ε of the plan.")
     ] = None,
@@ -60,12 +62,13 @@ def init(
     It has certificates, keys, policies and scripts. Its README.md lists what to replace for production.
     """
     from fedcdp.deploy.site.directory import SiteSettings
-    from fedcdp.deploy.site.writer import experiment_for, write
+    from fedcdp.deploy.site.writer import plan_for, write
 
     settings = SiteSettings(nodes=nodes, host=host, port=port)
-    experiment = experiment_for(settings.nodes, given)
-    site = write(directory, settings, experiment, client_epsilon)
-    terminal.notes(remarks(experiment, given))
+    planned = plan_for(settings.nodes, given, target_epsilon)
+    site = write(directory, settings, planned.experiment, client_epsilon)
+    terminal.say_recipe(planned)
+    terminal.notes(remarks(planned.experiment, given, calibrated=planned.epsilon is not None))
     terminal.console.print(
         f"{site.path}: a server and {nodes} nodes. README.md lists what to replace before production.\n"
         f"Run it on this machine: fedcdp deploy up {directory}",
@@ -152,6 +155,8 @@ def traffic(as_json: AsJson = False) -> None:
 
 def _show(deployment: Deployment, outcome: LocalOutcome, as_json: bool, quiet: bool) -> None:
     privacy = _privacy(deployment)
+    if outcome.warning is not None:
+        terminal.note(outcome.warning)
     if as_json:
         answer = {
             "accuracy": outcome.accuracy,

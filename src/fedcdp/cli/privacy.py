@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +15,7 @@ from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import takes_settings
 from fedcdp.cli.remarks import describe_setting, remarks
-from fedcdp.config.experiment import Experiment, assemble
+from fedcdp.config.experiment import Experiment
 from fedcdp.config.presets import Settings
 from fedcdp.errors import DefectError, PlanError
 
@@ -33,6 +31,10 @@ Mode = Annotated[
 Layers = Annotated[
     int | None, typer.Option("--layers", help="Layers that are clipped separately, M. Default: the network's.", hidden=True)
 ]
+TargetEpsilon = Annotated[
+    float | None,
+    typer.Option("--target-epsilon", help="Choose the noise for this ε (against --adversary). Without a plan: 8."),
+]
 Copies = Annotated[
     int | None,
     typer.Option("--copies", help="Clients that hold a copy of a record, R. Default: from the partition.", hidden=True),
@@ -46,6 +48,7 @@ def account(
     run: Annotated[
         Path | None, typer.Option("--run", help="Run directory: compute the ε spent so far, from its ledger.")
     ] = None,
+    target_epsilon: TargetEpsilon = None,
     mode: Mode = "tight",
     layers: Layers = None,
     copies: Copies = None,
@@ -60,20 +63,26 @@ def account(
     """
     from fedcdp.accounting import paper
     from fedcdp.accounting.statement import state
+    from fedcdp.training.planning import plan_experiment
     from fedcdp.training.prepared import population_of
     from fedcdp.training.saved_run import spent
 
     if run is not None:
-        if any(given):
+        if any(given) or target_epsilon is not None:
             raise PlanError("--run: the run has its own settings; leave out all others")
         plan, privacy = spent(run, mode)  # type: ignore[arg-type]
     else:
-        experiment = assemble(*given)
-        plan = experiment.plan
-        privacy = state(plan, population_of(experiment, copies=copies, layers=layers), mode=mode)  # type: ignore[arg-type]
+
+        def described(experiment: Experiment) -> Population:
+            return population_of(experiment, copies=copies, layers=layers)
+
+        planned = plan_experiment(given, described, target_epsilon=target_epsilon, mode=mode)
+        terminal.say_recipe(planned)
+        experiment, plan = planned.experiment, planned.experiment.plan
+        privacy = state(plan, described(experiment), mode=mode)  # type: ignore[arg-type]
     classical = paper.classical_epsilons(plan) | {"tight, the same steps": paper.tight_epsilon(plan)} if compare else {}
     if run is None:
-        terminal.notes(remarks(experiment, given))
+        terminal.notes(remarks(experiment, given, calibrated=planned.epsilon is not None))
     if as_json:
         typer.echo(json.dumps(privacy.as_json() | ({"compare": classical} if compare else {})))
         return
@@ -106,11 +115,18 @@ def calibrate(
 
     The target is the ε against one adversary (--adversary), for one unit (--unit).
     """
+    from fedcdp.training.planning import plan_experiment
     from fedcdp.training.prepared import population_of
 
-    experiment, reached = calibrated(
-        given, target_epsilon, mode, lambda described: population_of(described, copies=copies, layers=layers)
+    planned = plan_experiment(
+        given,
+        lambda described: population_of(described, copies=copies, layers=layers),
+        target_epsilon=target_epsilon,
+        mode=mode,
     )
+    terminal.say_recipe(planned)
+    experiment, reached = planned.experiment, planned.epsilon
+    assert reached is not None
     plan, adversary, unit = experiment.plan, experiment.run.adversary, experiment.run.unit
     terminal.notes(remarks(experiment, given, calibrated=True))
     if as_json:
@@ -128,6 +144,7 @@ def calibrate(
 def audit(
     *,
     given: list[Settings],
+    target_epsilon: TargetEpsilon = None,
     participations: Annotated[int, typer.Option("--participations", help="Number of rounds the client takes part in.")] = 1,
     trials: Annotated[
         int | None, typer.Option("--trials", help="Trials with and without the canary. Default: about 20 seconds' worth.")
@@ -144,12 +161,21 @@ def audit(
     from fedcdp.accounting.population import Population
     from fedcdp.accounting.statement import state
     from fedcdp.audit import audit as attack
+    from fedcdp.training.planning import plan_experiment
+    from fedcdp.training.prepared import population_of
 
-    experiment = assemble(*given)
-    plan = experiment.plan
+    planned = plan_experiment(
+        given,
+        lambda described: population_of(described, layers=layers if described.plan.clip_mode == "layer" else None),
+        target_epsilon=target_epsilon,
+    )
+    if not quiet:
+        terminal.say_recipe(planned)
+    experiment, plan = planned.experiment, planned.experiment.plan
     unit = "client" if plan.method == "fed-sdp" and experiment.run.adversary != "example" else experiment.run.unit
     records = experiment.data.records or plan.local_steps * plan.batch_size
-    with terminal.steps("audit", quiet) as progress:
+    noted = remarks(experiment, given, calibrated=planned.epsilon is not None)
+    with terminal.steps("audit", quiet, lambda: terminal.notes(noted)) as progress:
         found = attack(
             plan, experiment.run.adversary, unit=unit, layers=layers, records=records,
             participations=participations, trials=trials, seed=plan.seed, progress=progress,
@@ -158,8 +184,6 @@ def audit(
     population = Population(max(experiment.data.clients, plan.per_round), records, 1, groups)
     privacy = state(plan, population, rounds=participations)
     guaranteed = privacy.row(found.adversary, found.unit).epsilon_worst if _has_row(privacy, found) else None
-    if not quiet:
-        terminal.notes(remarks(experiment, given))
     if as_json:
         answer = {name: _for_json(value) for name, value in vars(found).items()} | {
             "epsilon_guaranteed": _for_json(guaranteed)
@@ -186,29 +210,3 @@ def _has_row(privacy: Privacy, found: Audit) -> bool:
 
 def _for_json(value: object) -> object:
     return "inf" if value == math.inf else value
-
-
-def calibrated(
-    given: list[Settings], epsilon: float, mode: str, population_of: Callable[[Experiment], Population]
-) -> tuple[Experiment, float]:
-    """The experiment with the noise for a target ε, and the ε that it reaches."""
-    from fedcdp.accounting import calibrate as calibration
-
-    if mode not in ("tight", "rdp"):
-        raise PlanError(
-            f"mode: {mode!r} is not one of tight, rdp; paper mode is no guarantee, so noise cannot be chosen by it"
-        )
-    pick_slots = any(layer.get("plan", {}).get("slots") == "auto" for layer in given)
-    experiment = assemble(*(_without_auto(layer) for layer in given))
-    population = population_of(experiment)
-    target = calibration.Target(epsilon, experiment.run.adversary, experiment.run.unit)
-    find = calibration.calibrate_slots if pick_slots else calibration.calibrate
-    plan = find(experiment.plan, population, target, mode)  # type: ignore[arg-type]
-    return replace(experiment, plan=plan), target.reached(plan, population, mode=mode)  # type: ignore[arg-type]
-
-
-def _without_auto(layer: Settings) -> Settings:
-    return {
-        section: {key: value for key, value in settings.items() if (key, value) != ("slots", "auto")}
-        for section, settings in layer.items()
-    }

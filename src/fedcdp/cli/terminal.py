@@ -19,6 +19,7 @@ from fedcdp.training.simulate import Progress as Report
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy
+    from fedcdp.training.planning import Planned
 
 
 console = Console(stderr=True)
@@ -66,17 +67,40 @@ def _round_facts(row: Row, plan: Plan, epsilon_after: Callable[[int], str]) -> l
 
 
 @contextmanager
-def steps(name: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Progress of work that reports (done, total): a bar; without a terminal, a line every ten seconds and at the end."""
+def steps(
+    name: str, quiet: bool, announce: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[int, int], None] | None]:
+    """Progress of work that reports (done, total): a bar; without a terminal, a line every ten seconds and at the end.
+
+    `announce` is called once, before the first progress is shown: by then the work has accepted its input.
+    """
     if quiet:
         yield None
         return
+    waiting = [announce]
+
+    def begin() -> None:
+        while waiting:
+            waiting.pop()()
+
+    def report(done: int, total: int) -> None:
+        begin()
+        show(done, total)
+
     if not console.is_terminal:
-        yield _lines_of_progress(name)
-        return
-    with Progress(TextColumn("[bold]{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        show = _lines_of_progress(name)
+        yield report
+    else:
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            show = _bar_of_progress(name, bar)
+            yield report
+    begin()
+
+
+def _bar_of_progress(name: str, bar: Progress) -> Callable[[int, int], None]:
+    task = bar.add_task(name, total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _lines_of_progress(name: str) -> Callable[[int, int], None]:
@@ -110,6 +134,12 @@ def notes(sentences: Iterable[str]) -> None:
 def note(sentence: str) -> None:
     """A line that a reader should not miss."""
     console.print(f"note: {sentence}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
+
+
+def say_recipe(planned: Planned) -> None:
+    """Say in one line, where nobody chose a plan, which one is used."""
+    if planned.recipe is not None:
+        console.print(planned.recipe, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(title: str, rows: dict[str, str]) -> None:

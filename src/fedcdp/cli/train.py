@@ -14,12 +14,13 @@ from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import format_epsilon
 from fedcdp.cli import terminal
 from fedcdp.cli.options import DATA, takes_settings
-from fedcdp.cli.privacy import calibrated
-from fedcdp.cli.remarks import remarks
-from fedcdp.config.experiment import Experiment, assemble
+from fedcdp.cli.privacy import TargetEpsilon
+from fedcdp.cli.remarks import describe_setting, remarks
+from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.errors import PlanError, StoppedError, StorageError
+from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import Prepared, prepare_experiment, stored
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.saved_run import Trained
@@ -44,9 +45,7 @@ def train(
     given: list[Settings],
     out: Annotated[Path, typer.Option("--out", help="Run directory: a new one, or with --resume an existing one.")],
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, with its own settings.")] = False,
-    target_epsilon: Annotated[
-        float | None, typer.Option("--target-epsilon", help="Choose the noise for this ε (against --adversary).")
-    ] = None,
+    target_epsilon: TargetEpsilon = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -60,20 +59,21 @@ def train(
             raise PlanError("--target-epsilon: a resumed run keeps its noise; leave the option out")
         experiment = stored(out, given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
-    elif target_epsilon is not None:
-        experiment, prepared, reached = _calibrated(given, target_epsilon, data_dir, quiet)
-        if not quiet:
-            terminal.note(f"noise multiplier {experiment.plan.noise_multiplier:.6g} gives ε = {format_epsilon(reached)}")
+        budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
     else:
-        experiment = assemble(*given)
-        prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
-    if not (resume or quiet):
-        records, calibrated_ = prepared.federation.largest, target_epsilon is not None
-        terminal.notes(remarks(experiment, given, records=records, calibrated=calibrated_))
-    run = _train(experiment, prepared, out, resume, quiet)
+        planned, prepared = _planned(given, target_epsilon, data_dir, quiet)
+        experiment = planned.experiment
+        budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
+        if not quiet:
+            _say_how_it_was_planned(planned)
+            records, calibrated = prepared.federation.largest, planned.epsilon is not None
+            terminal.notes(remarks(experiment, given, records=records, calibrated=calibrated))
+    run = _train(experiment, prepared, budget, out, resume=resume, quiet=quiet)
     privacy = run.privacy() if accounting_is_installed() else None
     if not quiet:
         _say_whether_noise_is_secret(run.plan)
+        if run.warning is not None:
+            terminal.note(run.warning)
     if as_json:
         typer.echo(json.dumps(_summary(run, privacy)))
     elif not quiet:
@@ -112,23 +112,32 @@ def export(
     typer.echo(Trained.load(run, data_dir).export(form, to))
 
 
-def _calibrated(
-    given: list[Settings], epsilon: float, data_dir: Path | None, quiet: bool
-) -> tuple[Experiment, Prepared, float]:
-    """The experiment with the noise for a target ε, what it trains, and the ε that it reaches."""
+def _planned(given: list[Settings], epsilon: float | None, data_dir: Path | None, quiet: bool) -> tuple[Planned, Prepared]:
+    """The experiment, with the noise that a target needs, and what it trains: data are loaded once."""
     made: list[Prepared] = []
 
     def population_of(experiment: Experiment) -> Population:
         made.append(prepare_experiment(experiment, data_dir, quiet=quiet))
         return made[0].population
 
-    experiment, reached = calibrated(given, epsilon, "tight", population_of)
-    return experiment, replace(made[0], plan=experiment.plan), reached
+    planned = plan_experiment(given, population_of, target_epsilon=epsilon)
+    if not made:
+        return planned, prepare_experiment(planned.experiment, data_dir, quiet=quiet)
+    return planned, replace(made[0], plan=planned.experiment.plan)
 
 
-def _train(experiment: Experiment, prepared: Prepared, out: Path, resume: bool, quiet: bool) -> Run:
+def _say_how_it_was_planned(planned: Planned) -> None:
+    if planned.recipe is not None:
+        terminal.say_recipe(planned)
+        return
+    terminal.setting(describe_setting(planned.experiment))
+    if planned.epsilon is not None:
+        sigma = planned.experiment.plan.noise_multiplier
+        terminal.note(f"noise multiplier {sigma:.6g} gives ε = {format_epsilon(planned.epsilon)}")
+
+
+def _train(experiment: Experiment, prepared: Prepared, budget: Budget, out: Path, *, resume: bool, quiet: bool) -> Run:
     done = RunDirectory(out).rounds_done() if resume else 0
-    budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
     try:
         with terminal.training_progress(experiment.plan, quiet, done, budget.shown_after) as progress:
             return train_experiment(

@@ -52,7 +52,9 @@ class ModelSettings(_Checked):
     """`[model]`: the network."""
 
     network: str = option(
-        "auto", "cnn, mlp, cpl, small, linear, oriented-gradients, auto, or your own as package.module:factory."
+        "auto",
+        "cnn, mlp, cpl, small, linear, oriented-gradients, periodic, fixed-features, auto, or your own as "
+        "package.module:factory.",
     )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
@@ -142,7 +144,7 @@ def read_toml(path: Path | str, *, stream: bool = False) -> presets.Settings:
     for section, values in settings.items():
         if section not in SECTIONS or not isinstance(values, dict):
             raise PlanError(f"{path}: {section} is not one of the sections {', '.join(SECTIONS)}")
-    return settings
+    return presets.WholeSettings(settings)
 
 
 def read_assignment(written: str) -> presets.Settings:

@@ -26,6 +26,10 @@ from fedcdp.errors import PlanError
 Settings = dict[str, dict[str, Any]]
 
 
+class WholeSettings(Settings):
+    """Settings from a preset or a configuration file: whoever names one has chosen a plan (`default_recipe`)."""
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """A dataset's federation and lengths, and the local learning rates found for it (`fedcdp reproduce accuracy`)."""
@@ -108,14 +112,14 @@ def preset(name: str) -> Settings:
     `demo` is what `fedcdp demo` trains under Fed-CDP; those of `recommended` carry their ε, as in `mnist-eps1`.
     """
     if name in RECOMMENDED:
-        return recommended(name)
+        return WholeSettings(recommended(name))
     if name == "demo":
-        return {section: dict(settings) for section, settings in _DEMO.items()}
+        return WholeSettings({section: dict(settings) for section, settings in _DEMO.items()})
     if name not in BENCHMARKS or name == "mnist5k":
         known = [*(each for each in BENCHMARKS if each != "mnist5k"), "demo", *RECOMMENDED]
         raise PlanError(f"preset: {name!r} is not one of {', '.join(known)}")
     settings = population(name)
-    return {"data": {"dataset": name} | settings["data"], "plan": settings["plan"] | _PAPER_MECHANISM}
+    return WholeSettings(data={"dataset": name} | settings["data"], plan=settings["plan"] | _PAPER_MECHANISM)
 
 
 @dataclass(frozen=True)

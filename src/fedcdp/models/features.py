@@ -117,7 +117,36 @@ class UnitNorm(nn.Module):
         return torch.cat([_unit(values), one], dim=1) / math.sqrt(1 + self.constant**2)
 
 
-FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm)
+class PeriodicFeatures(nn.Module):
+    """Waves of every column of a table, at each of several `frequencies`: columns of any scale, without a statistic of them.
+
+    1. Each value x becomes z = asinh(x): x itself where it is small, its logarithm where it is large.
+    2. Each frequency f gives sin(f·z) and 1 − cos(f·z). Both are 0 where x is 0, so the many zeros of a sparse table do not
+       drown the rest.
+
+    A table as it is in its file has columns of 0.01 and columns of 1,000. Divided by its norm, a record is little more than
+    its largest column; the waves of every column are of one size, and tell apart values that differ by some per cent.
+
+    Guarantees: inputs [examples, columns]; outputs [examples, 2 · frequencies · columns], each a function of its own example
+    alone, each between −1 and 2.
+    """
+
+    def __init__(self, frequencies: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)) -> None:
+        super().__init__()
+        self.frequencies = frequencies
+
+    def extra_repr(self) -> str:
+        """All that there is to choose."""
+        return f"frequencies={self.frequencies}"
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The waves of each example."""
+        phases = torch.asinh(values)
+        waves = [wave for each in self.frequencies for wave in (torch.sin(each * phases), 1 - torch.cos(each * phases))]
+        return torch.cat(waves, dim=1)
+
+
+FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm, PeriodicFeatures)
 """The layers of this module: nothing to train, no randomness, each output a function of its own example alone."""
 
 

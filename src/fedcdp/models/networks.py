@@ -15,9 +15,9 @@ from torch import nn
 
 from fedcdp.config.plan import Plan
 from fedcdp.errors import ModelError
-from fedcdp.models.features import OrientedGradients, UnitNorm
+from fedcdp.models.features import OrientedGradients, PeriodicFeatures, UnitNorm
 
-NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients"]
+NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "periodic", "fixed-features"]
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
@@ -28,19 +28,20 @@ _INSTANCE_NORMS = (
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
     nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
 )  # fmt: skip
+_LEAST_FOR_GRADIENTS = 16  # pixels: a smaller image has too few cells, and the waves of its pixels tell more
 
 
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
     """A network for inputs of `shape`, initialised from `seed` alone.
 
-    `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `oriented-gradients`, `auto` (cnn for images, mlp for vectors), or
-    `package.module:factory`. The default `activation` is ReLU, sigmoid for `cpl`, and tanh for `small`; the linear networks
-    have none. A factory receives those of the keywords `input_shape`, `classes` and `activation` that it accepts.
+    `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `oriented-gradients`, `periodic`, a name that depends on the shape
+    (see `resolve`), or `package.module:factory`. The default `activation` is ReLU, sigmoid for `cpl`, and tanh for `small`;
+    the linear networks have none. A factory receives those of the keywords `input_shape`, `classes` and `activation` that it
+    accepts.
     """
     if activation is not None and activation not in get_args(ActivationName):
         raise ModelError(f"activation: {activation!r} is not one of {', '.join(get_args(ActivationName))}")
-    if network == "auto":
-        network = "cnn" if len(shape) == 3 else "mlp"
+    network = resolve(network, shape)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not the GPU's generator, which nothing here uses
         if ":" in network:
@@ -50,6 +51,23 @@ def build(network: str, shape: tuple[int, ...], classes: int, activation: str | 
                 f"model: {network!r} is not one of {', '.join(get_args(NetworkName))} or package.module:factory"
             )
         return _NETWORKS[network](shape, classes, activation)
+
+
+def resolve(network: str, shape: tuple[int, ...]) -> str:
+    """The network that a name stands for on inputs of `shape`.
+
+    | name | images | anything else |
+    | --- | --- | --- |
+    | `auto` | `cnn` | `mlp` |
+    | `fixed-features` | `oriented-gradients`; smaller than 16×16: `periodic` | `periodic` |
+    | any other | itself | itself |
+    """
+    image = len(shape) == 3
+    if network == "auto":
+        return "cnn" if image else "mlp"
+    if network == "fixed-features":
+        return "oriented-gradients" if image and min(shape[1:]) >= _LEAST_FOR_GRADIENTS else "periodic"
+    return network
 
 
 def paper_cnn(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
@@ -111,6 +129,15 @@ def linear(shape: tuple[int, ...], classes: int, activation: str | None = None) 
     return nn.Sequential(nn.Flatten(), UnitNorm(constant=0.3), _zero(layer))
 
 
+def periodic(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
+    """One linear layer, zero at first, on fixed features of tables whose columns may have any scale."""
+    _no_activation("periodic", activation)
+    waves = PeriodicFeatures()
+    features = 2 * len(waves.frequencies) * torch.Size(shape).numel()
+    layer = nn.Linear(features + 1, classes, bias=False)
+    return nn.Sequential(nn.Flatten(), waves, UnitNorm(constant=0.3), _zero(layer))
+
+
 def oriented_gradients(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
     """One linear layer, initialised to zero, on fixed features of images; only that layer is trained."""
     _no_activation("oriented-gradients", activation)
@@ -129,6 +156,7 @@ _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = 
     "small": small_cnn,
     "linear": linear,
     "oriented-gradients": oriented_gradients,
+    "periodic": periodic,
 }
 
 

@@ -12,6 +12,7 @@ from fedcdp.engine import Engine, Loss
 from fedcdp.files.tree import Tree
 
 _BATCH = 1000
+_MARGIN = 0.005  # of accuracy, above the share of the largest class
 
 
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:
@@ -26,6 +27,22 @@ def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device)
         loss += float(engine.loss(outputs.double(), targets)) * len(targets)
     # JSON has no NaN: a non-finite loss is written as null.
     return {"accuracy": correct / len(data), "loss": loss / len(data) if math.isfinite(loss) else None}
+
+
+def no_better_than_guessing(accuracy: float | None, data: Dataset | None) -> str | None:
+    """A warning, where an accuracy on `data` is no better than that of always predicting their most frequent class.
+
+    Only to be asked for data on which the accuracy is shown anyway. None where there is nothing to warn of.
+    """
+    if accuracy is None or data is None or data.targets.is_floating_point():
+        return None
+    share = int(torch.bincount(data.targets.flatten().cpu()).max()) / len(data)
+    if accuracy > share + _MARGIN:
+        return None
+    return (
+        f"validation accuracy {accuracy:.3f} is no better than always predicting the most frequent class ({share:.3f}): the "
+        "model learned nothing useful; see docs/recommended.md"
+    )
 
 
 def predictions(outputs: Tensor, threshold: float = 0.0) -> Tensor:

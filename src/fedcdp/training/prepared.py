@@ -10,6 +10,7 @@ from torch import nn
 
 from fedcdp.accounting.population import Population
 from fedcdp.config import consent
+from fedcdp.config.default_recipe import FIXED_FEATURES
 from fedcdp.config.experiment import DEFAULT_DATASET, Experiment, assemble, read_toml
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS, Settings
@@ -107,7 +108,7 @@ def stored(directory: Path | str, given: Iterable[Settings] = ()) -> Experiment:
     return wanted
 
 
-_LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3, "linear": 1, "oriented-gradients": 1}
+_LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3} | dict.fromkeys(FIXED_FEATURES, 1)
 
 
 def population_of(

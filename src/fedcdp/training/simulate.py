@@ -6,6 +6,7 @@ Four steps: prepare the network and the data, choose an engine, open the run, an
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ from fedcdp.files.tensors import check_tensors, size_of
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.training.autotune import choose_engine
-from fedcdp.training.evaluation import is_binary
+from fedcdp.training.evaluation import is_binary, no_better_than_guessing
+from fedcdp.training.planning import recommended_plan
 from fedcdp.training.prepared import Prepared, prepare_experiment
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import Row, RunDirectory, State
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from fedcdp.accounting.statement import Mode, Privacy
 
 Progress = Callable[[Row], None]
+
+_LOG = logging.getLogger("fedcdp")
 
 
 @dataclass(kw_only=True)
@@ -88,6 +92,11 @@ class Run:
         measured = [row["accuracy"] for row in self.metrics if row.get("accuracy") is not None]
         return measured[-1] if measured else None
 
+    @property
+    def warning(self) -> str | None:
+        """What is wrong with the result: an accuracy that guessing reaches, too. None: nothing that validation shows."""
+        return no_better_than_guessing(self.accuracy, self.federation.validation)
+
     def privacy(self, mode: Mode = "tight") -> Privacy:
         """ε against every adversary for what was released, and what the most-used client has spent of it."""
         from fedcdp.accounting.statement import Usage, state
@@ -106,8 +115,10 @@ class Run:
 def simulate(
     model: nn.Module,
     federation: Federation,
-    plan: Plan,
+    plan: Plan | None = None,
     *,
+    target_epsilon: float | None = None,
+    adversary: str = "server",
     rounds: int | None = None,
     per_round: int | None = None,
     loss: Loss = F.cross_entropy,
@@ -125,6 +136,10 @@ def simulate(
 ) -> Run:
     """Train `model` over `federation` by `plan`; `rounds` and `per_round` override the plan's.
 
+    Without a plan, the recommended recipe is used, with the noise calibrated to `target_epsilon` (8 if None) against
+    `adversary`, per record; the logger `fedcdp` says which settings that gives. A warning is logged if the accuracy on the
+    validation split stays at the share of its largest class.
+
     The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
     every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
     at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
@@ -132,9 +147,21 @@ def simulate(
     bits, which is faster; norms, clipping and noise stay as they are. Training ends, with the model so
     far, before there are more than `most_releases`, and before a round that `budget` does not allow after those released.
     """
-    changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
-    return train(
-        Prepared.of(model, federation, plan.but(**changes) if changes else plan),
+    if plan is None:
+        plan, said = recommended_plan(
+            model, federation, target_epsilon=target_epsilon, adversary=adversary, rounds=rounds, per_round=per_round
+        )
+        _LOG.info("%s", said)
+    else:
+        if target_epsilon is not None or adversary != "server":
+            raise PlanError(
+                "target_epsilon and adversary choose the noise where no plan is given; calibrate the plan's noise, or leave "
+                "the plan out"
+            )
+        changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
+        plan = plan.but(**changes) if changes else plan
+    run = train(
+        Prepared.of(model, federation, plan),
         loss=loss,
         device=device,
         engine=engine,
@@ -148,6 +175,9 @@ def simulate(
         budget=budget,
         progress=progress,
     )
+    if run.warning is not None:
+        _LOG.warning("%s", run.warning)
+    return run
 
 
 def train(

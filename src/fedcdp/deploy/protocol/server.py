@@ -47,7 +47,8 @@ from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.tensors import check_tensors
 from fedcdp.files.tree import Layout
-from fedcdp.training.evaluation import evaluate
+from fedcdp.models.networks import resolve
+from fedcdp.training.evaluation import evaluate, no_better_than_guessing
 from fedcdp.training.prepared import build_network, deal_out, load_splits
 from fedcdp.training.rundir import Row, RunDirectory, State
 
@@ -97,6 +98,8 @@ class Outcome:
     ended: str
     rounds: int
     sentence: str
+    warning: str | None = None
+    """Where the accuracy on the validation split is no better than guessing: a sentence that says so."""
 
 
 def server_app(
@@ -172,11 +175,10 @@ def _job(
     directory: RunDirectory, experiment: Experiment, shape: tuple[int, ...], classes: int, settings: ServerSettings
 ) -> Job:
     """The job, under the name that the run got at its start."""
-    network = experiment.model.network
     job = Job(
         plan=experiment.plan,
         network=build_network(experiment, shape, classes),
-        network_name=("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network,
+        network_name=resolve(experiment.model.network, shape),
         activation=experiment.model.activation,
         shape=shape,
         classes=classes,
@@ -349,9 +351,13 @@ class _Server:
         network = self._job.network
         network.load_state_dict(state.average or state.weights, strict=False)
         self._directory.save_model(network.state_dict(), state.round)
-        outcome = Outcome(ended, state.round, sentence)
+        measured = [row["accuracy"] for row in self._directory.read_metrics() if row.get("accuracy") is not None]
+        warning = no_better_than_guessing(measured[-1] if measured else None, self._validation)
+        outcome = Outcome(ended, state.round, sentence, warning)
         write_atomically(self._directory.path / "outcome.json", json.dumps(asdict(outcome)).encode())
         _LOG.info("the run ends after %d of %d rounds: %s", state.round, self._job.plan.rounds, sentence)
+        if warning is not None:
+            _LOG.warning("%s", warning)
         if self._directory.ledger.exists():
             from fedcdp.training.saved_run import spent
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedcdp.accounting.budget import Budget
 from fedcdp.accounting.ledger import Ledger
@@ -41,6 +42,8 @@ class LocalOutcome:
     ended: str
     """`done`, `too-few-clients` or `budget`, or `unfinished`."""
     sentence: str
+    warning: str | None = None
+    """What the server says of an accuracy that is no better than guessing."""
 
 
 class Deployment:
@@ -67,7 +70,8 @@ class Deployment:
         measured = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
         ended, sentence = self.follower.ended() or ("unfinished", "the run has not ended")
         rounds = int(rows[-1]["round"]) if rows else 0
-        return LocalOutcome(rounds, measured[-1] if measured else None, seconds, ended, sentence)
+        warning = self.follower.warning()
+        return LocalOutcome(rounds, measured[-1] if measured else None, seconds, ended, sentence, warning)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -194,10 +198,21 @@ class Follower:
     def ended(self) -> tuple[str, str] | None:
         """How the run ended according to the server, as a word and a sentence; None while it is running."""
         try:
-            told = parse_json(read_bounded(self._run.path / "outcome.json", MOST_SETTINGS))
+            told = self._outcome()
             return printable(str(told["ended"])[:100]), printable(str(told["sentence"])[:1000])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def warning(self) -> str | None:
+        """What the server warns of at the end of the run."""
+        try:
+            told = self._outcome().get("warning")
+        except (OSError, ValueError, AttributeError):
+            return None
+        return None if told is None else printable(str(told)[:1000])
+
+    def _outcome(self) -> Any:
+        return parse_json(read_bounded(self._run.path / "outcome.json", MOST_SETTINGS))
 
     def forget_outcome(self) -> None:
         """Remove the outcome of an earlier end before the server continues."""

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedcdp.config.experiment import Experiment, assemble
+from fedcdp.config.experiment import Experiment
 from fedcdp.config.presets import Settings
 from fedcdp.deploy.site.certificates import VALID_DAYS, Authority, new_node_key, require_cryptography
 from fedcdp.deploy.site.directory import CONNECTION, Site, SiteSettings
 from fedcdp.errors import DeploymentError, PlanError
+from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import deal_out, load_splits, population_of
 
 if TYPE_CHECKING:
@@ -157,18 +158,23 @@ _FIRST_RUNTIME_PORT = 9100  # used by the programs that a node starts; on one ma
 
 
 def experiment_for(nodes: int, given: list[Settings]) -> Experiment:
+    """The experiment of `plan_for`."""
+    return plan_for(nodes, given).experiment
+
+
+def plan_for(nodes: int, given: list[Settings], target_epsilon: float | None = None) -> Planned:
     """The experiment of a deployment: one client per node, all in every round, noise from the operating system.
 
-    Given settings take precedence, except the number of clients, which is the number of nodes.
+    Given settings take precedence, except the number of clients, which is the number of nodes. Without a plan, the
+    recommended recipe is used; with a target, the noise is calibrated to it.
     """
     ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
-    experiment = assemble(ours, *given)
-    if experiment.data.clients != nodes:
-        raise DeploymentError(
-            f"clients: {experiment.data.clients} is not the number of nodes, {nodes}: each node is one client"
-        )
-    experiment.plan.check_clients(nodes)
-    return experiment
+    named = (layer["data"]["clients"] for layer in reversed(given) if "clients" in layer.get("data", {}))
+    if (clients := next(named, nodes)) != nodes:
+        raise DeploymentError(f"clients: {clients} is not the number of nodes, {nodes}: each node is one client")
+    planned = plan_experiment([ours, *given], population_of, target_epsilon=target_epsilon)
+    planned.experiment.plan.check_clients(nodes)
+    return planned
 
 
 def write(
