@@ -23,8 +23,8 @@ def main(demo: Path, target: Path) -> None:
             names.append("original")
         rows.append([torch.from_numpy(example.found) for example in examples])
         names.append(subject.name)
-    titles = [f"{reader}, example {number}" for reader in ("type-2", "type-0") for number in (1, 2, 3)]
-    save(grid(rows, titles, names, "What a reader gets back. Made by fedcdp demo."), target)
+    titles = [f"{adversary}, example {number}" for adversary in ("type-2", "type-0") for number in (1, 2, 3)]
+    save(grid(rows, titles, names, "What an adversary reconstructs. Made by fedcdp demo."), target)
 
 
 if __name__ == "__main__":
