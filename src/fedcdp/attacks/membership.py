@@ -36,11 +36,15 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """How well members are told from others. All figures are averages: one record may be far more exposed."""
+    """The result of `membership`: how well training records are told from others.
+
+    All figures are averages: one record may be far more exposed.
+    """
 
     members: int
+    """How many training records were scored."""
     others: int
-    """How many of each were scored."""
+    """How many other records were scored."""
     auc: Estimate
     """The chance that a member scores above another record, a tie counting half (interval: DeLong et al., 1988)."""
     advantage: Estimate

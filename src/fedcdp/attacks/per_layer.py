@@ -21,28 +21,38 @@ _BY_CHANCE = 1e-6  # unless so little noise is likelier than this, as it is of a
 
 @dataclass(frozen=True)
 class LayerLeak:
-    """What one tensor gave away on its own."""
+    """What one tensor leaked on its own."""
 
     tensor: str
+    """The name of the parameter."""
     noise_deviation: float
-    """Measured: the root mean square of what was seen less what the method shows without noise."""
+    """Measured: the root mean square of the observation less the observation without noise."""
     unsanitised: bool
     """The method promises noise here, and this tensor has far less of it, or none."""
     distance_median: float
+    """Median over the victims of the mean squared error of the nearest reconstruction."""
     success_rate: float
+    """Share of victims with an exact reconstruction from this tensor alone."""
 
 
 @dataclass(frozen=True)
 class LayerLeaks:
-    """What every tensor gave away on its own."""
+    """The result of `per-layer`: what every tensor leaked on its own."""
 
     method: str
+    """The training method."""
     leak: str
+    """What the adversary observed: `type0`, `type1` or `type2`."""
     attack: str
+    """The name of the attack."""
     victims: int
+    """How many victims were attacked."""
     promised_deviation: float
+    """Standard deviation of the noise that the method promises on each coordinate."""
     layers: tuple[LayerLeak, ...]
+    """One entry for each tensor."""
     seconds: float
+    """How long the attack took."""
 
     @property
     def unsanitised(self) -> tuple[str, ...]:
@@ -50,7 +60,7 @@ class LayerLeaks:
         return tuple(layer.tensor for layer in self.layers if layer.unsanitised)
 
     def summary(self) -> dict[str, Any]:
-        """All figures; the success rate is that of the most telling tensor."""
+        """All figures; the success rate is that of the tensor that leaks most."""
         worst = min(self.layers, key=lambda layer: layer.distance_median)
         return {
             "method": self.method,

@@ -1,14 +1,14 @@
-"""The same plan across real processes and machines, on Flower (`pip install fedcdp[flower]`).
+"""Run the same plan across real processes and machines with Flower (`pip install "fedcdp[flower]"`).
 
-| name | for |
+| name | use it for |
 | --- | --- |
 | `app` | the ready Flower app |
 | `client_app`, `server_app`, `ServerSettings` | your own Flower app |
 | `PlanStrategy`, `Job` | your own server |
 | `Task` | what a server publishes |
-| `ClientPolicy`, `Facts`, `ClientLedger` | what a client grants, by what it knows and by what it has released |
+| `ClientPolicy`, `Facts`, `ClientLedger` | what a client grants, given its data and its releases so far |
 
-Nothing is imported before it is asked for: Flower is an optional part.
+Flower is optional: a name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -56,7 +56,18 @@ _LOG = logging.getLogger("flwr.fedcdp")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How a server waits, and what it does without."""
+    """How long a server waits for clients, and with how few it continues.
+
+    In a run configuration of Flower the names have hyphens: `min-clients`.
+
+    Raises:
+        PlanError: A value has the wrong type or is not positive.
+
+    Examples:
+        >>> from fedcdp.flower import ServerSettings
+        >>> ServerSettings(min_clients=3, round_timeout=60).min_cohort
+        1
+    """
 
     min_clients: int | None = option(None, "Fewest clients to start, and to go on, with. Default: all that are expected.")
     min_cohort: int = option(1, "Fewest updates that are put into the model in a round.")
@@ -85,7 +96,7 @@ class ServerSettings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> ServerSettings:
-        """Those in a run configuration."""
+        """The settings in a run configuration."""
         known = {each.name: each.name.replace("_", "-") for each in fields(ServerSettings)}
         return ServerSettings(**{name: config[key] for name, key in known.items() if key in config})
 
@@ -106,9 +117,24 @@ def server_app(
     settings: ServerSettings | None = None,
     loss: Loss = F.cross_entropy,
 ) -> ServerApp:
-    """A ServerApp for an experiment; what is not given here is read from the run configuration.
+    """Make a Flower ServerApp that trains an experiment. Arguments that are left out are read from the run configuration.
 
-    The server evaluates the model by `loss`, which must be the clients'.
+    Args:
+        experiment: Data, network and plan. In the run configuration: `experiment`, a configuration file of fedcdp.
+        out: The run directory. In the run configuration: `out`.
+        settings: How long to wait, and with how few clients to continue.
+        loss: The loss by which the server evaluates the model, which must be the clients'.
+
+    Returns:
+        The app.
+
+    Examples:
+        >>> from fedcdp.config.experiment import assemble
+        >>> from fedcdp.flower import ServerSettings, server_app
+        >>> experiment = assemble({"data": {"dataset": "cancer", "clients": 2}, "plan": {"rounds": 3}})
+        >>> app = server_app(experiment, out="run", settings=ServerSettings(min_clients=2))
+        >>> type(app).__name__
+        'ServerApp'
     """
     app = ServerApp()
 
