@@ -14,11 +14,12 @@ from typing import Any, Literal, get_args, get_origin
 import griffe
 
 _LONGEST_SIGNATURE = 6  # parameters: a longer one says less than the table
+_SECTIONS = re.compile(r"^(?=(?:Raises|Examples):$)", re.MULTILINE)
 _DEFAULT = re.compile(r"\s*Default: ([^.]*(?:\.\d[^.]*)*)\.$")
 
 
 class Options(griffe.Extension):
-    """Replace the fields of every dataclass by a table in its docstring, before the examples."""
+    """Replace the fields of every dataclass by a table in its docstring, before errors and examples."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Called once the package is read."""
@@ -56,8 +57,8 @@ def _tabulate(each: griffe.Class) -> None:
     has_defaults = any(default for _, _, default, _ in rows)
     if isinstance(init, griffe.Function) and len(given) - 1 > _LONGEST_SIGNATURE:
         each.del_member("__init__")
-    text, examples, example = (each.docstring.value if each.docstring else "").partition("Examples:\n")
-    text = f"{text.rstrip()}\n\n{_table(rows, has_defaults)}\n\n{examples}{example}"
+    text, *sections = _SECTIONS.split(each.docstring.value if each.docstring else "")
+    text = "\n\n".join([text.rstrip(), _table(rows, has_defaults), *sections])
     each.docstring = griffe.Docstring(text, parent=each, lineno=each.lineno)
 
 
