@@ -25,7 +25,8 @@ class Options(griffe.Extension):
         """Called once the package is read."""
         for each in _classes(pkg):
             if "dataclass" in each.labels and not each.name.startswith("_"):
-                _tabulate(each)
+                alias = pkg.members.get(each.name)  # by which users import it
+                _tabulate(each, alias.path if isinstance(alias, griffe.Alias) else each.path)
 
 
 def _classes(parent: griffe.Module | griffe.Class) -> list[griffe.Class]:
@@ -38,7 +39,7 @@ def _classes(parent: griffe.Module | griffe.Class) -> list[griffe.Class]:
     return found
 
 
-def _tabulate(each: griffe.Class) -> None:
+def _tabulate(each: griffe.Class, path: str) -> None:
     module = import_module(each.module.path)
     known = {field.name: field for field in fields(getattr(module, each.name)) if not field.name.startswith("_")}
     members = {name: each.members[name] for name in known if name in each.members}
@@ -51,7 +52,7 @@ def _tabulate(each: griffe.Class) -> None:
         annotation = given[name].annotation if name in given else member.annotation
         meaning = known[name].metadata.get("help") or (member.docstring.value if member.docstring else "")
         default, meaning = _default(known[name], " ".join(meaning.split()))
-        anchor = f'<span id="{each.path}.{name}"></span>'
+        anchor = f'<span id="{path}.{name}"></span>'
         rows.append([f"{anchor}`{name}`", _type(str(annotation), module), default, meaning])
         each.del_member(name)
     has_defaults = any(default for _, _, default, _ in rows)
