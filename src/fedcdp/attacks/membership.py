@@ -37,11 +37,15 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """How well members are told apart from other records. All figures are averages: one record may be far more exposed."""
+    """The result of `membership`: how well training records are told from others.
+
+    All figures are averages: one record may be far more exposed.
+    """
 
     members: int
+    """How many training records were scored."""
     others: int
-    """Number of scored members, and of others."""
+    """How many other records were scored."""
     auc: Estimate
     """The probability that a member scores above another record, counting ties half (interval: DeLong et al., 1988)."""
     advantage: Estimate
