@@ -167,7 +167,7 @@ def simulate(
     Args:
         model: The network. It needs one output for each class, or a single output and a binary `loss` for two classes.
         federation: The clients and their data.
-        plan: Method, clip bound, noise, sampling and schedules. Without a plan, the recommended recipe is used, with its noise
+        plan: Method, clip bound, noise, sampling and schedules. Without a plan, the recommended recipe is used, with noise
             calibrated to `target_epsilon`; the logger `fedcdp` names its settings.
         target_epsilon: The ε per record to calibrate the noise to where no plan is given. Default: 8.
         adversary: The adversary that this ε is for.
