@@ -63,8 +63,11 @@ class Row:
     """One ε, with its adversary, its unit, its neighbouring relation and the assumption that it rests on."""
 
     adversary: str
+    """Who reads: `server`, `update`, `model` or `example`."""
     unit: str
+    """What is protected: a `record`, a `client`, or a record at several clients (`unique`)."""
     relation: str
+    """How neighbouring datasets differ: `zero-out` or `replace-one`."""
     epsilon: float
     """Before it is known who takes part in which round."""
     epsilon_used: float | None
@@ -72,6 +75,7 @@ class Row:
     epsilon_worst: float
     """Of a client that takes part in every round."""
     assumption: str
+    """What the ε rests on."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for programs: an infinite ε is written as a word, since JSON has no number for it."""
@@ -86,9 +90,13 @@ class Privacy:
     """
 
     delta: float
+    """The δ of every row."""
     mode: Mode
+    """How ε was computed."""
     rows: tuple[Row, ...]
+    """One for each adversary, unit and relation."""
     notes: tuple[str, ...] = ()
+    """Remarks that concern several rows."""
 
     def row(self, adversary: str, unit: str = "record", relation: str = "zero-out") -> Row:
         """The row of an adversary, a unit and a relation; a `PlanError` names those that there are."""
