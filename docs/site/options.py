@@ -55,19 +55,19 @@ def _tabulate(each: griffe.Class, path: str) -> None:
         anchor = f'<span id="{path}.{name}"></span>'
         rows.append([f"{anchor}`{name}`", _type(str(annotation), module), default, meaning])
         each.del_member(name)
-    has_defaults = any(default for _, _, default, _ in rows)
     if isinstance(init, griffe.Function) and len(given) - 1 > _LONGEST_SIGNATURE:
         each.del_member("__init__")
     text, *sections = _SECTIONS.split(each.docstring.value if each.docstring else "")
-    text = "\n\n".join([text.rstrip(), _table(rows, has_defaults), *sections])
+    text = "\n\n".join([text.rstrip(), _table(rows), *sections])
     each.docstring = griffe.Docstring(text, parent=each, lineno=each.lineno)
 
 
-def _table(rows: list[list[str]], has_defaults: bool) -> str:
-    lines = [["field", "type", "default", "meaning"], ["---"] * 4, *rows]
-    shown = lines if has_defaults else [[name, kind, meaning] for name, kind, _, meaning in lines]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in shown)
-    return f'<div class="fields{" defaults" * has_defaults}" markdown>\n\n{table}\n\n</div>'
+def _table(rows: list[list[str]]) -> str:
+    """The rows as Markdown, without a column that would be empty."""
+    used = [column for column in range(4) if any(row[column] for row in rows)]
+    lines = [[line[column] for column in used] for line in (["field", "type", "default", "meaning"], ["---"] * 4, *rows)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f'<div class="fields{" defaults" * (2 in used)}" markdown>\n\n{table}\n\n</div>'
 
 
 def _type(annotation: str, module: Any) -> str:

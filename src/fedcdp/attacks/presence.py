@@ -38,7 +38,18 @@ _CANDIDATES_AT_ONCE = 100
 
 @dataclass(frozen=True)
 class Presence:
-    """The result of `matched-filter`: how well an adversary detects that a victim's example is present, and which it is."""
+    """The result of `matched-filter`: how well an adversary detects that a victim's example is present, and which it is.
+
+    Examples:
+        >>> import fedcdp
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> found = fedcdp.attack(
+        ...     fedcdp.Plan(per_round=10), model=nn.Linear(30, 2), federation=federation, attack="matched-filter", victims=10
+        ... )
+        >>> found.victims, found.candidates, 0 <= found.auc.low <= found.auc.value <= found.auc.high <= 1
+        (10, 144, True)
+    """
 
     method: str
     """The training method."""

@@ -40,7 +40,7 @@ _PRIVATE = ("fed-cdp", "fed-cdp-decay", "fed-sdp")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a client knows about its own data and network before it looks at a task's plan."""
+    """What a client knows about its own data and network before it looks at a task's plan; see `ClientPolicy`."""
 
     records: int
     """The number of its records."""
