@@ -120,7 +120,7 @@ def test_a_page_shows_text_code_and_output(tmp_path: Path) -> None:
 def test_every_link_of_a_notebook_leads_somewhere(path: Path) -> None:
     for cell in notebooks.read(path)["cells"]:
         if cell["cell_type"] == "markdown":
-            for link in re.findall(r"\]\(([^)#]+)\)", notebooks.source(cell)):
+            for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", notebooks.source(cell)):
                 assert link.startswith("https:") or (path.parent / link).exists(), link
 
 

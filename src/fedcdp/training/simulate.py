@@ -160,7 +160,7 @@ def simulate(
     budget: Allows | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Train a network over a federation according to a plan, on one device.
+    """Train a network over a federation on one device, according to a plan or to the recommended recipe.
 
     The given network stays unchanged. The trained one is `run.model`.
 
@@ -197,9 +197,17 @@ def simulate(
         RunError: The run directory exists already, or cannot be resumed or written.
 
     Examples:
+        Train to an ε with the recommended recipe:
+
         >>> import fedcdp
         >>> from torch import nn
         >>> federation = fedcdp.partition(fedcdp.load("cancer", scaling="public"), clients=10, scheme="iid")
+        >>> run = fedcdp.simulate(nn.Linear(30, 2), federation, target_epsilon=8)
+        >>> run.privacy().row("server").epsilon <= 8
+        True
+
+        Choose everything yourself:
+
         >>> plan = fedcdp.Plan(
         ...     rounds=20, per_round=10, local_steps=1, batch_size=42, record_sampling="partition",
         ...     clip=0.25, clip_mode="flat", noise_multiplier=1.4, learning_rate=16, ema=0.5,
