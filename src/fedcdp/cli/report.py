@@ -17,9 +17,10 @@ from fedcdp.cli import terminal
 from fedcdp.config.experiment import Experiment
 from fedcdp.errors import StoppedError
 from fedcdp.report import api
+from fedcdp.report.comparison import which_networks
 from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
-from fedcdp.report.wording import epsilon, which_networks
+from fedcdp.report.wording import epsilon
 from fedcdp.training.simulate import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"

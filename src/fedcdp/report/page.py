@@ -12,7 +12,7 @@ from typing import Any
 from fedcdp._version import __version__
 from fedcdp.accounting.statement import VACUOUS
 from fedcdp.errors import RunError
-from fedcdp.report import wording
+from fedcdp.report import comparison, wording
 from fedcdp.report.charts import Series, coincident, data_uri, keys, line_chart
 from fedcdp.report.facts import Example, LeakFacts, RunFacts
 from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
@@ -37,7 +37,7 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
     positions = _positions(leaks)
     return environment.get_template("page.html").render(
         title=title or _title(runs, leaks),
-        headline=wording.headline(subjects),
+        headline=comparison.headline(subjects),
         version=__version__,
         style=style,
         script=script,
@@ -50,13 +50,13 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
             for heading, sentence in (
                 ("What leaks", wording.what_leaks(leaks)),
                 ("What stops it", wording.what_stops_it(leaks, runs)),
-                ("What it costs", wording.what_it_costs(subjects)),
+                ("What it costs", comparison.what_it_costs(subjects)),
             )
             if sentence
         ],
         readers={leak: wording.READERS[leak] for leak in READER_TYPES},
         subjects=subjects,
-        networks=wording.which_networks(subjects),
+        networks=comparison.which_networks(subjects),
         trained_network=_only(each.network for each in subjects if each.run),
         attacked_network=_only(leak.network for leak in leaks),
         pictures=_pictures(subjects),

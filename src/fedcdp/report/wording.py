@@ -6,13 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fedcdp.accounting.statement import VACUOUS, format_epsilon
 from fedcdp.report.facts import METHOD_NAMES, LeakFacts, RunFacts
-
-if TYPE_CHECKING:
-    from fedcdp.report.subjects import Subject
 
 NBSP = "\u00a0"
 """A space at which no line breaks: between a number and its unit."""
@@ -40,8 +37,6 @@ NETWORKS = {
     "mlp": "the paper's network for tables, which learns its own features",
     "cpl": "the network that the paper's authors attack, which learns its own features",
 }
-
-_LINEAR = ("oriented-gradients", "linear")
 
 
 def method_name(method: str) -> str:
@@ -128,72 +123,6 @@ def verdict(leaks: Iterable[LeakFacts]) -> Verdict:
     return Verdict("leaks" if got or identified else "failed", got, of, identified, tried)
 
 
-# The headline --------------------------------------------------------------------------------------------------------
-
-
-def headline(subjects: Sequence[Subject]) -> str:
-    """The main result of the page, in one sentence."""
-    attacked = [each for each in subjects if any(cell.verdict.kind != "unknown" for cell in each.cells)]
-    leaky = [each for each in attacked if any(cell.verdict.kind == "leaks" for cell in each.cells)]
-    resistant = [each for each in attacked if each not in leaky]
-    if not attacked:
-        reached = [_reached(each) for each in subjects if each.run is not None and each.run.accuracy is not None]
-        return f"Accuracy is {listed(reached)}." if reached else "These runs have not been evaluated yet."
-    if not leaky:
-        sentence = f"The attacks on this page reconstruct no training example under {_names(resistant)}"
-    else:
-        sentence = f"The attacks on this page {_most(leaky)} under {_names(leaky)}"
-        sentence += f" and none under {_names(resistant)}" if resistant else ""
-    return f"{sentence}{_price(resistant, subjects)}."
-
-
-def _names(subjects: Sequence[Subject]) -> str:
-    return listed([each.name for each in subjects])
-
-
-def _most(subjects: Sequence[Subject]) -> str:
-    """What the most successful attack did."""
-    cells = [cell.verdict for each in subjects for cell in each.cells if cell.verdict.kind == "leaks"]
-    if rebuilt := [each for each in cells if each.got]:
-        best = max(rebuilt, key=lambda each: (each.got / each.of, each.of))
-        return f"reconstruct up to {best.got} of {best.of} training examples"
-    got, of, candidates = max((each.identified for each in cells if each.identified), key=lambda each: each[0] / each[1])
-    return f"identify up to {got} of {of} training examples among {candidates:,} candidates"
-
-
-def _price(resistant: Sequence[Subject], subjects: Sequence[Subject]) -> str:
-    """Accuracy and ε of the methods that withstood the attacks, next to that of training without privacy."""
-    reached = [each.run.accuracy for each in resistant if each.run is not None and each.run.accuracy is not None]
-    if not reached or len(reached) < len(resistant):
-        return ""
-    shares = listed(list(dict.fromkeys(map(percent, reached))))
-    words = f", which {'reaches' if len(reached) == 1 else 'reach'} {shares} accuracy"
-    held = {guarantee(each) for each in resistant}
-    if len(held) == 1 and (only := held.pop()):
-        words += f" at {only}"
-    plain = [each.run.accuracy for each in subjects if each.method == "nonprivate" and each.run is not None]
-    if len(plain) == 1 and plain[0] is not None and all(each.method != "nonprivate" for each in resistant):
-        words += f"; non-private training reaches {percent(plain[0])}"
-    return words
-
-
-def _reached(subject: Subject) -> str:
-    run = subject.run
-    accuracy = 0.0 if run is None or run.accuracy is None else run.accuracy
-    words = f"{percent(accuracy)} under {subject.name}"
-    return f"{words} ({held})" if (held := guarantee(subject)) else words
-
-
-def guarantee(subject: Subject) -> str:
-    """The strongest guarantee of a run: against the server for a record, otherwise for a client by the model alone."""
-    against_server, of_client = subject.cells[-1].epsilon, subject.client_epsilon
-    if against_server is not None and against_server < VACUOUS:
-        return f"{equation('ε', epsilon(against_server))} for a record against the server"
-    if of_client is not None and of_client < VACUOUS:
-        return f"{equation('ε', epsilon(of_client))} for a client against anyone who sees only the model"
-    return ""
-
-
 # In short ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,42 +167,7 @@ def what_stops_it(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
     return sentence + " A failed attack proves nothing; the guarantee is ε, below."
 
 
-def what_it_costs(subjects: Sequence[Subject]) -> str:
-    """Accuracy, with the ε that it was reached at."""
-    told = [_reached(each) for each in subjects if each.run is not None and each.run.accuracy is not None]
-    return f"Accuracy: {listed(told)}." if told else ""
-
-
 # Notes ---------------------------------------------------------------------------------------------------------------
-
-
-def which_networks(subjects: Sequence[Subject]) -> tuple[str, str, str] | None:
-    """What accuracy, attacks and ε refer to, if attacks are on another network than the one that was trained."""
-    apart = [(each, each.run) for each in subjects if each.elsewhere and each.run is not None]
-    if not apart:
-        return None
-    trained = dict.fromkeys(each.network or "" for each, _ in apart)
-    attacked = dict.fromkeys(name for each, _ in apart for name in each.attacked_networks)
-    leaks = [(leak, run.plan) for each, run in apart for leak in each.elsewhere]
-    same = all(leak.has_mechanism_of(plan) for leak, plan in leaks)
-    untrained = ", before its first round" if all(leak.summary.get("round") == 0 for leak, _ in leaks) else ""
-    if not same:
-        bounds = "ε is that of the trained network and need not hold for the attacked one."
-    elif all(plan.clip_mode == "flat" for _, plan in leaks if plan.private):
-        bounds = "A plan clips the whole gradient at once, so its ε is the same for both networks."
-    else:
-        bounds = "ε is that of the trained network. With another number of layers it is another one."
-    if not trained.keys().isdisjoint(_LINEAR) and not all(plan.method == "nonprivate" for _, plan in leaks):
-        bounds += (
-            " Against the trained layer itself, a type-2 adversary who adds up all rounds gets more: "
-            "fedcdp attack --run RUN --leak type2 measures it."
-        )
-    return (
-        f"Accuracy is that of {listed([network_name(name) for name in trained])}.",
-        f"The attacks are on {listed([network_name(name) for name in attacked])}{untrained}"
-        f"{', under the same plan' if same else ''}.",
-        bounds,
-    )
 
 
 def part_of_an_update(leaks: Sequence[LeakFacts], runs: Sequence[RunFacts]) -> str:
