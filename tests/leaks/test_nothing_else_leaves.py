@@ -146,12 +146,15 @@ def test_without_holding_it_only_the_release_differs(run_twice: RunTwice, change
     """The release is seen to depend on the data, so that the tests above hold something fixed; and nothing else does."""
     chosen = plan(**changes)
     released = {"file run/checkpoint.safetensors", "file run/model.safetensors"}
-    measured = {"file run/metrics.jsonl", "console"}  # accuracy and loss on public data, and a bound that follows a quantile
+    # Accuracy and loss on public data, a warning that the accuracy is poor, and a bound that follows a quantile.
+    measured = {"file run/metrics.jsonl", "console", "log"}
     if chosen.quantile is not None:
         measured.add("file run/ledger.jsonl")
     one, other = run_twice(train(chosen), neighbours("client")[:2], hold=False)
     found = differences(one, other)
     assert released <= set(found) <= released | measured
+    logged = [[line for line in seen.log if "validation accuracy" not in line] for seen in (one, other)]
+    assert logged[0] == logged[1]
     model, checkpoint = (one.files[f"run/{name}.safetensors"] for name in ("model", "checkpoint"))
     assert {len(model), len(checkpoint)} == {len(other.files[f"run/{name}.safetensors"]) for name in ("model", "checkpoint")}
     functions_of_the_release = {"accuracy", "loss"} | ({"clip"} if chosen.quantile is not None else set())

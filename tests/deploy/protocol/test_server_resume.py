@@ -151,5 +151,5 @@ def test_a_lost_roster_or_ledger_is_noticed(tmp_path: Path) -> None:
         serve(LocalGrid(make_nodes(tmp_path)), experiment(), tmp_path / "run", settings())
     (tmp_path / "run" / "clients.json").write_bytes(roster)
     (tmp_path / "run" / "ledger.jsonl").unlink()
-    with pytest.raises(RunError, match="they do not fit"):
+    with pytest.raises(RunError, match="they do not match"):
         serve(LocalGrid(make_nodes(tmp_path)), experiment(), tmp_path / "run", settings())
