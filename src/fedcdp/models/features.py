@@ -118,17 +118,17 @@ class UnitNorm(nn.Module):
 
 
 class PeriodicFeatures(nn.Module):
-    """Waves of every column of a table, at each of several `frequencies`: columns of any scale, without a statistic of them.
+    """Waves of each column of a table, at several `frequencies`. They suit columns of very different scales.
 
-    1. Each value x becomes z = asinh(x): x itself where it is small, its logarithm where it is large.
-    2. Each frequency f gives sin(f·z) and 1 − cos(f·z). Both are 0 where x is 0, so the many zeros of a sparse table do not
-       drown the rest.
+    1. Each value x becomes z = asinh(x): close to x for small values, to its logarithm for large ones.
+    2. Each frequency f gives sin(f·z) and 1 − cos(f·z). Both are 0 where x is 0, so the zeros of a sparse table stay zeros.
 
-    A table as it is in its file has columns of 0.01 and columns of 1,000. Divided by its norm, a record is little more than
-    its largest column; the waves of every column are of one size, and tell apart values that differ by some per cent.
+    Dividing a raw record by its norm leaves little but its largest columns. The waves of a column of thousands are no larger
+    than those of a column of ones, and still separate values that differ by a few per cent. Values far below 1 give small
+    waves.
 
     Guarantees: inputs [examples, columns]; outputs [examples, 2 · frequencies · columns], each a function of its own example
-    alone, each between −1 and 2.
+    alone, each between −1 and 2. No statistic of the data is used.
     """
 
     def __init__(self, frequencies: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)) -> None:
@@ -136,7 +136,7 @@ class PeriodicFeatures(nn.Module):
         self.frequencies = frequencies
 
     def extra_repr(self) -> str:
-        """All that there is to choose."""
+        """The only argument."""
         return f"frequencies={self.frequencies}"
 
     def forward(self, values: Tensor) -> Tensor:

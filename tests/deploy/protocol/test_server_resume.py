@@ -153,3 +153,11 @@ def test_a_lost_roster_or_ledger_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "run" / "ledger.jsonl").unlink()
     with pytest.raises(RunError, match="they do not match"):
         serve(LocalGrid(make_nodes(tmp_path)), experiment(), tmp_path / "run", settings())
+
+
+def test_a_model_that_learned_nothing_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nothing_but_noise = experiment(noise_multiplier=1e4)
+    outcome = serve(LocalGrid(make_nodes(tmp_path)), nothing_but_noise, tmp_path / "run", settings(reproducible=True))
+    assert outcome.warning is not None
+    assert "no better than always predicting the most frequent class" in outcome.warning
+    assert outcome.warning in caplog.text
