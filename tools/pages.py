@@ -3,6 +3,7 @@
     python -m tools.pages                      # render every page
     python -m tools.pages --run flower         # first run the blocks of one tutorial, and write their output into it
     python -m tools.pages --notebook own_loop  # run a notebook, and write the output of its cells into it
+    python -m tools.pages --notebook deployment --integration  # also its cells that take minutes
 
 A template is Markdown with jinja2 calls. Every call names the source of its figure:
 
@@ -136,11 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", metavar="NAME", help="run the blocks of this tutorial first")
     parser.add_argument("--notebook", metavar="NAME", help="run this notebook instead")
+    parser.add_argument("--integration", action="store_true", help="also run the notebook's cells that take minutes")
     given = parser.parse_args()
     if given.notebook:
         from tests.support import notebooks
 
-        notebooks.rewrite(ROOT / "docs" / "notebooks" / f"{given.notebook}.ipynb")
+        notebooks.rewrite(ROOT / "docs" / "notebooks" / f"{given.notebook}.ipynb", given.integration)
         return
     if given.run:
         from tests.support.doc_pages import rewrite

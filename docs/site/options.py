@@ -14,17 +14,19 @@ from typing import Any, Literal, get_args, get_origin
 import griffe
 
 _LONGEST_SIGNATURE = 6  # parameters: a longer one says less than the table
+_SECTIONS = re.compile(r"^(?=(?:Raises|Examples):$)", re.MULTILINE)
 _DEFAULT = re.compile(r"\s*Default: ([^.]*(?:\.\d[^.]*)*)\.$")
 
 
 class Options(griffe.Extension):
-    """Replace the fields of every dataclass by a table in its docstring, before the examples."""
+    """Replace the fields of every dataclass by a table in its docstring, before errors and examples."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Called once the package is read."""
         for each in _classes(pkg):
             if "dataclass" in each.labels and not each.name.startswith("_"):
-                _tabulate(each)
+                alias = pkg.members.get(each.name)  # by which users import it
+                _tabulate(each, alias.path if isinstance(alias, griffe.Alias) else each.path)
 
 
 def _classes(parent: griffe.Module | griffe.Class) -> list[griffe.Class]:
@@ -37,7 +39,7 @@ def _classes(parent: griffe.Module | griffe.Class) -> list[griffe.Class]:
     return found
 
 
-def _tabulate(each: griffe.Class) -> None:
+def _tabulate(each: griffe.Class, path: str) -> None:
     module = import_module(each.module.path)
     known = {field.name: field for field in fields(getattr(module, each.name)) if not field.name.startswith("_")}
     members = {name: each.members[name] for name in known if name in each.members}
@@ -50,22 +52,22 @@ def _tabulate(each: griffe.Class) -> None:
         annotation = given[name].annotation if name in given else member.annotation
         meaning = known[name].metadata.get("help") or (member.docstring.value if member.docstring else "")
         default, meaning = _default(known[name], " ".join(meaning.split()))
-        anchor = f'<span id="{each.path}.{name}"></span>'
+        anchor = f'<span id="{path}.{name}"></span>'
         rows.append([f"{anchor}`{name}`", _type(str(annotation), module), default, meaning])
         each.del_member(name)
-    has_defaults = any(default for _, _, default, _ in rows)
     if isinstance(init, griffe.Function) and len(given) - 1 > _LONGEST_SIGNATURE:
         each.del_member("__init__")
-    text, examples, example = (each.docstring.value if each.docstring else "").partition("Examples:\n")
-    text = f"{text.rstrip()}\n\n{_table(rows, has_defaults)}\n\n{examples}{example}"
+    text, *sections = _SECTIONS.split(each.docstring.value if each.docstring else "")
+    text = "\n\n".join([text.rstrip(), _table(rows), *sections])
     each.docstring = griffe.Docstring(text, parent=each, lineno=each.lineno)
 
 
-def _table(rows: list[list[str]], has_defaults: bool) -> str:
-    lines = [["field", "type", "default", "meaning"], ["---"] * 4, *rows]
-    shown = lines if has_defaults else [[name, kind, meaning] for name, kind, _, meaning in lines]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in shown)
-    return f'<div class="fields{" defaults" * has_defaults}" markdown>\n\n{table}\n\n</div>'
+def _table(rows: list[list[str]]) -> str:
+    """The rows as Markdown, without a column that would be empty."""
+    used = [column for column in range(4) if any(row[column] for row in rows)]
+    lines = [[line[column] for column in used] for line in (["field", "type", "default", "meaning"], ["---"] * 4, *rows)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f'<div class="fields{" defaults" * (2 in used)}" markdown>\n\n{table}\n\n</div>'
 
 
 def _type(annotation: str, module: Any) -> str:

@@ -4,19 +4,55 @@ from __future__ import annotations
 
 
 class FedcdpError(Exception):
-    """Base of every error that a user can cause and mend; the command line prints it as one line and exits with 2."""
+    """Base of every error that a user can cause and fix.
+
+    Its message is one sentence that names the field, the value and what is allowed. The command line prints it as one line
+    and exits with status 2.
+
+    Examples:
+        >>> import fedcdp
+        >>> try:
+        ...     fedcdp.Plan(rounds=0)
+        ... except fedcdp.FedcdpError as error:
+        ...     print(error)
+        rounds: 0 is not allowed; it must be at least 1
+    """
 
 
 class PlanError(FedcdpError):
-    """A plan that contradicts itself, the federation, or what can be accounted."""
+    """The plan contradicts itself or the federation, or no ε can be computed for it.
+
+    Examples:
+        >>> import fedcdp
+        >>> fedcdp.Plan(clip="median")
+        Traceback (most recent call last):
+        fedcdp.errors.PlanError: clip: ...
+    """
 
 
 class DataError(FedcdpError):
-    """A dataset that is missing, damaged or not what its format promises."""
+    """The dataset is missing, damaged, or not what its format promises.
+
+    Examples:
+        >>> import fedcdp
+        >>> fedcdp.load("imagenet")
+        Traceback (most recent call last):
+        fedcdp.errors.DataError: dataset 'imagenet' is unknown: ...
+    """
 
 
 class ModelError(FedcdpError):
-    """A network that cannot be trained under the chosen method."""
+    """The network cannot be trained under the chosen method, for example because a layer mixes examples.
+
+    Examples:
+        >>> import fedcdp
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> network = nn.Sequential(nn.BatchNorm1d(30), nn.Linear(30, 2))
+        >>> fedcdp.simulate(network, federation, fedcdp.Plan(per_round=10))
+        Traceback (most recent call last):
+        fedcdp.errors.ModelError: ...BatchNorm1d, which mixes examples...
+    """
 
 
 class DefectError(FedcdpError):
@@ -28,7 +64,14 @@ class StoppedError(FedcdpError):
 
 
 class RunError(FedcdpError):
-    """A run directory or checkpoint that cannot be used as asked."""
+    """The run directory or checkpoint cannot be used as asked.
+
+    Examples:
+        >>> import fedcdp
+        >>> fedcdp.report("no such directory", "report.html")
+        Traceback (most recent call last):
+        fedcdp.errors.RunError: no such directory does not exist
+    """
 
 
 class StorageError(RunError):

@@ -77,6 +77,15 @@ def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path, monkeyp
         assert same(notebooks.printed(cell), printed), f"{path.name}: {notebooks.source(cell)}\nprints\n{printed}"
 
 
+@pytest.mark.integration
+@pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="Flower is not installed")
+def test_the_deployment_of_a_notebook_runs_with_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "cache"))
+    *_, (_, printed) = notebooks.run(ROOT / "docs" / "notebooks" / "deployment.ipynb", tmp_path, integration=True)
+    assert printed.count("5 releases") == 2
+
+
 def test_cells_share_names_and_the_shell_runs_in_their_folder(tmp_path: Path) -> None:
     codes = ("from pathlib import Path\nname = 'made.txt'", "Path(name).write_text('here')", "%%sh\ncat made.txt")
     ran = list(notebooks.run(saved(tmp_path / "one.ipynb", *codes), tmp_path))
@@ -111,7 +120,7 @@ def test_a_page_shows_text_code_and_output(tmp_path: Path) -> None:
 def test_every_link_of_a_notebook_leads_somewhere(path: Path) -> None:
     for cell in notebooks.read(path)["cells"]:
         if cell["cell_type"] == "markdown":
-            for link in re.findall(r"\]\(([^)#]+)\)", notebooks.source(cell)):
+            for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", notebooks.source(cell)):
                 assert link.startswith("https:") or (path.parent / link).exists(), link
 
 

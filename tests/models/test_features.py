@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fedcdp.engine import BatchedEngine, FunctionalEngine
 from fedcdp.engine.base import Batch
-from fedcdp.models.features import OrientedGradients, UnitNorm
-from fedcdp.models.networks import build
+from fedcdp.models.features import OrientedGradients, PeriodicFeatures, UnitNorm
+from fedcdp.models.networks import build, resolve
 
 SHAPES = [(1, 28, 28), (3, 32, 32)]
 
@@ -32,7 +32,13 @@ def test_a_picture_without_edges_has_features_zero(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [OrientedGradients(), OrientedGradients(colour=0.5), nn.Sequential(nn.Flatten(), UnitNorm())]
+    "layer",
+    [
+        OrientedGradients(),
+        OrientedGradients(colour=0.5),
+        nn.Sequential(nn.Flatten(), UnitNorm()),
+        nn.Sequential(nn.Flatten(), PeriodicFeatures()),
+    ],
 )
 def test_the_features_of_an_example_do_not_depend_on_the_others(layer: nn.Module) -> None:
     batch = images(5, 3, 32, 32)
@@ -54,7 +60,7 @@ def test_an_edge_is_seen_in_its_own_direction() -> None:
     assert (OrientedGradients()(rising.mT).view(8, 7, 7).argmax(0) == 2).all()
 
 
-@pytest.mark.parametrize(("network", "shape"), [("oriented-gradients", (1, 28, 28)), ("linear", (9,))])
+@pytest.mark.parametrize(("network", "shape"), [("oriented-gradients", (1, 28, 28)), ("linear", (9,)), ("periodic", (9,))])
 def test_the_fast_engine_knows_them_and_agrees_with_the_reference(network: str, shape: tuple[int, ...]) -> None:
     model = build(network, shape, 3)
     weights = {name: torch.rand(2, *p.shape) for name, p in model.named_parameters()}
@@ -80,3 +86,55 @@ def test_the_network_can_be_exported_by_tracing(shape: tuple[int, ...]) -> None:
         model[1].weight.normal_()
     traced = torch.jit.trace(model, images(1, *shape))
     assert torch.allclose(traced(images(3, *shape)), model(images(3, *shape)), atol=1e-5)
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_of_every_scale_give_waves_of_one_size() -> None:
+    scales = torch.tensor([1e-2, 1.0, 1e3, 1e30])
+    waves = PeriodicFeatures()(torch.randn(500, 4, generator=torch.Generator().manual_seed(1)) * scales)
+    assert waves.shape == (500, 32)
+    assert waves.isfinite().all()
+    assert waves.abs().max() <= 2
+    assert waves.view(500, 8, 4).square().sum(1).mean(0)[1:].min() > 1
+
+
+def test_a_zero_gives_zeros() -> None:
+    assert PeriodicFeatures()(torch.zeros(2, 5)).abs().max() == 0
+
+
+def test_values_that_differ_by_some_per_cent_are_told_apart_at_any_size() -> None:
+    for value in (10.0, 1e3, 1e6):
+        near, far = PeriodicFeatures()(torch.tensor([[value], [1.1 * value]]))
+        assert (near - far).norm() > 0.3
+
+
+def test_what_the_linear_layer_reads_has_norm_one() -> None:
+    front = build("periodic", (6,), 2)[:3]
+    for scale in (1e-3, 1.0, 1e4):
+        features = front(scale * images(4, 6))
+        assert torch.allclose(features.norm(dim=1), torch.ones(4), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "network"),
+    [
+        ("auto", (1, 28, 28), "cnn"),
+        ("auto", (30,), "mlp"),
+        ("fixed-features", (1, 28, 28), "oriented-gradients"),
+        ("fixed-features", (3, 16, 16), "oriented-gradients"),
+        ("fixed-features", (1, 8, 28), "periodic"),
+        ("fixed-features", (30,), "periodic"),
+        ("linear", (30,), "linear"),
+        ("package.module:factory", (30,), "package.module:factory"),
+    ],
+)
+def test_a_name_may_stand_for_the_network_that_suits_the_data(name: str, shape: tuple[int, ...], network: str) -> None:
+    assert resolve(name, shape) == network
+    if ":" not in name:
+        assert str(build(name, shape, 3)) == str(build(network, shape, 3))
+
+
+def test_a_small_colour_image_is_taken() -> None:
+    assert build("fixed-features", (3, 3, 3), 2)(images(2, 3, 3, 3)).shape == (2, 2)

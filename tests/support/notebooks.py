@@ -1,9 +1,9 @@
 """Run a notebook without Jupyter: its code cells in order, in one namespace and one new folder.
 
-`python -m tools.pages --notebook NAME` runs a notebook and writes what its cells print into it.
+`python -m tools.pages --notebook NAME` runs a notebook and writes the output of its cells into it.
 
 A cell that starts with `%%sh` is run by the shell. Cells print text and show nothing else. A cell tagged `integration` takes
-a minute or more and needs real processes: the tests leave it out, and the command above runs it.
+a minute or more and needs real processes. It is left out, and keeps its output, unless `--integration` is given, too.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def run(path: Path, folder: Path, integration: bool = False) -> Iterator[tuple[C
             yield cell, re.sub(r"[ \t]+$", "", shown, flags=re.MULTILINE)
 
 
-def rewrite(path: Path) -> None:
-    """Run a notebook, all of it, and keep what its cells print."""
+def rewrite(path: Path, integration: bool = False) -> None:
+    """Run a notebook, and replace the outputs that have changed."""
     notebook = read(path)
     with tempfile.TemporaryDirectory() as folder:
-        shown = {cell["id"]: text for cell, text in run(path, Path(folder), integration=True)}
+        shown = {cell["id"]: text for cell, text in run(path, Path(folder), integration)}
     number = 0
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             number += 1
             cell["execution_count"] = number
-            text = shown[cell["id"]]
+            text = shown.get(cell["id"], printed(cell))
             if not same(printed(cell), text):
                 stream = {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
                 cell["outputs"] = [stream] if text else []

@@ -16,7 +16,7 @@ from fedcdp.attacks.membership import infer_membership
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.engine import FunctionalEngine
 from fedcdp.errors import ModelError
-from fedcdp.training.evaluation import evaluate, predictions, threshold_of
+from fedcdp.training.evaluation import evaluate, no_better_than_guessing, predictions, threshold_of
 from fedcdp.training.saved_run import Trained
 
 FEATURES = 4
@@ -145,3 +145,21 @@ def test_a_loaded_model_and_membership_score_a_single_logit(shape: str):
     assert trained.correct(replace(data, targets=1 - data.targets)).sum() == 0
     # Members are those whose label the network gives; the others are the same points under the other label.
     assert infer_membership(network, data, replace(data, targets=1 - data.targets)).auc.value == 1.0
+
+
+# Accuracy that guessing reaches, too -------------------------------------------------------------------------------------
+
+
+def test_an_accuracy_at_the_share_of_the_largest_class_is_warned_of() -> None:
+    data = two_classes(1000, 1)  # four fifths in class 0
+    for accuracy in (0.2, 0.8, 0.805):
+        said = no_better_than_guessing(accuracy, data)
+        assert said is not None
+        assert said.startswith(f"validation accuracy {accuracy:.3f} is no better than always predicting the most frequent")
+        assert "(0.800)" in said
+    assert no_better_than_guessing(0.806, data) is None
+
+
+def test_without_validation_there_is_nothing_to_warn_of() -> None:
+    assert no_better_than_guessing(None, two_classes(10, 1)) is None
+    assert no_better_than_guessing(0.1, None) is None

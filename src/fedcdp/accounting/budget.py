@@ -87,10 +87,33 @@ def privacy_of_plan(
     model: nn.Module | None = None,
     mode: Mode = "tight",
 ) -> Privacy:
-    """ε against every adversary, before a single gradient is computed; `rounds` and `per_round` as in `simulate`.
+    """State ε against every adversary, before a single gradient is computed. Call it as `plan.privacy(federation)`.
 
-    Without a `model`, the paper's network for such data is assumed, since ε depends on the number of layers that are clipped
-    separately. A note says so, because a network with more layers has a larger ε.
+    Args:
+        plan: The plan.
+        federation: The clients and their data, of which only sizes are read.
+        rounds: Overrides the plan's number of rounds.
+        per_round: Overrides the plan's number of clients in a round.
+        model: The network. Each layer that is clipped separately adds to ε. Default: the paper's network for such data, and
+            a note that says so, since a network with more layers has a larger ε.
+        mode: `tight` (privacy loss distributions), `rdp`, or `paper` (as the paper computes it, which is no guarantee).
+
+    Returns:
+        One row for each adversary, unit and relation, all at the plan's δ.
+
+    Raises:
+        PlanError: The plan does not fit the federation, or the mode is unknown.
+
+    Examples:
+        >>> import fedcdp
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> plan = fedcdp.Plan(rounds=20, per_round=10, local_steps=1, clip_mode="flat", noise_multiplier=0.6)
+        >>> privacy = plan.privacy(federation, model=nn.Linear(30, 2))
+        >>> [row.adversary for row in privacy.rows]
+        ['server', 'update', 'model', 'example', 'example', 'server', 'model']
+        >>> privacy.row("server").epsilon < privacy.row("example").epsilon
+        True
     """
     from fedcdp.accounting.statement import state
 

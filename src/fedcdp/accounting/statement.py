@@ -64,8 +64,11 @@ class Row:
     """One ε, with its adversary, unit, neighbouring relation and assumption."""
 
     adversary: str
+    """Who reads: `server`, `update`, `model` or `example`."""
     unit: str
+    """What is protected: a `record`, a `client`, or a record at several clients (`unique`)."""
     relation: str
+    """How neighbouring datasets differ: `zero-out` or `replace-one`."""
     epsilon: float
     """ε before it is known who takes part in which round."""
     epsilon_used: float | None
@@ -73,6 +76,7 @@ class Row:
     epsilon_worst: float
     """ε of a client that takes part in every round."""
     assumption: str
+    """What the ε rests on."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for programs: an infinite ε is written as "inf", since JSON has no number for it."""
@@ -87,9 +91,13 @@ class Privacy:
     """
 
     delta: float
+    """The δ of every row."""
     mode: Mode
+    """How ε was computed."""
     rows: tuple[Row, ...]
+    """One for each adversary, unit and relation."""
     notes: tuple[str, ...] = ()
+    """Remarks that concern several rows."""
 
     def row(self, adversary: str, unit: str = "record", relation: str = "zero-out") -> Row:
         """The row for an adversary, unit and relation; if there is none, a `PlanError` lists the rows that exist."""

@@ -52,24 +52,77 @@ def attack(
     seed: int | None = None,
     progress: Progress | None = None,
 ) -> Found:
-    """Attack what a reader sees, and measure what it gets.
+    """Attack what an adversary observes, and measure how much it recovers.
 
-    - A `Run`: what a reader would see of one more round at its trained weights, or, with `at_round`, of that round of it
-      (which is simulated again from `model`, the untrained network).
-    - A `Plan` with `model` and `federation`: the same before any training, in round 0 or, simulated up to it, `at_round`.
-    - Raw gradients of your own training loop, by parameter name or in the order of `model.parameters()`, each in the shape
-      of its parameter, or of several victims [victims, ...]; None stands for that of a frozen one. With `truth`, the inputs
-      and labels [(victims,) examples, ...] that they are the mean gradient of, the result is scored; without it, give
-      `input_shape` and how many `examples` each is of.
+    | target | what is attacked | needs |
+    | --- | --- | --- |
+    | a `Run` | one more round at its trained weights, or round `at_round` | for `at_round`: the untrained `model` |
+    | a `Plan` | round 0, or round `at_round`, up to which the training is simulated | `model`, `federation` |
+    | raw gradients | the gradients of your own training loop | `model`, and `truth` or `input_shape` |
 
-    `attack` is the name of a preset (`ATTACKS`) or a `Recipe` of your own. The default, `best`, tries those that suit the
-    plan and gives the strongest, with all that were `tried`. A network whose last layer alone is trained is read in all
-    rounds of the plan or run (`linear-head`): those of a run are replayed from its seed, for which it needs the untrained
-    `model`; `at_round` reads a single one. There are up to 100 `victims` unless their number is given. `type2` reads
-    local step `step`; `type1` and `type0` read an update of `steps` local steps (the paper: 1). With several `releases` the
-    reader averages. `public` are examples that anyone has: baselines, candidates and priors come from them (default: the
-    federation's validation split or, where it has none, its training data; for raw gradients, nothing but the range of
-    the inputs).
+    The adversary's observations come from the method's own code. If the network trains only its last layer, the attack
+    `linear-head` reads all rounds of the plan or run. For a run it replays them from the seed, which needs the untrained
+    `model`. With `at_round` it reads a single round.
+
+    Args:
+        target: The run, plan or raw gradients. Raw gradients are given by parameter name, or in the order of
+            `model.parameters()`. Each has the shape of its parameter, or [victims, ...] for several victims. None stands for
+            the gradient of a frozen parameter.
+        leak: What the adversary observes. `type2`: the gradient of one example on the client during local training. `type1`:
+            the client's update after local training. `type0`: the client's update as the server receives it.
+        attack: The name of an attack (`fedcdp.attacks.ATTACKS`), or a `Recipe` of your own. Default: `best`, which tries the
+            attacks that suit the target, returns the strongest, and lists all that it tried.
+        victims: How many clients or examples are attacked. Default: up to 100.
+        model: The network. For a run, the untrained one.
+        federation: The clients and their data, for a plan.
+        truth: Inputs and labels [(victims,) examples, ...] of which raw gradients are the mean gradient. With it the result
+            is scored. Gradients that do not match it are refused.
+        input_shape: The shape of one input, for raw gradients without `truth`.
+        examples: How many examples each raw gradient is the mean of, without `truth`.
+        public: Examples that anyone has. Baselines, candidates and priors come from them. Default: the federation's
+            validation split, or its training data where it has none. For raw gradients: only the range of the inputs.
+        at_round: The round to attack, counted from 0.
+        step: The local step that `type2` observes, counted from 0.
+        steps: How many local steps the update has that `type1` and `type0` observe. The paper attacks the first: 1.
+        releases: How often the same release is observed, each time with fresh noise. The adversary averages.
+        criteria: When a reconstruction counts as exact, recognisable or identified.
+        device: `cpu`, `cuda`, `cuda:1`, and so on.
+        loss: The loss that the network is trained with.
+        seed: Fixes the randomness of the attack. Default: the plan's seed.
+        progress: Called with the work done so far and in all.
+
+    Returns:
+        `Leaks` for a reconstruction, `Presence` for `matched-filter`, `LayerLeaks` for `per-layer`, and `Membership` for
+        `membership`. `summary()` has all figures of each.
+
+    Raises:
+        PlanError: An argument is not allowed, or does not belong to this target.
+        ModelError: The attack does not apply to this network, or the network cannot be attacked.
+        DataError: The given examples or gradients do not fit the network, or each other.
+
+    Examples:
+        Attack the gradient of a batch of two, as it would leave your own training loop:
+
+        >>> import fedcdp, torch
+        >>> from torch import nn
+        >>> data = fedcdp.load("cancer").train
+        >>> inputs, labels = data.inputs[:2], data.targets[:2]
+        >>> model = nn.Sequential(nn.Linear(30, 64), nn.ReLU(), nn.Linear(64, 2))
+        >>> nn.functional.cross_entropy(model(inputs), labels).backward()
+        >>> gradients = [parameter.grad for parameter in model.parameters()]
+        >>> leaks = fedcdp.attack(gradients, model=model, truth=(inputs, labels))
+        >>> leaks.success_rate
+        1.0
+
+        Attack a plan before anything is trained:
+
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> for method in ("nonprivate", "fed-cdp"):
+        ...     plan = fedcdp.Plan(method=method, per_round=10)
+        ...     leaks = fedcdp.attack(plan, model=model, federation=federation, leak="type2", victims=10)
+        ...     print(method, leaks.success_rate)
+        nonprivate 1.0
+        fed-cdp 0.0
     """
     name, recipe = _named(attack)
     if leak not in LEAKS:

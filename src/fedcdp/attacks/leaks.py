@@ -26,36 +26,59 @@ _SHOWN_ITERATIONS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200, 300)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Leaks:
-    """What an attack got. Scores are of what fitted best by the reader's own measure; it never sees the truth."""
+    """The result of a reconstruction attack.
+
+    The adversary never sees the truth: `scores` are those of the reconstruction that fitted best by the adversary's own
+    measure.
+
+    Examples:
+        >>> import fedcdp
+        >>> from pathlib import Path
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> plan = fedcdp.Plan(method="nonprivate", per_round=10)
+        >>> leaks = fedcdp.attack(plan, model=nn.Linear(30, 2), federation=federation, at_round=0, victims=5)
+        >>> leaks.success_rate, leaks.label_accuracy()
+        (1.0, 1.0)
+        >>> leaks.save(Path("leak"))
+        >>> sorted(path.name for path in Path("leak").iterdir())
+        ['reconstructions.npz', 'summary.json']
+    """
 
     attack: str
+    """The name of the attack."""
     captured: Captured
+    """What the adversary observed, and the truth."""
     found: Reconstruction
+    """The reconstructions: `found.examples` [victims, examples, ...] and `found.labels`."""
     scores: Scores | None
-    """None where the truth is not known."""
+    """How close the reconstructions are; None where the truth is not known."""
     scores_of_last: Scores | None
-    """Of where the search ended, which is what the paper reports."""
+    """The same for the point where the search ended, which is what the paper reports."""
     baselines: Baselines | None
+    """What guesses score that use nothing the adversary observed."""
     classes: int
+    """The number of classes."""
     value_range: tuple[float, float]
-    """What a reader takes the values of an input to lie between."""
+    """The range that the adversary assumes for the values of an input."""
     first_exact: Tensor
     """[victims]: the iteration after which a victim's examples were all exact for the first time; ∞ if never."""
     snapshots: dict[int, Tensor] = field(repr=False)
     """Examples of the first victims after some iterations [those, dummies, ...]."""
     seconds: float = 0.0
+    """How long the attack took."""
     tried: tuple[dict[str, Any], ...] = ()
-    """What every attack came to, where several were tried; this is the best of them."""
+    """The result of each attack, where several were tried; this is the best of them."""
     about: dict[str, Any] = field(default_factory=dict)
-    """More figures, of this attack alone."""
+    """More figures that only this attack has."""
 
     @property
     def success_rate(self) -> float | None:
-        """The share of victims' examples that were reconstructed exactly."""
+        """Share of the victims' examples that were reconstructed exactly; None where the truth is not known."""
         return None if self.scores is None else self.scores.summary()["exact"]
 
     def label_accuracy(self) -> float | None:
-        """The share of examples whose label was inferred rightly, each matched to its reconstruction."""
+        """Share of labels inferred correctly, each example matched to its reconstruction; None without the truth."""
         if self.scores is None:
             return None
         right = rearrange(self.found.labels, self.scores.order) == self._true_labels()
@@ -76,7 +99,12 @@ class Leaks:
     __repr__ = __str__
 
     def summary(self) -> dict[str, Any]:
-        """All figures; the distance is the MSE of the clamped example over what the network can see of it."""
+        """All figures, as `fedcdp attack --json` prints them.
+
+        Returns:
+            A dictionary. A distance is the mean squared error of the clamped example, over the inputs that the network can
+            see.
+        """
         captured = self.captured
         row: dict[str, Any] = {
             "method": captured.plan.method,
@@ -130,8 +158,11 @@ class Leaks:
         return {name: finite(value) for name, value in row.items()}
 
     def picture(self) -> Any:
-        """Originals, seeds, what the search looked like on its way, and what it found, of each victim's first example; None
-        unless they are images."""
+        """A grid of each victim's first example: the original, the seed, the search on its way, and the reconstruction.
+
+        Returns:
+            A Pillow image; None unless the examples are images.
+        """
         from fedcdp.attacks.pictures import grid
 
         truth = self._truth()
@@ -155,9 +186,13 @@ class Leaks:
         return grid(rows, [title for title, _ in columns], figures)
 
     def save(self, directory: Path, **about: Any) -> None:
-        """`reconstructions.npz`, of images `grid.png`, and last, as the sign that all is there, `summary.json`.
+        """Write `reconstructions.npz`, for images `grid.png`, and last, as the sign that all is written, `summary.json`.
 
-        The summary also says what is given `about` it: the dataset, the network.
+        The files contain the originals where they are known.
+
+        Args:
+            directory: The directory, which is made if it is missing.
+            **about: More entries for the summary, such as the dataset and the network.
         """
         directory.mkdir(parents=True, exist_ok=True)
         written = io.BytesIO()
@@ -171,11 +206,11 @@ class Leaks:
         write_atomically(directory / "summary.json", (json.dumps(self.summary() | about, indent=1) + "\n").encode())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What was found, as `reconstructions.npz` holds it.
+        """The reconstructions as `reconstructions.npz` holds them.
 
-        The arrays are [victims, examples, ...]; `order` says which reconstruction goes with each original. `snapshot` has
-        one axis more in front: what the first victims' examples were after the iterations `snapshot_at`. What is only
-        known with the truth is left out without it.
+        The arrays are [victims, examples, ...]. `order` says which reconstruction belongs to each original. `snapshot` has
+        one axis more in front: the first victims' examples after the iterations `snapshot_at`. Arrays that need the truth
+        are left out without it.
         """
         arrays = {
             "seed": self.found.seeds,

@@ -38,26 +38,47 @@ _CANDIDATES_AT_ONCE = 100
 
 @dataclass(frozen=True)
 class Presence:
-    """How well an adversary detects a victim's example, and identifies it among many."""
+    """The result of `matched-filter`: how well an adversary detects that a victim's example is present, and which it is.
+
+    Examples:
+        >>> import fedcdp
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> found = fedcdp.attack(
+        ...     fedcdp.Plan(per_round=10), model=nn.Linear(30, 2), federation=federation, attack="matched-filter", victims=10
+        ... )
+        >>> found.victims, found.candidates, 0 <= found.auc.low <= found.auc.value <= found.auc.high <= 1
+        (10, 144, True)
+    """
 
     method: str
+    """The training method."""
     leak: str
+    """What the adversary observed: `type0`, `type1` or `type2`."""
     attack: str
+    """The name of the attack."""
     victims: int
+    """How many victims were attacked."""
     success_rate: float | None
-    """Share of victims whose example was identified among `candidates`; None for updates."""
+    """Share of victims whose example was picked out of `candidates`; None for updates."""
     candidates: int | None
+    """Among how many the example was sought; None for updates."""
     auc: Estimate
     """The probability that a victim scores above a victim whose example was zeroed out."""
     auc_predicted: float | None
-    """The AUC predicted by the formula from the distances between the worlds; None if there is no noise."""
+    """The same by the formula, from the distances between the two cases; None where there is no noise."""
     distance_between_worlds: float
-    """Mean norm of the change caused by one example, in units of a gradient."""
+    """Mean norm of the change that one example makes, in units of a gradient."""
     noise_deviation: float
+    """Standard deviation of the noise on the mean of the releases."""
     releases: int
+    """How many releases the adversary averaged."""
     steps: int
+    """Local steps of a client in the attacked round."""
     round: int
+    """The attacked round, counted from 0."""
     seconds: float
+    """How long the attack took."""
 
     def summary(self) -> dict[str, Any]:
         """All figures."""

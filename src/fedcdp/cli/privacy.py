@@ -77,11 +77,11 @@ def account(
             return population_of(experiment, copies=copies, layers=layers)
 
         planned = plan_experiment(given, described, target_epsilon=target_epsilon, mode=mode)
-        terminal.say_recipe(planned)
         experiment, plan = planned.experiment, planned.experiment.plan
         privacy = state(plan, described(experiment), mode=mode)  # type: ignore[arg-type]
     classical = paper.classical_epsilons(plan) | {"tight, the same steps": paper.tight_epsilon(plan)} if compare else {}
     if run is None:
+        terminal.say_recipe(planned)
         terminal.notes(remarks(experiment, given, calibrated=planned.epsilon is not None))
     if as_json:
         typer.echo(json.dumps(privacy.as_json() | ({"compare": classical} if compare else {})))
@@ -138,6 +138,8 @@ def calibrate(
         f"--noise-multiplier {plan.noise_multiplier:.6g} (with {plan.slots} slots) gives ε = {format_epsilon(reached)} "
         f"at δ = {plan.delta:g} against {adversary}, per {unit}, before it is known who takes part"
     )
+    if planned.recipe is not None:  # the option would replace the recipe, and with it the plan that ε is for
+        terminal.stdout.print(f"To use the recipe, give --target-epsilon {target_epsilon:g} instead of --noise-multiplier")
 
 
 @takes_settings
@@ -169,13 +171,15 @@ def audit(
         lambda described: population_of(described, layers=layers if described.plan.clip_mode == "layer" else None),
         target_epsilon=target_epsilon,
     )
-    if not quiet:
-        terminal.say_recipe(planned)
     experiment, plan = planned.experiment, planned.experiment.plan
     unit = "client" if plan.method == "fed-sdp" and experiment.run.adversary != "example" else experiment.run.unit
     records = experiment.data.records or plan.local_steps * plan.batch_size
-    noted = remarks(experiment, given, calibrated=planned.epsilon is not None)
-    with terminal.steps("audit", quiet, lambda: terminal.notes(noted)) as progress:
+
+    def announce() -> None:
+        terminal.say_recipe(planned)
+        terminal.notes(remarks(experiment, given, calibrated=planned.epsilon is not None))
+
+    with terminal.steps("audit", quiet, announce) as progress:
         found = attack(
             plan, experiment.run.adversary, unit=unit, layers=layers, records=records,
             participations=participations, trials=trials, seed=plan.seed, progress=progress,

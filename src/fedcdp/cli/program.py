@@ -42,7 +42,7 @@ usage.add_to(
 usage.add_to(
     app,
     "fedcdp evaluate run",
-    "fedcdp evaluate run --split test --per-client",
+    "fedcdp evaluate run --split train --per-client",
 )(train.evaluate)
 usage.add_to(
     app,
@@ -60,7 +60,7 @@ usage.add_to(
     app,
     "fedcdp calibrate --target-epsilon 4",
     "fedcdp calibrate --target-epsilon 2 --preset mnist --adversary example",
-    "fedcdp calibrate --target-epsilon 8 --dataset cancer --slots auto",
+    "fedcdp calibrate --target-epsilon 8 --data records.csv --clients 20",
 )(privacy.calibrate)
 usage.add_to(
     app,
@@ -71,7 +71,7 @@ usage.add_to(
     app,
     "fedcdp attack --method nonprivate --victims 10",
     "fedcdp attack --dataset cancer --leak type0",
-    "fedcdp attack --run run --leak type1 --victims 20",
+    "fedcdp attack --run run --leak type1 --victims 10",
     "fedcdp attack --run run --attack membership --json",
 )(attack.attack)
 usage.add_to(

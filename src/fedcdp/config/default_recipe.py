@@ -33,8 +33,8 @@ FIXED_FEATURES = ("fixed-features", "oriented-gradients", "periodic", "linear")
 _CHOOSES_A_PLAN = {"noise", "noise_multiplier", "local_steps", "batch_size", "slots"}
 _ROUNDS = 40
 _CLIP = 0.1
-_EMA = 0.8
-_FEWEST_AVERAGED = 20  # rounds: over fewer, a moving average would still hold much of the untrained model
+_EMA, _EMA_OF_FEW = 0.8, 0.5
+_FEW = 20  # rounds: over fewer, a long moving average would still hold much of the untrained model
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Pace:
     drift: float
     """How far the noise of all rounds together moves a weight: its standard deviation."""
     step: float
-    """How far a round moves all weights at most, noise aside: the learning rate times the clip bound."""
+    """How far a round moves all weights at most, noise aside: the learning rate times the clip bound. Where there are fewer
+    rounds than usual, less: the first steps of a training are too long, and the last ones must make up for it."""
 
 
 # Found on the embedded digits and on tables of 150 to 36,000 records. Accuracy hardly changes within a factor of two.
@@ -85,7 +86,7 @@ def recipe_settings(layers: Iterable[Settings]) -> Settings:
 def plan_settings(clients: int, rounds: int | None = None) -> dict[str, Any]:
     """The recipe's settings of a plan for so many clients, without batch size, noise and learning rate."""
     rounds = _ROUNDS if rounds is None else rounds
-    averaged = isinstance(rounds, int) and rounds >= _FEWEST_AVERAGED
+    few = isinstance(rounds, int) and rounds < _FEW
     return {
         "method": "fed-cdp",
         "rounds": rounds,
@@ -95,7 +96,7 @@ def plan_settings(clients: int, rounds: int | None = None) -> dict[str, Any]:
         "noise": "example",
         "clip": _CLIP,
         "clip_mode": "flat",
-        "ema": _EMA if averaged else 0.0,
+        "ema": _EMA_OF_FEW if few else _EMA,
     }
 
 
@@ -105,7 +106,8 @@ def learning_rate(plan: Plan, sizes: Sequence[int], on_fixed_features: bool) -> 
     # A client divides the noise on its sum by its number of records; the server divides by the number of clients.
     per_record = math.sqrt(sum(1 / min(size, plan.batch_size) ** 2 for size in sizes) / len(sizes))
     noise = plan.noise_multiplier * plan.noise_on_sum * per_record * math.sqrt(plan.rounds / plan.per_round)
-    return float(f"{min(pace.drift / noise, pace.step) / plan.clip.start:.3g}")
+    step = min(pace.drift / noise, pace.step * min(1.0, plan.rounds / _ROUNDS))
+    return float(f"{step / plan.clip.start:.3g}")
 
 
 def describe_recipe(plan: Plan, sizes: Sequence[int], epsilon: float, adversary: str, unit: str) -> str:

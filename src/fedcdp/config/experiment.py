@@ -155,7 +155,7 @@ def read_assignment(written: str) -> presets.Settings:
     if not equals:
         raise PlanError(f"--set {written}: write it as key=value")
     if not sections or key not in _names(SECTIONS.get(sections[0], type(None))):
-        raise PlanError(f"--set {written}: there is no setting called {name.strip()!r}; train --help lists the settings")
+        raise PlanError(f"--set {written}: there is no setting called {name.strip()!r}; fedcdp train --help-all lists them")
     try:
         return {sections[0]: {key: parse_toml(f"value = {value}")["value"]}}
     except ValueError:

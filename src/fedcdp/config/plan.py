@@ -41,7 +41,24 @@ _SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a federation is trained. The fields are also the command line's plan options and the keys of `[plan]`."""
+    """All choices of a federated training: method, clip bound, noise, sampling, schedules.
+
+    A plan is frozen and checks itself when it is made. The clip bound that clips, the one that scales the noise and the one
+    that is accounted are read from it and from nowhere else. The fields are also the plan options of the command line and
+    the keys of `[plan]` in a configuration file. All arguments are keywords.
+
+    Raises:
+        PlanError: A field has the wrong type or is out of range, or fields contradict each other.
+
+    Examples:
+        >>> import fedcdp
+        >>> plan = fedcdp.Plan(method="fed-cdp", rounds=20, per_round=10, noise_multiplier=1.5, clip="linear(6, 2)")
+        >>> plan.clip_at(0), plan.clip_at(19)
+        (6.0, 2.0)
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> round(plan.privacy(federation).row("server").epsilon, 1)
+        7.8
+    """
 
     method: MethodName = option("fed-cdp", "Training method.")
     rounds: int = option(100, "Number of rounds, T.")
@@ -155,8 +172,7 @@ class Plan:
 
     @property
     def hides_cohort(self) -> bool:
-        """Whether an ε assumes that nobody knows how many clients took part in a round (Poisson clients, noise at the
-        server)."""
+        """Whether an ε assumes that nobody knows how many took part in a round: Poisson clients, noise at the server."""
         return self.method == "fed-sdp" and self.noise_at == "server" and self.client_sampling == "poisson"
 
     @property
@@ -166,11 +182,22 @@ class Plan:
 
     @property
     def quantile(self) -> Quantile | None:
-        """The quantile that the clip bound follows; None if the bound is scheduled or nothing is clipped."""
+        """The quantile that the clip bound follows; None where the bound is scheduled, or where nothing is clipped."""
         return self.clip if self.private and isinstance(self.clip, Quantile) else None
 
     def clip_at(self, round_: int, current: float | None = None) -> float:
-        """The clip bound C of a round. For a bound that follows a quantile, pass its value in this round as `current`."""
+        """The clip bound C of a round.
+
+        Args:
+            round_: The round, counted from 0.
+            current: The bound that the rounds so far led to, where it follows a quantile.
+
+        Returns:
+            The bound.
+
+        Raises:
+            PlanError: The bound follows a quantile, and `current` is missing after the first round.
+        """
         if isinstance(self.clip, Schedule):
             return self.clip.value(round_, self.rounds, leader=self.learning_rate)
         if current is not None:
@@ -180,7 +207,7 @@ class Plan:
         raise PlanError(f"clip: the bound of {self.clip} in round {round_ + 1} is known only after the rounds before it")
 
     def noise_scale_at(self, round_: int, current: float | None = None) -> float:
-        """σC, the standard deviation of one noise draw in a round; `current` as in `clip_at`."""
+        """σC, the standard deviation of one noise draw in a round. The arguments are those of `clip_at`."""
         return self.noise_multiplier * self.clip_at(round_ if self.noise_follows_clip else 0, current)
 
     def learning_rate_at(self, round_: int) -> float:
@@ -188,7 +215,23 @@ class Plan:
         return self.learning_rate.value(round_, self.rounds)
 
     def but(self, **changes: Any) -> Plan:
-        """The same plan with some fields changed; defaults derived from a changed field are derived again."""
+        """The same plan with some fields changed. Defaults that depend on a changed field are computed again.
+
+        Args:
+            **changes: New values, by field.
+
+        Returns:
+            The changed plan.
+
+        Raises:
+            PlanError: There is no such field, or the changed plan contradicts itself.
+
+        Examples:
+            >>> import fedcdp
+            >>> plan = fedcdp.Plan(batch_size=5)
+            >>> plan.slots, plan.but(batch_size=10).slots
+            (15, 30)
+        """
         for name in changes.keys() - {each.name for each in fields(self)}:
             raise PlanError(f"{name}: a plan has no field of this name")
         if self.slots == self._default_slots():
@@ -204,11 +247,11 @@ class Plan:
         return {name: str(value) if isinstance(value, Schedule | Quantile) else value for name, value in vars(self).items()}
 
     def digest(self) -> str:
-        """A short identifier that differs for different plans."""
+        """A short hash of the plan, different for different plans."""
         return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()[:16]
 
     def check_clients(self, clients: int) -> None:
-        """Refuse the plan if a federation of this many clients cannot carry it out."""
+        """Raise `PlanError` if a federation of this many clients cannot carry out the plan."""
         if self.per_round > clients:
             raise PlanError(
                 f"per_round: {self.per_round} clients a round cannot be chosen from {clients}; it must be at most {clients}"

@@ -31,15 +31,31 @@ _SHAPES: dict[str, Callable[[float, float, float], float]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A positive value that moves from `start` in the first round to `end` in the last.
+    """A positive value for each round, from `start` in the first round to `end` in the last.
 
-    A `proportional` schedule follows another one (a clip bound follows the learning rate): `start` times that one's
-    value over its first value.
+    A `proportional` schedule follows another schedule (a clip bound follows the learning rate): it is `start` times the
+    value of the other over the first value of the other.
+
+    `str(schedule)` is the written form that configuration files and the command line use.
+
+    Raises:
+        PlanError: A value is not a positive number from 1e-30 to 1e30.
+
+    Examples:
+        >>> import fedcdp
+        >>> clip = fedcdp.linear(6, 2)
+        >>> [clip.value(round_, rounds=5) for round_ in range(5)]
+        [6.0, 5.0, 4.0, 3.0, 2.0]
+        >>> str(clip)
+        'linear(6, 2)'
     """
 
     kind: Kind
+    """The shape of the curve."""
     start: float
+    """The value in the first round."""
     end: float
+    """The value in the last round."""
 
     def __post_init__(self) -> None:
         for value in (self.start, self.end):
@@ -49,7 +65,19 @@ class Schedule:
                 raise PlanError(f"schedule {self}: {_number(value)} is not a number from {_LEAST:g} to {_MOST:g}")
 
     def value(self, round_: int, rounds: int, leader: Schedule | None = None) -> float:
-        """The value in round `round_` (counted from 0) of `rounds`."""
+        """The value in one round.
+
+        Args:
+            round_: The round, counted from 0.
+            rounds: How many rounds there are.
+            leader: The schedule that a `proportional` one follows.
+
+        Returns:
+            The value.
+
+        Raises:
+            PlanError: The schedule is proportional and `leader` is missing, or proportional itself.
+        """
         if self.kind == "proportional":
             if leader is None or leader.kind == "proportional":
                 raise PlanError(f"schedule {self}: only a clip bound can be proportional (to the learning rate)")
@@ -68,12 +96,17 @@ class Schedule:
 class Quantile:
     """A clip bound that follows a quantile of the norms that it clips (Andrew et al., NeurIPS 2021).
 
-    The bound begins at `start`. Every round releases, under noise, the share of norms within the bound. The bound grows
-    when that share is below `target` and shrinks when it is above.
+    The bound begins at `start`. Every round measures, under noise, which share of the norms lay within the bound. The bound
+    grows where that share is below `target` and shrinks where it is above. `fedcdp.quantile` makes one.
+
+    Raises:
+        PlanError: `target` is not above 0 and below 1, or `start` is not from 1e-30 to 1e30.
     """
 
     target: float
+    """The quantile to follow, above 0 and below 1."""
     start: float
+    """The bound in the first round."""
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
@@ -96,32 +129,133 @@ def _number(value: float) -> str:
 
 
 def constant(value: float) -> Schedule:
-    """The same value in every round."""
+    """The same value in every round.
+
+    Args:
+        value: The value.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        PlanError: The value is not a positive number from 1e-30 to 1e30.
+
+    Examples:
+        >>> import fedcdp
+        >>> fedcdp.Plan(clip=fedcdp.constant(3)) == fedcdp.Plan(clip=3)
+        True
+    """
     return Schedule("constant", value, value)
 
 
 def linear(start: float, end: float) -> Schedule:
-    """A straight line from `start` to `end` over the run (the paper's decay of the clip bound is `linear(6, 2)`)."""
+    """A straight line from `start` to `end`. The paper's decay of the clip bound is `linear(6, 2)`.
+
+    Args:
+        start: The value in the first round.
+        end: The value in the last round.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        PlanError: A value is not a positive number from 1e-30 to 1e30.
+
+    Examples:
+        >>> import fedcdp
+        >>> plan = fedcdp.Plan(clip=fedcdp.linear(6, 2), rounds=5)
+        >>> [plan.clip_at(round_) for round_ in range(5)]
+        [6.0, 5.0, 4.0, 3.0, 2.0]
+    """
     return Schedule("linear", start, end)
 
 
 def exponential(start: float, end: float) -> Schedule:
-    """The same factor in every round, from `start` to `end`."""
+    """The same factor from each round to the next, from `start` to `end`.
+
+    Args:
+        start: The value in the first round.
+        end: The value in the last round.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        PlanError: A value is not a positive number from 1e-30 to 1e30.
+
+    Examples:
+        >>> import fedcdp
+        >>> plan = fedcdp.Plan(clip=fedcdp.exponential(8, 2), rounds=3)
+        >>> [plan.clip_at(round_) for round_ in range(3)]
+        [8.0, 4.0, 2.0]
+    """
     return Schedule("exponential", start, end)
 
 
 def cosine(start: float, end: float) -> Schedule:
-    """Half a cosine wave from `start` to `end`."""
+    """Half a cosine wave from `start` to `end`.
+
+    Args:
+        start: The value in the first round.
+        end: The value in the last round.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        PlanError: A value is not a positive number from 1e-30 to 1e30.
+
+    Examples:
+        >>> import fedcdp
+        >>> plan = fedcdp.Plan(learning_rate=fedcdp.cosine(0.4, 0.1), rounds=5)
+        >>> [round(plan.learning_rate_at(round_), 3) for round_ in range(5)]
+        [0.4, 0.356, 0.25, 0.144, 0.1]
+    """
     return Schedule("cosine", start, end)
 
 
 def proportional(start: float) -> Schedule:
-    """A clip bound that starts at `start` and shrinks as the learning rate does."""
+    """A clip bound that starts at `start` and stays proportional to the learning rate.
+
+    Args:
+        start: The bound in the first round.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        PlanError: The value is not a positive number from 1e-30 to 1e30.
+
+    Examples:
+        >>> import fedcdp
+        >>> plan = fedcdp.Plan(clip=fedcdp.proportional(4), learning_rate=fedcdp.linear(0.2, 0.1), rounds=3)
+        >>> [round(plan.clip_at(round_), 3) for round_ in range(3)]
+        [4.0, 3.0, 2.0]
+    """
     return Schedule("proportional", start, start)
 
 
 def quantile(target: float, start: float) -> Quantile:
-    """A clip bound that starts at `start` and follows the `target` quantile of the norms, privately (0.5: the median)."""
+    """A clip bound that follows a quantile of the norms privately.
+
+    The noise with which the quantile is followed (`quantile_noise`) is accounted.
+
+    Args:
+        target: The quantile to follow: 0.5 is the median.
+        start: The bound in the first round.
+
+    Returns:
+        The bound, for `Plan(clip=...)`. Its values are not known before the training.
+
+    Raises:
+        PlanError: `target` is not above 0 and below 1, or `start` is not from 1e-30 to 1e30.
+
+    Examples:
+        >>> import fedcdp
+        >>> plan = fedcdp.Plan(clip=fedcdp.quantile(0.5, 4))
+        >>> plan.clip_at(0)
+        4
+    """
     return Quantile(target, start)
 
 

@@ -12,11 +12,24 @@ from fedcdp.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples as one tensor each of inputs [N, ...] (float32) and class labels [N] (int64, 0 ≤ label < classes)."""
+    """Labelled examples: one tensor of inputs and one of class labels.
+
+    Raises:
+        DataError: The tensors differ in length, are empty or of another type, or a label is outside 0 ≤ label < classes.
+
+    Examples:
+        >>> import torch, fedcdp
+        >>> data = fedcdp.Dataset(torch.zeros(100, 30), torch.arange(100) % 2, classes=2)
+        >>> len(data), data.shape
+        (100, (30,))
+    """
 
     inputs: Tensor = field(repr=False)
+    """[N, ...], float32."""
     targets: Tensor = field(repr=False)
+    """[N], int64: the class of each example."""
     classes: int
+    """The number of classes."""
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
@@ -44,10 +57,22 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """A dataset cut as a benchmark cuts it. `normalisation` says in a sentence how raw values became inputs."""
+    """A dataset in parts: training, validation and, for some benchmarks, test.
+
+    Examples:
+        >>> import fedcdp
+        >>> splits = fedcdp.load("cancer")
+        >>> len(splits.train), len(splits.validation), splits.test
+        (426, 143, None)
+    """
 
     name: str
+    """The benchmark's name, or the file's without its ending."""
     train: Dataset
+    """The examples that clients hold."""
     validation: Dataset
+    """The examples that the server evaluates on. No ε protects them."""
     test: Dataset | None
+    """The benchmark's test set, if it has one."""
     normalisation: str
+    """How raw values became inputs, in a sentence."""

@@ -118,18 +118,32 @@ class Listed:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Federation:
-    """A training set and the clients that hold it, with the server's validation and test sets where there are any.
+    """A training set and the clients that hold it. `fedcdp.partition` makes one.
 
-    Guarantees: a client never holds the same record twice; what a client holds, and in which order, is determined by
-    the dataset, the arguments of `partition` and its seed, whichever clients are asked for, and when.
+    Guarantees: a client never holds the same record twice. The dataset, the arguments of `partition` and its seed determine
+    what a client holds and in which order, whichever clients are asked for, and when.
+
+    Examples:
+        >>> import fedcdp
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> federation.clients, federation.largest, federation.copies
+        (10, 42, 1)
+        >>> len(federation.indices(3))
+        42
     """
 
     train: Dataset
+    """The training set that the clients share out."""
     validation: Dataset | None
+    """The server's validation set, if there is one. No ε protects it."""
     test: Dataset | None
+    """The benchmark's test set, if there is one."""
     scheme: str
+    """The scheme of `partition`."""
     sentence: str
+    """How the records were dealt, in words."""
     holdings: Holdings
+    """Which client holds which records."""
 
     @property
     def clients(self) -> int:
@@ -138,30 +152,30 @@ class Federation:
 
     @property
     def copies(self) -> int:
-        """The largest number of clients that may hold the same record; 1 means that holdings are disjoint."""
+        """The largest number of clients that may hold the same record; 1 means that no two clients share one."""
         return self.holdings.copies
 
     @property
     def largest(self) -> int:
-        """The number of records of the largest client."""
+        """Records at the client that holds the most."""
         return self.holdings.largest
 
     @property
     def smallest(self) -> int:
-        """The number of records of the smallest client."""
+        """Records at the client that holds the fewest."""
         return self.holdings.smallest
 
     def sizes(self, clients: npt.ArrayLike) -> Indices:
-        """The number of records of each of `clients`."""
+        """The number of records at each of `clients`."""
         return self.holdings.sizes(self._existing(clients))
 
     def indices(self, client: int) -> Indices:
-        """The record numbers of one client, in its fixed order, which is shuffled to mix its classes."""
+        """The record numbers of one client, in its fixed order, which is shuffled so its classes are mixed throughout."""
         table, sizes = self.table([client])
         return table[0, : sizes[0]]
 
     def table(self, clients: npt.ArrayLike) -> tuple[Indices, Indices]:
-        """The record numbers of k clients [k, largest], and the number of valid entries in each row [k].
+        """The record numbers of k clients [k, largest], and how many of each row are valid [k].
 
         A row lists the records in the client's fixed order, then repeats the client's own first record as padding.
         """

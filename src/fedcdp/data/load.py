@@ -42,12 +42,33 @@ def load(
     download: bool = True,
     quiet: bool = False,
 ) -> Splits:
-    """The benchmark `name`, cut into splits that depend on `split_seed` alone.
+    """Load a benchmark dataset by name.
 
-    Files are looked for in `data_dir` (else in the directory that FEDCDP_DATA names), then in the cache; what is
-    missing is downloaded there, checked against its published checksum, unless `download` is false. `quiet` hides the
-    progress bar. With `scaling="public"` tables are scaled by fixed constants and not by statistics of the training split.
-    Raises `DataError` when the dataset cannot be had or is not what its format promises.
+    Files are looked for in `data_dir`, then in the cache. Missing files are downloaded into the cache and checked against
+    their published checksums. `cancer` and `mnist5k` need no download.
+
+    Args:
+        name: `mnist`, `cifar10`, `lfw`, `adult`, `cancer`, or `mnist5k`, which comes with the package.
+        data_dir: The directory with the dataset's files. Default: the directory that `FEDCDP_DATA` names.
+        split_seed: Fixes which examples go into which split. The splits depend on nothing else.
+        scaling: How the tables `adult` and `cancer` are scaled: by statistics of the training split (`training`), which no ε
+            covers, or by fixed constants (`public`). Images are not scaled by statistics.
+        download: Whether missing files may be downloaded.
+        quiet: Hide the progress bar.
+
+    Returns:
+        The training, validation and, where the benchmark has one, test split.
+
+    Raises:
+        DataError: The dataset is unknown, cannot be obtained, or is not what its format promises.
+
+    Examples:
+        >>> import fedcdp
+        >>> splits = fedcdp.load("cancer", scaling="public")
+        >>> splits.train.shape, splits.train.classes
+        ((30,), 2)
+        >>> splits.normalisation
+        "all 30 features on a logarithmic scale by the ranges in the dataset's published description"
     """
     if name not in DATASETS:
         raise DataError(f"dataset {name!r} is unknown: choose one of {', '.join(DATASETS)}")

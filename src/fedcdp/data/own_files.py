@@ -24,12 +24,37 @@ COLOUR_CHANNELS = (1, 3)
 def load_file(
     path: Path | str, *, split_seed: int = 0, validation_fraction: float = 0.2, standardise: bool = False
 ) -> Splits:
-    """The records of a `.npz` or `.csv` file, split at random with each class in proportion; no test set.
+    """Load your own `.npz` or `.csv` file and split it into training and validation records.
 
-    Classes are the distinct labels in order: integers by value, strings alphabetically. Images [N, H, W] get a channel
-    axis, [N, H, W, C] with 1 or 3 channels becomes [N, C, H, W] (unless axis 1 already is 1 or 3 long), and images of
-    bytes are divided by 255. With `standardise`, each feature (of images, each channel) is standardised by statistics
-    of the training split alone. Raises `DataError` when the file is missing, damaged or not of this form.
+    | file | holds |
+    | --- | --- |
+    | `.npz` | two arrays: `x` and `y`, `inputs` and `targets`, `images` and `labels`, or `data` and `target` |
+    | `.csv` | a header row, numeric columns and a label column: `label`, `target`, `y` or `class`, else the last one |
+
+    Classes are the distinct labels in order: integers by value, strings alphabetically. Images [N, H, W] get a channel axis.
+    Images [N, H, W, C] with 1 or 3 channels become [N, C, H, W], unless axis 1 already is 1 or 3 long. Images of bytes are
+    divided by 255.
+
+    Args:
+        path: The file.
+        split_seed: Fixes which records are held out. The split is random, with each class in proportion.
+        validation_fraction: Share of the records held out for validation.
+        standardise: Standardise each feature (of images, each channel) by its mean and deviation over the training split.
+            No ε covers these statistics.
+
+    Returns:
+        The training and validation split; there is no test set.
+
+    Raises:
+        DataError: The file is missing, damaged, or not of this form. For a `.csv` file the message names the line and
+            column.
+
+    Examples:
+        >>> import fedcdp, numpy as np
+        >>> np.savez("table.npz", x=np.random.default_rng(0).normal(size=(100, 4)), y=np.arange(100) % 2)
+        >>> splits = fedcdp.load_file("table.npz")
+        >>> len(splits.train), len(splits.validation), splits.train.classes
+        (80, 20, 2)
     """
     path = Path(path)
     inputs, labels = read_arrays(path)

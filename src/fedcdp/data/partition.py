@@ -34,7 +34,7 @@ def partition(
     indices: Sequence[npt.ArrayLike] | None = None,
     validation: Dataset | None = None,
 ) -> Federation:
-    """Deal `data` (its training split, where it has splits) to `clients`. `validation` stays with the server, unprotected.
+    """Distribute a dataset to clients.
 
     | scheme      | a client holds                                                                                 |
     |-------------|------------------------------------------------------------------------------------------------|
@@ -42,15 +42,41 @@ def partition(
     | `iid`       | `records` at random                                                                            |
     | `full`      | every record                                                                                   |
     | `dirichlet` | `records` in class proportions ~ Dirichlet(`alpha` · the data's own) (Hsu et al. 2019)         |
-    | `custom`    | its list among `indices`, shuffled; what `indices` implies                                     |
+    | `custom`    | the records of its list in `indices`, shuffled                                                 |
 
-    Guarantees: each dealt client holds exactly `records`, by default len(data) // clients, and no two clients hold the
-    same record as long as clients · records ≤ len(data). Beyond that the data are dealt again, afresh, for every
-    further len(data) // records clients, so a record is stored at up to `Federation.copies` clients. Under `shards` a
-    client holds at most `classes_per_client` classes, or, where a copy has too few clients for its classes,
+    Guarantees: under every scheme but `custom` each client holds exactly `records` records. No two clients hold the same
+    record as long as clients · records ≤ len(data). Beyond that the data are dealt again, afresh, for every further
+    len(data) // records clients, so a record is stored at up to `Federation.copies` clients. Under `shards` a client holds
+    at most `classes_per_client` classes, or, where a copy has too few clients for its classes,
     1 + ⌈(classes − 1) / (clients of a copy)⌉.
 
-    Takes time and memory for the dataset, not for the clients: those are dealt when first asked for.
+    The call takes time and memory for the dataset, not for the clients: a client's records are dealt when first asked for.
+
+    Args:
+        data: A dataset, splits (of which the training split is distributed), or a pair of arrays: inputs and labels.
+        clients: Number of clients. Leave it out with `indices`.
+        scheme: See the table. Default: `shards`, or `custom` with `indices`.
+        records: Records at a client. Default: len(data) // clients.
+        classes_per_client: Classes at a client, for `shards`.
+        alpha: Concentration, for `dirichlet`: the smaller, the more the clients differ.
+        seed: Fixes who holds what.
+        indices: For each client, the numbers of its records.
+        validation: Examples that stay with the server. No ε protects them. Default: the validation split of `data`.
+
+    Returns:
+        The clients and what each holds. No data are copied.
+
+    Raises:
+        PlanError: An argument is not allowed, or contradicts another.
+        DataError: The labels are not one whole number for each example.
+
+    Examples:
+        >>> import fedcdp
+        >>> splits = fedcdp.load("cancer")
+        >>> fedcdp.partition(splits, clients=10, scheme="iid")
+        <Federation: 10 clients × 42 records, dealt at random, each record stored at one client at most>
+        >>> fedcdp.partition(splits, indices=[range(300), range(300, 426)])
+        <Federation: 2 clients × 126 to 300 records, as listed, each record stored at one client at most>
     """
     train = _training_set(data)
     splits = data if isinstance(data, Splits) else None

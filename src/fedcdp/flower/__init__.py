@@ -1,14 +1,14 @@
-"""Run the same plan across real processes and machines, on Flower (the extra `flower`).
+"""Run the same plan across real processes and machines with Flower (the extra `flower`).
 
-| name | for |
+| name | use it for |
 | --- | --- |
 | `app` | the ready-made Flower app |
 | `client_app`, `server_app`, `ServerSettings` | your own Flower app |
 | `PlanStrategy`, `Job` | your own server |
 | `Task` | what a server publishes |
-| `ClientPolicy`, `Facts`, `ClientLedger` | what a client grants, based on its data and its past releases |
+| `ClientPolicy`, `Facts`, `ClientLedger` | what a client grants, given its data and its releases so far |
 
-Imports are lazy, because Flower is an optional dependency.
+Flower is optional: a name is imported when it is first used.
 """
 
 from __future__ import annotations

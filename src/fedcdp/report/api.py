@@ -145,11 +145,30 @@ Item = Run | Found | Path | str
 
 
 def report(items: Item | Iterable[Item], path: Path | str, *, title: str | None = None) -> Path:
-    """Write one self-contained HTML page about runs and attacks; returns its path.
+    """Write one self-contained HTML page about runs and attacks.
 
-    `items` are runs that `simulate` returned, results of `attack`, and directories of either. The page holds the originals
-    of attacked examples where they are known, and says so: unless they are a public benchmark's, it holds private records.
-    A file that is not such a page is not overwritten.
+    The page contains the originals of attacked examples where they are known, and says so. Unless they are from a public
+    benchmark, it contains private records.
+
+    Args:
+        items: Runs that `simulate` returned, results of `attack`, and directories of either: one item, or several.
+        path: The file to write. A file that is not such a page is not overwritten.
+        title: The title of the page.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        RunError: An item is not a run, a result or a directory of either, there is nothing to show, or the file cannot be
+            written.
+
+    Examples:
+        >>> import fedcdp
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> run = fedcdp.simulate(nn.Linear(30, 2), federation, fedcdp.Plan(rounds=3, per_round=10, local_steps=2))
+        >>> fedcdp.report(run, "report.html", title="First try")
+        PosixPath('report.html')
     """
     runs, leaks = gather([items] if isinstance(items, Run | Found | Path | str) else items)
     return write(runs, leaks, Path(path), title)

@@ -53,8 +53,6 @@ def plan_experiment(
         target_epsilon: The ε that shall not be exceeded, against the adversary and unit of the settings.
         mode: How ε is computed. In `paper` mode, which guarantees nothing, there is no recipe.
     """
-    from fedcdp.accounting import calibrate
-
     recipe = mode in ("tight", "rdp") and default_recipe.recipe_applies(given)
     if target_epsilon is None and not recipe:
         return Planned(assemble(*given))
@@ -68,9 +66,11 @@ def plan_experiment(
     machine = experiment.run
     if target_epsilon is None:
         target_epsilon = _default_target(machine.max_epsilon)
-    target = calibrate.Target(target_epsilon, machine.adversary, machine.unit)
     if recipe:
-        require_accounting(target.epsilon, "--noise-multiplier or --preset")
+        _require_accounting(target_epsilon, "--noise-multiplier or --preset")
+    from fedcdp.accounting import calibrate
+
+    target = calibrate.Target(target_epsilon, machine.adversary, machine.unit)
     population = population_of(experiment)
     sizes = population.sizes or (population.records,)
     plan = experiment.plan.but(batch_size=max(sizes)) if recipe else experiment.plan
@@ -96,10 +96,12 @@ def recommended_plan(
     per_round: int | None = None,
 ) -> tuple[Plan, str]:
     """The recipe for a model and a federation of the user's own, and the line that says what it is."""
+    if target_epsilon is None:
+        target_epsilon = _default_target()
+    _require_accounting(target_epsilon, "a plan")
     from fedcdp.accounting import calibrate
 
-    target = calibrate.Target(_default_target() if target_epsilon is None else target_epsilon, adversary)
-    require_accounting(target.epsilon, "a plan")
+    target = calibrate.Target(target_epsilon, adversary)
     settings = default_recipe.plan_settings(federation.clients, rounds)
     if per_round is not None:
         settings["per_round"] = per_round
@@ -122,12 +124,12 @@ def trains_fixed_features(model: nn.Module) -> bool:
     )
 
 
-def require_accounting(epsilon: float, instead: str) -> None:
+def _require_accounting(epsilon: float, instead: str) -> None:
     """Refuse to choose the noise for an ε on a machine that cannot compute one."""
     if not accounting_is_installed():
         raise PlanError(
-            f"no plan given, and choosing the noise for ε = {epsilon:g} needs dp-accounting, which is not installed: give "
-            f"{instead}, or pip install dp-accounting"
+            f"no plan given, and choosing the noise for ε = {epsilon:g} needs dp-accounting, which is not installed; give "
+            f"{instead}, or install it with pip install 'dp-accounting>=0.6,<0.7'"
         )
 
 

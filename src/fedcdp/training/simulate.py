@@ -53,42 +53,58 @@ _LOG = logging.getLogger("fedcdp")
 
 @dataclass(kw_only=True)
 class Run:
-    """A finished (or stopped) training run."""
+    """A finished or stopped training, as `fedcdp.simulate` returns it.
+
+    Examples:
+        >>> import fedcdp
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
+        >>> run = fedcdp.simulate(nn.Linear(30, 2), federation, fedcdp.Plan(rounds=3, per_round=10, local_steps=2))
+        >>> run.rounds, run.releases
+        (3, 3)
+        >>> sorted(run.metrics[-1])
+        ['accuracy', 'clients', 'clip', 'learning_rate', 'loss', 'round', 'seconds']
+        >>> answers = run.model(federation.validation.inputs).argmax(1)
+    """
 
     plan: Plan
+    """The plan that was carried out."""
     federation: Federation
+    """The clients and their data."""
     model: nn.Module
     """The trained network: the moving average where the plan asks for one."""
     population: Population = field(repr=False)
-    """What the accountant must know of the federation and the network."""
+    """The facts about the federation and the network that the accountant needs."""
     metrics: list[Row] = field(repr=False)
+    """One dictionary for each round: its number, and the accuracy and loss where it was evaluated."""
     seconds: float
     """Time spent in this process."""
     client_steps: int
-    """Local iterations of single clients computed in this process; where the cohort is hidden, those that were planned."""
+    """Local iterations of single clients computed in this process; where the cohort is hidden, the planned number."""
     charges: tuple[Charge, ...] = field(repr=False)
-    """Every release so far; under secure noise, a round that was repeated after a crash is there again."""
+    """Every release so far. Under secure noise, a round that was repeated after a crash is listed again."""
     participations: NDArray[np.int64] = field(repr=False)
-    """In how many of them each client took part."""
+    """The number of releases that each client took part in."""
     directory: Path | None = None
+    """The run directory, if the run has one."""
     engine: str = "functional"
-    """What computed the gradients in this process."""
+    """The engine that computed the gradients in this process."""
     chunk: int = 1
     """How many clients it trained at once."""
 
     @property
     def releases(self) -> int:
-        """How many releases there were; under secure noise, a round that was repeated after a crash counts again."""
+        """The number of releases. Under secure noise, a round that was repeated after a crash counts again."""
         return len(self.charges)
 
     @property
     def rounds(self) -> int:
-        """Rounds that are done."""
+        """The number of finished rounds."""
         return int(self.metrics[-1]["round"]) if self.metrics else 0
 
     @property
     def accuracy(self) -> float | None:
-        """Accuracy on the validation split after the last evaluated round."""
+        """Accuracy on the validation split after the last evaluated round; None without a validation split."""
         measured = [row["accuracy"] for row in self.metrics if row.get("accuracy") is not None]
         return measured[-1] if measured else None
 
@@ -98,7 +114,17 @@ class Run:
         return no_better_than_guessing(self.accuracy, self.federation.validation)
 
     def privacy(self, mode: Mode = "tight") -> Privacy:
-        """ε against every adversary for what was released, and what the most-used client has spent of it."""
+        """State ε against every adversary for the releases of this run.
+
+        Args:
+            mode: `tight` (privacy loss distributions), `rdp`, or `paper` (as the paper computes it, which is no guarantee).
+
+        Returns:
+            One row for each adversary, unit and relation. `epsilon_used` is what the most-used client has spent.
+
+        Raises:
+            PlanError: The mode is unknown.
+        """
         from fedcdp.accounting.statement import Usage, state
 
         most_used = np.sort(self.participations)[::-1][: self.population.copies]
@@ -108,7 +134,7 @@ class Run:
 
     @property
     def us_per_client_step(self) -> float | None:
-        """Microseconds per local iteration of one client, all included."""
+        """Microseconds for a local iteration of one client, everything included."""
         return self.seconds / self.client_steps * 1e6 if self.client_steps else None
 
 
@@ -134,18 +160,63 @@ def simulate(
     budget: Allows | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Train `model` over `federation` by `plan`; `rounds` and `per_round` override the plan's.
+    """Train a network over a federation on one device, according to a plan or to the recommended recipe.
 
-    Without a plan, the recommended recipe is used, with the noise calibrated to `target_epsilon` (8 if None) against
-    `adversary`, per record; the logger `fedcdp` says which settings that gives. A warning is logged if the accuracy on the
-    validation split stays at the share of its largest class.
+    The given network stays unchanged. The trained one is `run.model`.
 
-    The given model is left as it is; the trained one is in the result. With `out`, the run is kept in that directory after
-    every round, and `resume` continues it. `engine` is how gradients are computed, and `chunk` how many clients are trained
-    at once; neither changes the result beyond rounding. By default a long training measures which is fastest, within a
-    bounded amount of memory, and a resumed one keeps to what it had. `tf32` lets a GPU round the factors of products to 10
-    bits, which is faster; norms, clipping and noise stay as they are. Training ends, with the model so
-    far, before there are more than `most_releases`, and before a round that `budget` does not allow after those released.
+    Args:
+        model: The network. It needs one output for each class, or a single output and a binary `loss` for two classes.
+        federation: The clients and their data.
+        plan: Method, clip bound, noise, sampling and schedules. Without a plan, the recommended recipe is used, with noise
+            calibrated to `target_epsilon`; the logger `fedcdp` names its settings.
+        target_epsilon: The ε per record to calibrate the noise to where no plan is given. Default: 8.
+        adversary: The adversary that this ε is for.
+        rounds: Overrides the plan's number of rounds.
+        per_round: Overrides the plan's number of clients in a round.
+        loss: A function of outputs and labels. Default: cross-entropy.
+        device: `cpu`, `cuda`, `cuda:1`, and so on.
+        engine: How gradients are computed. `auto` measures in a long training which engine is fastest, within a bounded
+            amount of memory. A resumed run keeps its engine. The choice does not change the result beyond rounding.
+        chunk: How many clients are trained at once. Chosen and kept like the engine by default.
+        tf32: Let a GPU round the factors of products to 10 bits, which is faster. Norms, clipping and noise stay exact.
+        evaluate_every: Rounds between evaluations on the validation split.
+        out: The run directory, which is written after every round. Default: keep the run in memory only.
+        config: The text of `config.toml` in the run directory. Default: the plan, and a note that the rest came from Python.
+        resume: Continue the run in `out` after its last finished round.
+        most_releases: End the training, with the model so far, before there are more releases than this.
+        budget: Called before a round with the rounds released so far and this one. If it returns False, the training ends
+            with the model so far.
+        progress: Called after each round with its metrics.
+
+    Returns:
+        The trained network, the metrics of each round, and all releases, for `run.privacy()`.
+
+    Raises:
+        PlanError: The plan does not fit the federation, or an argument is not allowed.
+        ModelError: The network cannot be trained under this method, or has too few outputs.
+        RunError: The run directory exists already, or cannot be resumed or written.
+
+    Examples:
+        Train to an ε with the recommended recipe:
+
+        >>> import fedcdp
+        >>> from torch import nn
+        >>> federation = fedcdp.partition(fedcdp.load("cancer", scaling="public"), clients=10, scheme="iid")
+        >>> run = fedcdp.simulate(nn.Linear(30, 2), federation, target_epsilon=8)
+        >>> run.privacy().row("server").epsilon <= 8
+        True
+
+        Choose everything yourself:
+
+        >>> plan = fedcdp.Plan(
+        ...     rounds=20, per_round=10, local_steps=1, batch_size=42, record_sampling="partition",
+        ...     clip=0.25, clip_mode="flat", noise_multiplier=1.4, learning_rate=16, ema=0.5,
+        ... )
+        >>> run = fedcdp.simulate(nn.Linear(30, 2), federation, plan)
+        >>> run.accuracy > 0.8
+        True
+        >>> round(run.privacy().row("server").epsilon, 1)
+        2.0
     """
     if plan is None:
         plan, said = recommended_plan(

@@ -123,6 +123,16 @@ def test_a_job_without_an_outcome_is_a_failure_even_after_an_earlier_end(site: S
         _up(site)
 
 
+def test_a_model_that_learned_nothing_is_warned_of(site: Site) -> None:
+    end = {"ended": "done", "rounds": 2, "sentence": "all rounds are done"}
+    site.run.mkdir()
+    for warning in (None, "no better than guessing"):
+        (site.run / "outcome.json").write_text(json.dumps(end | {"warning": warning}))
+        assert Deployment(site.path).outcome(0.0).warning == warning
+    (site.run / "outcome.json").write_text(json.dumps(end))  # of version 0.1.0
+    assert Deployment(site.path).outcome(0.0).warning is None
+
+
 def test_a_port_in_use_is_refused(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         site.settings_file.write_text(SiteSettings(nodes=2, port=other.getsockname()[1]).to_toml())

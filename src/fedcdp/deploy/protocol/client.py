@@ -49,11 +49,26 @@ def client_app(
     policy: ClientPolicy | None = None,
     loss: Loss = F.cross_entropy,
 ) -> ClientApp:
-    """A ClientApp that takes part in tasks.
+    """Make a Flower ClientApp that takes part in tasks.
 
-    `data` is a function of Flower's context that returns inputs and labels. `network` is a function of the task that builds
-    the network, for a network that this client may not import by the name in the task. Without these arguments, the node
-    configuration names them: `data-function`, `network-function` (both as package.module:function), `policy`.
+    Arguments that are left out are read from the node configuration.
+
+    Args:
+        data: A function of Flower's context that returns inputs and labels. In the node configuration: `data-function`, as
+            package.module:function, or a file.
+        network: A function of the task that makes the network, for a network that the task does not name in a way that this
+            client may import. In the node configuration: `network-function`, as package.module:function.
+        policy: What this client grants. In the node configuration: `policy`, a TOML file. Default: `ClientPolicy()`.
+        loss: The loss to train with, which must be the server's.
+
+    Returns:
+        The app.
+
+    Examples:
+        >>> from fedcdp.flower import ClientPolicy, client_app
+        >>> app = client_app(policy=ClientPolicy(epsilon=2.0, methods=("fed-cdp",)))
+        >>> type(app).__name__
+        'ClientApp'
     """
     app = ClientApp()
     client = _Client(data, network, policy, loss)

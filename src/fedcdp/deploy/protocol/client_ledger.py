@@ -82,7 +82,15 @@ class Accepted:
 
 
 class ClientLedger(Journal):
-    """All releases of one client. Open it with `held`, which admits one process at a time."""
+    """The tasks that one client accepted, its reservations, and its releases. Open it with `held`, for one process at a
+    time.
+
+    Examples:
+        >>> from fedcdp.flower import ClientLedger
+        >>> with ClientLedger.held("state") as ledger:
+        ...     len(ledger.tasks)
+        0
+    """
 
     BEGINNINGS = ('{"accepted":', '{"reserved":', '{"released":')
 
@@ -93,7 +101,17 @@ class ClientLedger(Journal):
     @staticmethod
     @contextmanager
     def held(directory: Path | str) -> Iterator[ClientLedger]:
-        """Open the ledger in a client's own directory, creating it if needed, exclusively for this process."""
+        """Open the ledger in a client's own directory, or begin one. No other process can open it meanwhile.
+
+        Args:
+            directory: The directory, which is made if it is missing.
+
+        Yields:
+            The ledger.
+
+        Raises:
+            RunError: The directory cannot be written, or the ledger is damaged.
+        """
         directory = Path(directory)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,14 +129,14 @@ class ClientLedger(Journal):
             os.close(lock)
 
     def accept(self, task: Task, records: int) -> Accepted:
-        """Record that a task is accepted; a task accepted before is returned unchanged."""
+        """Record that a task is accepted. A task that was accepted before is returned as it was."""
         if (known := self.tasks.get(task.digest())) is not None:
             return known
         self._write_line({"accepted": task.digest(), "task": json.loads(task.to_json()), "records": records})
         return self._take_in(task.digest(), task, records)
 
     def reserve(self, digest: str, place: int, participations: int) -> None:
-        """Reserve participations in a task: in a new block, or in the block of its unreserved releases."""
+        """Record how many participations a task may have: in a new block, or in the block of its unreserved releases."""
         accepted = self.tasks[digest]
         if wrong := self._misplaced(accepted, place, participations):
             raise RefusedError(wrong)
@@ -126,13 +144,13 @@ class ClientLedger(Journal):
         self._set_apart(accepted, place, participations)
 
     def check(self, digest: str, round_: int, attempt: int) -> None:
-        """Raise if this release cannot come next; see the table in `charge`."""
+        """Raise `RefusedError` for a release that cannot come next; see the table of `charge`."""
         accepted = self.tasks[digest]
         if not accepted.is_the_last_again(round_, attempt) and (wrong := _objection(accepted, round_, attempt)):
             raise RefusedError(wrong)
 
     def charge(self, digest: str, round_: int, attempt: int, bound: float) -> None:
-        """Record a release. Its data may leave the client only after this returns.
+        """Record a release. Nothing of it may leave the client before this method has returned.
 
         | round, attempt | |
         | --- | --- |
@@ -151,7 +169,7 @@ class ClientLedger(Journal):
         self._count(accepted, round_, attempt)
 
     def name_in(self, task: Task) -> str:
-        """The name that identifies this client to the server of a task; useless to any other server."""
+        """The name by which the server of a task recognises this client. Other servers see other names."""
         return hashlib.blake2b(f"{self.member}/{task.digest()}".encode(), digest_size=16).hexdigest()
 
     @property
@@ -160,7 +178,7 @@ class ClientLedger(Journal):
         return 1 + max((block.place for each in self.tasks.values() for block in each.blocks), default=0)
 
     def reservations(self, but: int | None = None) -> list[Reservation]:
-        """All blocks of all tasks, except the one at the place `but`."""
+        """Everything that counts: all blocks of all tasks, except the one at a place."""
         return [
             Reservation(each.task, each.records, block.place, block.participations)
             for each in self.tasks.values()

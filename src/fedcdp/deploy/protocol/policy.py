@@ -40,16 +40,18 @@ _PRIVATE = ("fed-cdp", "fed-cdp-decay", "fed-sdp")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a client knows about its own data and network, before it reads a task's plan."""
+    """What a client knows about its own data and network before it looks at a task's plan; see `ClientPolicy`."""
 
     records: int
+    """The number of its records."""
     shape: tuple[int, ...]
+    """The shape of one input."""
     classes: int
     """One more than the largest label: a network needs at least this many outputs."""
     tensors: dict[str, tuple[int, ...]]
-    """Layout of the network that this client would train for the task."""
+    """Names and shapes of the trainable tensors of the network that this client would train for the task."""
     constants: str
-    """A digest of the untrained state of that network."""
+    """A digest of the parts of that network that are not trained."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +66,44 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPolicy:
-    """What a client grants. The default is careful: private methods only, ε = 1 against the server, per record."""
+    """What a client grants to any server. The default is careful: private methods only, ε = 1 against the server, per
+    record.
+
+    Raises:
+        PolicyError: A value has the wrong type or is out of range.
+
+    Examples:
+        A client compares a task with its policy and its ledger before it takes part:
+
+        >>> import fedcdp
+        >>> from fedcdp.flower import ClientLedger, ClientPolicy, Facts, Job
+        >>> from torch import nn
+        >>> plan = fedcdp.Plan(rounds=3, per_round=2, secure_noise=True)
+        >>> task = Job(plan=plan, network=nn.Linear(30, 2), network_name="linear", shape=(30,), classes=2, clients=2).task()
+        >>> mine = Facts(records=200, shape=(30,), classes=2, tensors=dict(task.tensors), constants=task.constants)
+        >>> with ClientLedger.held("state") as ledger:
+        ...     ClientPolicy(epsilon=2.0).decide(task, mine, ledger).accepts
+        ...     ClientPolicy(methods=("fed-sdp",)).decide(task, mine, ledger).accepts
+        True
+        False
+    """
 
     epsilon: float = 1.0
     """The largest ε over all tasks together; infinite: no limit, and no guarantee."""
     delta: float = 1e-5
     """The δ over all tasks together."""
     adversary: str = "server"
-    """The adversary: server, update, example; or model, if the server is trusted with what it receives."""
+    """The adversary of this ε: server, update, example; or model, if the server is trusted with what it reads."""
     unit: str = "record"
     """The protected unit: a record, or all records of this client."""
     participations: int | None = None
     """Maximum number of participations in one task; None: as many as the task may need and the budget allows."""
     smallest_noise_multiplier: float = 0.0
-    """The least noise, in clip bounds, of every released draw and sum in every round (`effective_noise`)."""
+    """The least noise, in clip bounds, on any draw and any released sum in any round (`effective_noise`)."""
     methods: tuple[str, ...] = _PRIVATE
+    """The methods that this client takes part in."""
     smallest_cohort: int = 1
-    """Minimum number of updates that the server may aggregate; if the server adds the noise, only 1 can be required."""
+    """Fewest updates that the server may put into a model. A server that adds the noise can only promise 1."""
     allow_reproducible: bool = False
     """Whether to take part in a test whose noise anyone can subtract."""
     allow_custom_network: bool = False
@@ -111,7 +134,17 @@ class ClientPolicy:
 
     @staticmethod
     def read(path: Path | str) -> ClientPolicy:
-        """The policy in a TOML file."""
+        """Read a policy from a TOML file.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The policy.
+
+        Raises:
+            PolicyError: The file cannot be read, or holds an unknown key or a value that is not allowed.
+        """
         try:
             written: dict[str, Any] = parse_toml(read_bounded(path, MOST_SETTINGS))
         except OSError as error:
@@ -132,12 +165,21 @@ class ClientPolicy:
         return None if self.epsilon == math.inf else Grant(self.epsilon, self.delta, self.adversary, self.unit)
 
     def decide(self, task: Task, facts: Facts, ledger: ClientLedger) -> Answer:
-        """Accept or decline a task, with a reason."""
+        """Accept or decline a task.
+
+        Args:
+            task: The task that a server published.
+            facts: What this client knows about its own data and network.
+            ledger: The tasks and releases of this client so far.
+
+        Returns:
+            Whether the client accepts, and the reason if not.
+        """
         reason = self.objection(task) or _misfit(task, facts) or self._cost(task, facts, ledger)
         return Answer(False, reason) if reason else Answer(True, "accepted", facts.records)
 
     def objection(self, task: Task) -> str | None:
-        """Why a task is declined regardless of the data, or None."""
+        """The reason to decline a task whatever the data are; None if there is none."""
         plan = task.plan
         if plan.method not in self.methods:
             return f"the method {plan.method} is not allowed here; allowed are: {', '.join(self.methods) or 'none'}"
@@ -165,7 +207,7 @@ class ClientPolicy:
         return self._all_taken(known) or (self._exceeded(ledger) if known.left else self._affordable(known, ledger, 0, 1)[1])
 
     def reserve(self, digest: str, ledger: ClientLedger, round_: int) -> None:
-        """Ensure that a participation in the task from this round on is reserved, or raise `RefusedError`."""
+        """Make sure that a participation in the task, from this round on, is reserved; else raise `RefusedError`."""
         accepted = ledger.tasks[digest]
         if (reason := self._all_taken(accepted) or (self._exceeded(ledger) if accepted.left else None)) is not None:
             raise RefusedError(reason, final=True)

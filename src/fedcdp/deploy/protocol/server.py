@@ -57,7 +57,18 @@ _LOG = logging.getLogger("flwr.fedcdp")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Timeouts of a server, and the minimum participation it accepts."""
+    """How long a server waits for clients, and with how few it continues.
+
+    In a run configuration of Flower the names have hyphens: `min-clients`.
+
+    Raises:
+        PlanError: A value has the wrong type or is not positive.
+
+    Examples:
+        >>> from fedcdp.flower import ServerSettings
+        >>> ServerSettings(min_clients=3, round_timeout=60).min_cohort
+        1
+    """
 
     min_clients: int | None = option(None, "Fewest clients needed to start and to continue. Default: all expected clients.")
     min_cohort: int = option(1, "Fewest updates needed to change the model in a round.")
@@ -109,9 +120,24 @@ def server_app(
     settings: ServerSettings | None = None,
     loss: Loss = F.cross_entropy,
 ) -> ServerApp:
-    """A ServerApp for an experiment; missing arguments are read from the run configuration.
+    """Make a Flower ServerApp that trains an experiment. Arguments that are left out are read from the run configuration.
 
-    The server evaluates the model with `loss`, which must be the clients' loss.
+    Args:
+        experiment: Data, network and plan. In the run configuration: `experiment`, a configuration file of fedcdp.
+        out: The run directory. In the run configuration: `out`.
+        settings: How long to wait, and with how few clients to continue.
+        loss: The loss by which the server evaluates the model, which must be the clients'.
+
+    Returns:
+        The app.
+
+    Examples:
+        >>> from fedcdp.config.experiment import assemble
+        >>> from fedcdp.flower import ServerSettings, server_app
+        >>> experiment = assemble({"data": {"dataset": "cancer", "clients": 2}, "plan": {"rounds": 3}})
+        >>> app = server_app(experiment, out="run", settings=ServerSettings(min_clients=2))
+        >>> type(app).__name__
+        'ServerApp'
     """
     app = ServerApp()
 

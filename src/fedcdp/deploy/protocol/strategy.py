@@ -48,27 +48,45 @@ _LOG = logging.getLogger("flwr.fedcdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job of a server."""
+    """What a server wants to train: the plan, the network and the shape of the data.
+
+    Examples:
+        >>> import fedcdp
+        >>> from fedcdp.flower import Job
+        >>> from torch import nn
+        >>> plan = fedcdp.Plan(per_round=2, secure_noise=True)
+        >>> job = Job(plan=plan, network=nn.Linear(30, 2), network_name="linear", shape=(30,), classes=2, clients=2)
+        >>> job.task().network
+        'linear'
+    """
 
     plan: Plan
     """If the job is reproducible, the plan's seed decides which clients are drawn, and is published; otherwise neither."""
     network: nn.Module
+    """The network with its first weights."""
     network_name: str
-    """The name by which clients build the same network: cnn, mlp, cpl, or package.module:factory."""
+    """The name by which clients make the same network: cnn, mlp, cpl, or package.module:factory."""
     activation: str | None = None
+    """relu, tanh or sigmoid; None: the network's own."""
     shape: tuple[int, ...]
+    """The shape of one input."""
     classes: int
+    """The number of classes."""
     clients: int
     """Number of clients expected to subscribe."""
     smallest_cohort: int = 1
+    """Fewest updates that are put into the model in a round."""
     smallest_records: int | None = None
-    """Fewest records of a client; determines the largest admitted update (`admission`). None: a batch."""
+    """Fewest records of a client, which bounds the largest update that is admitted (`admission`). None: a batch."""
     reproducible: bool = False
+    """Take noise and sampling from the published seed: for tests; it protects nobody."""
     run: str = field(default_factory=lambda: secrets.token_hex(16))
+    """The run's random name."""
     loss: Loss = F.cross_entropy
+    """The loss by which the server evaluates the model."""
 
     def task(self) -> Task:
-        """The task to publish."""
+        """The task that the server publishes for this job."""
         layout = Layout.of(self.network)
         return Task(
             run=self.run,
@@ -93,15 +111,27 @@ def deployed(plan: Plan, reproducible: bool) -> Plan:
 
 
 class PlanStrategy(Strategy):
-    """Runs one round at a time. A round is charged before anything is sent; its sum is divided by the planned number of
-    clients.
+    """A Flower strategy that trains a job, one round at a time.
 
-    An update is left out, with a line in the log, if it arrives too late, is unreadable, belongs to another round, or could
-    not have been produced by the method (`admission`). With fewer than `smallest_cohort` updates a round is still charged,
-    but the model does not change. If the server adds the noise, it does so in every round, to the sum of whatever arrived,
-    and divides by the planned number. An unchanged model would reveal that few clients were drawn, and ε against adversaries
-    who see the model assumes that nobody knows this (`task.hides_participation`). The number of clients is not reported
-    then, either.
+    A round is charged before anything is sent. Its sum is divided by the planned number of clients.
+
+    An update is left out, with a line in the log, if it comes too late, cannot be read, belongs to another round, or could
+    not have been made by the method (`admission`). With fewer than `smallest_cohort` updates a round is still charged, and
+    leaves the model as it is. Where the server adds the noise, it adds noise in every round, to the sum of the updates that
+    came, and divides by the planned number. A model that stood still would show that few clients were drawn, and the ε
+    against those who get the model assumes that nobody knows that (`task.hides_participation`). In that case no number of
+    clients is reported either.
+
+    Args:
+        job: What is trained.
+        roster: The clients that subscribed.
+        releases: The releases so far, and their ledger. Default: none, in memory.
+        state: Where a resumed training continues. Default: the network's first weights.
+        largest_ratio: Without privacy: leave out updates this much larger than the median.
+        message_lifetime: Seconds after which Flower drops a message.
+
+    Raises:
+        PlanError: The roster has fewer clients than the plan needs in a round.
     """
 
     def __init__(

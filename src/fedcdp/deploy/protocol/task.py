@@ -39,21 +39,40 @@ _LONGEST = 2**20  # characters of a task: enough for a network of a few thousand
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Everything a client needs to decide whether to take part, and to take part."""
+    """What a server publishes: everything that a client must know to decide whether it takes part, and to take part.
+
+    `Job.task` makes one. Different tasks have different digests, and tasks are compared by their digests only.
+
+    Raises:
+        PlanError: The plan cannot be deployed: it asks for secure aggregation, for noise that does not match
+            `reproducible`, or for a cohort larger than a round.
+
+    Examples:
+        >>> import fedcdp
+        >>> from fedcdp.flower import Job, Task
+        >>> from torch import nn
+        >>> plan = fedcdp.Plan(per_round=2, secure_noise=True)
+        >>> task = Job(plan=plan, network=nn.Linear(30, 2), network_name="linear", shape=(30,), classes=2, clients=2).task()
+        >>> Task.from_json(task.to_json()).digest() == task.digest()
+        True
+    """
 
     run: str
     """The run's random name, which stays the same when the server resumes it."""
     shape: tuple[int, ...]
     """The shape of one input."""
     classes: int
+    """The number of classes."""
     network: str
     """As in a configuration file: cnn, mlp, …, or package.module:factory."""
     activation: str | None
+    """relu, tanh or sigmoid; None: the network's own."""
     tensors: Mapping[str, tuple[int, ...]]
     """Names and shapes of the trainable tensors, in the order of the network's layout."""
     constants: str
-    """A digest of the untrained state (frozen parameters, buffers), which is never sent: a client must have the same."""
+    """A digest of frozen parameters and buffers, which are never sent: a client must have the same."""
     plan: Plan
+    """The whole plan, without its seed unless the task is reproducible."""
     smallest_cohort: int
     """Minimum number of updates for the server to use a round, unless it adds the noise (`hides_participation`)."""
     reproducible: bool = False
@@ -72,11 +91,11 @@ class Task:
 
     @property
     def modality(self) -> str:
-        """The kind of data a client must have, in one word."""
+        """The kind of data that a client must have: image or table."""
         return "image" if len(self.shape) == 3 else "table"
 
     def to_json(self) -> str:
-        """The task as published. The seed is included only if the task is reproducible, because it decides who is drawn."""
+        """The task as it is published. The seed, which decides who is drawn, is in it only if the task is reproducible."""
         plan = {key: _unsigned(value) for key, value in self.plan.written().items() if key != "seed" or self.reproducible}
         written = {
             "format": FORMAT,
@@ -96,7 +115,17 @@ class Task:
 
     @staticmethod
     def from_json(text: str) -> Task:
-        """Parse a published task; anything but a complete, valid task in its one written form is refused."""
+        """Read a task that a server published.
+
+        Args:
+            text: The task as JSON.
+
+        Returns:
+            The task.
+
+        Raises:
+            TaskError: The text is not a complete and valid task in its only written form.
+        """
         task = Task.from_ledger(text)
         if task.to_json() != text:
             raise TaskError("the task is not in its canonical form: sorted keys, 1.0 for a fraction, no -0.0, no spaces "
@@ -105,7 +134,7 @@ class Task:
 
     @staticmethod
     def from_ledger(text: str) -> Task:
-        """Parse a task accepted earlier, even in a form that is refused today: its cost must still be counted."""
+        """Read a task that was accepted before, even in a form that is refused today: its cost still has to be counted."""
         if len(text) > _LONGEST:
             raise TaskError(f"the task is {len(text)} characters long; at most {_LONGEST} are read")
         try:
@@ -120,11 +149,11 @@ class Task:
         return _read(written)
 
     def digest(self) -> str:
-        """The task's name; tasks that differ in anything have different names."""
+        """The task's name: a hash that differs if anything in the task differs."""
         return digest_of(self.to_json())
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a network has exactly these tensors: the same names and shapes, in the same order."""
+        """Whether a network has the task's tensors: the same names and shapes, in the same order."""
         return list(self.tensors.items()) == list(tensors_of(layout).items())
 
 
