@@ -107,7 +107,7 @@ def test_the_sizes_were_measured_with_the_pinned_torch(preflight: dict[str, Any]
     assert f"\ntorch=={preflight['MEASURED']}\n" in (ROOT / "constraints.txt").read_text()
     readme = (ROOT / "README.md").read_text()
     assert f"downloads {preflight['DOWNLOAD']}, and `.venv` takes {preflight['INSTALLED']}" in readme
-    assert f"a CPU build: {preflight['DOWNLOAD_CPU']} and {preflight['INSTALLED_CPU']}." in readme
+    assert f"a CPU build ({preflight['DOWNLOAD_CPU']} and {preflight['INSTALLED_CPU']})" in readme
     assert f"TORCH_INDEX={preflight['CPU']}`" in readme
     assert preflight["CHOICES"] in readme
 
