@@ -208,7 +208,7 @@ def test_a_run_whose_checkpoint_is_lost_is_not_started_again(cli: Cli, run: Path
     (run / "checkpoint.safetensors").unlink()
     refused = cli("train", "--resume", "--quiet", "--out", run)
     assert refused.status == 2
-    assert "do not fit" in refused.stderr
+    assert "do not match" in refused.stderr
 
 
 def test_a_run_that_was_killed_while_it_was_created_can_be_started(cli: Cli) -> None:
