@@ -24,7 +24,7 @@ from fedcdp.accounting.mechanisms import (
     sequence,
 )
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.statement import Usage, state
+from fedcdp.accounting.statement import VACUOUS, Usage, state
 from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
@@ -101,7 +101,8 @@ def test_tight_is_no_larger_than_rdp_where_rdp_knows_the_release(plan: Plan) -> 
         except PlanError:
             assert plan.record_sampling == "poisson"
             continue
-        assert pld.epsilon(release, plan.delta) <= by_rdp * 1.001 + 1e-3
+        grid = 1.001 if by_rdp < VACUOUS else 1.02  # the table of losses is coarser where ε guarantees nothing any more
+        assert pld.epsilon(release, plan.delta) <= by_rdp * grid + 1e-3
 
 
 def test_rdp_refuses_poisson_sampling_with_slots() -> None:
