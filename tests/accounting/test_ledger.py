@@ -514,7 +514,8 @@ def test_a_file_that_others_changed_or_removed_is_not_written_to(path: Path) -> 
     assert not path.exists()
 
 
-@pytest.mark.parametrize("noise", ["secure", pytest.param("seeded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", NOISES)
 def test_whatever_was_used_is_in_the_ledger_wherever_the_run_is_killed(tmp_path: Path, noise: Noise) -> None:
     done = subprocess.run([sys.executable, __file__, str(tmp_path), noise], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

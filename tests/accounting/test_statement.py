@@ -177,6 +177,7 @@ def test_a_decaying_bound_leaves_epsilon_as_it_is_and_noise_that_stays_improves_
     assert all(stays[row] < falls[row] for row in falls)
 
 
+@pytest.mark.slow
 def test_noise_that_stays_while_the_bound_grows_costs_more() -> None:
     """The noise is then below σ times the bound of the round, and the accountant must see that."""
     plan = Plan(per_round=10, rounds=10, local_steps=5, clip="linear(2, 6)")

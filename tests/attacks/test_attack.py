@@ -310,6 +310,7 @@ def test_one_release_of_fed_cdp_shows_nothing_to_any_attack(images: Federation, 
     assert row["noise_deviation"] == 24
 
 
+@pytest.mark.slow
 def test_the_same_attack_succeeds_where_nothing_is_added(images: Federation, cpl: nn.Module) -> None:
     found = leaks(one_step(), model=cpl, federation=images, victims=2, attack=RECIPES["cpl"].but(iterations=8))
     assert found.summary()["recognisable_rate"] == 1

@@ -58,6 +58,7 @@ class Watched:
 # The paper's attack ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_papers_attack_sees_digits_in_unprotected_gradients_within_ten_iterations(cpl: nn.Module, few: Dataset) -> None:
     captured = paper(cpl, few).look("type2", 4)
     found = reconstruct(captured, CPL.but(iterations=10), 10)

@@ -102,6 +102,7 @@ def test_calibrate_says_how_to_keep_the_recipe(cli: Cli) -> None:
     assert "To use" not in cli("calibrate", "--preset", "mnist-eps1", "--target-epsilon", 2).stdout
 
 
+@pytest.mark.slow
 def test_an_audit_of_the_recipe_stays_below_its_guarantee(cli: Cli) -> None:
     found = answer(cli("audit", "--trials", 2000, "--participations", 40, "--json", "--quiet"))
     assert found["epsilon_lower"] <= found["epsilon_guaranteed"] <= 8

@@ -318,6 +318,7 @@ def test_a_wide_layer_ends_within_the_bound(features):
     assert float(found.double().norm()) == pytest.approx(1.0, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiler_can_take_a_whole_clipped_sum_at_once():
     """No question about a value and no shape that depends on one: neither a compiler nor a recorded graph has to stop."""
     model = head(IMAGE, nn.Conv2d(4, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.GroupNorm(2, 6), nn.GELU())

@@ -50,6 +50,7 @@ def test_arrays_that_no_attack_writes_are_refused(name: str, array: Any, tmp_pat
         page_of(tmp_path / "leak", SUMMARY, ARRAYS | {name: array})
 
 
+@pytest.mark.slow
 def test_arrays_are_not_unpacked_beyond_a_bound(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unpacks to"):
         page_of(tmp_path / "leak", SUMMARY, ARRAYS | {"seed": np.zeros((1, 2, 1, 2**13, 2**13), np.float32)})

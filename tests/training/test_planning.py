@@ -198,6 +198,7 @@ def test_given_settings_override_the_recipe_and_are_accounted() -> None:
     assert state(planned.experiment.plan, population_of(planned.experiment)).row("server", "record").epsilon <= 8
 
 
+@pytest.mark.slow
 def test_a_target_with_a_plan_of_ones_own_calibrates_that() -> None:
     planned = plan_experiment([{"plan": {"local_steps": 10, "batch_size": 5}}], population_of, target_epsilon=2)
     assert (planned.experiment.plan.local_steps, planned.recipe) == (10, None)
