@@ -7,50 +7,33 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.browser import opened_browser, resize
+
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Chrome]:
-    """A headless Chromium that tells what its console says."""
-    if CHROMIUM is None or DRIVER is None:
-        message = "no chromium and chromedriver here"
-        pytest.fail(message) if os.environ.get("FEDCDP_REQUIRE_BROWSER") else pytest.skip(message)
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    """A headless Chromium that records its console."""
+    with opened_browser() as opened:
+        yield opened
 
 
 @pytest.fixture
 def shown(browser: Chrome, page: Path) -> Chrome:
     """The page, freshly loaded in a wide and bright window."""
     emulate(browser)
-    size(browser, 1200)
+    resize(browser, 1200)
     browser.get(page.as_uri())
     return browser
 
@@ -58,11 +41,6 @@ def shown(browser: Chrome, page: Path) -> Chrome:
 def emulate(browser: Chrome, media: str = "", scheme: str = "light") -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
-
-
-def size(browser: Chrome, width: int) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 def one(browser: Chrome, selector: str) -> Any:
@@ -138,7 +116,7 @@ def test_what_has_the_focus_can_be_seen(shown: Chrome) -> None:
 
 @pytest.mark.parametrize("width", [320, 390, 768])
 def test_a_narrow_screen_needs_no_sideways_scrolling(shown: Chrome, width: int) -> None:
-    size(shown, width)
+    resize(shown, width)
     assert shown.execute_script("return document.documentElement.scrollWidth") <= width
     assert shown.execute_script("return window.innerWidth") == width
 

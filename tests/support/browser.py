@@ -30,6 +30,7 @@ def opened_browser() -> Iterator[Chrome]:
     options.binary_location = CHROMIUM
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})  # the console, and every request
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     try:
         yield driver
