@@ -232,11 +232,14 @@ class Records:
     def assumption(self) -> str:
         """The assumption behind the server's row."""
         if self.plan.record_sampling == "partition":
-            return f"a record is used at known steps, at most {self.steps} a round: no amplification"
+            times = "at most one step" if self.steps == 1 else f"at most {self.steps} steps"
+            return f"the adversary knows which steps use a record ({times} per round), so ε gets no reduction from sampling"
         if self.rate == 1:
-            return "every record is used in every step: no amplification"
+            return "every record is used in every step, so ε gets no reduction from sampling"
         how = "independently of each other" if self.plan.record_sampling == "poisson" else "without replacement"
-        return f"nobody sees which records a step draws ({how}, at rate {self.rate:.4g}); who takes part may be known"
+        return (
+            f"nobody sees which records a step draws ({how}, at rate {self.rate:.4g}); the adversary may know who takes part"
+        )
 
     def hidden(self, z: float) -> Release:
         """A step's sum, for an adversary who does not see which records were drawn."""

@@ -120,7 +120,7 @@ class Privacy:
             cells.append((row.adversary, row.unit, row.relation, *shown, row.assumption))
         return cells
 
-    HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "it rests on")
+    HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "assumption")
 
     def assumptions(self) -> list[str]:
         """The assumptions of all rows, each once; the table refers to them by number."""
@@ -219,9 +219,13 @@ def _as_printed(plan: Plan) -> Privacy:
 def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[str, ...]:
     notes = []
     if population.layers > 1 and plan.private:
-        notes.append(f"{population.layers} layers clipped at C each move together by C·√{population.layers}")
+        notes.append(
+            f"each of {population.layers} layers is clipped at C, so one example can move them together by C·√{population.layers}"
+        )
     if population.copies > 1:
-        notes.append(f"a record may lie at {population.copies} clients: the row `unique` is that of the person behind it")
+        notes.append(
+            f"a record may be stored at {population.copies} clients: the row `unique` covers the person it belongs to"
+        )
     records = population.clients * population.records // population.copies
     if plan.private and plan.delta * records >= 1:
         notes.append(
@@ -229,12 +233,12 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
             "outright could satisfy it"
         )
     if any(VACUOUS <= row.epsilon < math.inf for row in rows):
-        notes.append(f"an ε above {VACUOUS:g} is no protection at all")
+        notes.append(f"an ε above {VACUOUS:g} guarantees nothing in practice")
     if any(row.epsilon_used is not None and row.epsilon_used > 1.001 * row.epsilon for row in rows):
         notes.append(
             "ε used can be larger than ε: ε holds over the random selection of clients, and ε used is what the client that "
             "was selected most often has spent, with repeated rounds counted again"
         )
     if plan.private and plan.compression:
-        notes.append("pruning comes after the noise and costs nothing; with it, other clients' noise is not credited")
+        notes.append("pruning comes after the noise, so it costs no ε; with pruning, other clients' noise is not credited")
     return tuple(notes)

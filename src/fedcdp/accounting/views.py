@@ -106,15 +106,15 @@ class Setting:
         """Why other clients' noise cannot be credited against an adversary who sees only the model; None if it can."""
         plan = self.plan
         if plan.per_example and plan.local_steps > 1:
-            return "over several local steps a client can repeat what it saw, so other clients' noise does not count"
+            return "over several local steps a client can repeat what it saw, so other clients' noise is not credited"
         if not plan.secure_aggregation:
-            return "without secure aggregation other clients' noise does not count"
+            return "without secure aggregation other clients' noise is not credited"
         if plan.compression:
-            return "each client prunes its own noise before the sum, so other clients' noise does not count"
+            return "each client prunes its own noise before the sum, so other clients' noise is not credited"
         if plan.per_example and self.population.records < plan.batch_size:
             return (
                 "a client with fewer than B records divides by their number, so the energy of the sum's noise shows whether "
-                "it took part, and other clients' noise does not count"
+                "it took part, and other clients' noise is not credited"
             )
         return None
 
@@ -207,19 +207,19 @@ def nothing_in_a_step(on: Setting, line: Line, mechanism: Mechanism) -> View:
 
 def nothing_of_a_client(on: Setting, line: Line, mechanism: Mechanism) -> View:
     """Unknown: nothing. All of a client's records are in every slot of every step."""
-    assumption = "all of a client's records, in every slot of every step"
+    assumption = "covers all records of a client at once, in every slot of every step"
     return _public_choice(on, line, assumption, mechanism.participation(Gaussian, on.plan.local_steps))
 
 
 def nothing_of_an_update(on: Setting, line: Line, mechanism: Mechanism) -> View:
     """Unknown: nothing. The update is seen, and whose it is."""
-    whole = f"{_turned(line)}the whole update of a client is clipped and noised before it leaves"
+    whole = f"{_turned(line)}each client clips and noises its whole update before it sends it"
     return _public_choice(on, line, whole, lambda sigma: Gaussian(mechanism.first_z(sigma)))
 
 
 def as_the_server(on: Setting, line: Line, _: Mechanism) -> View:
     """Unknown: only what the server does not know either."""
-    assumption = f"as the server's row: {on.why_alone()}"
+    assumption = f"same ε as against the server: {on.why_alone()}"
     return replace(on.server_row(line.unit), adversary=line.adversary, assumption=assumption)
 
 
@@ -229,7 +229,7 @@ def single_updates(on: Setting, line: Line, mechanism: Mechanism) -> View:
     def together(sigma: float) -> Release:
         return Gaussian(mechanism.first_z(sigma))
 
-    assumption = f"{_SUM_ALONE}; every client takes part in every round: no amplification"
+    assumption = f"{_SUM_ALONE}; every client takes part in every round, so ε gets no reduction from sampling clients"
     server = on.server_row(line.unit)
     return replace(
         server, adversary=line.adversary, assumption=assumption, a_priori=together, taken=together, fallback=server
@@ -245,7 +245,7 @@ def single_updates_and_cohort(on: Setting, line: Line, mechanism: Mechanism) -> 
     return replace(
         server,
         adversary=line.adversary,
-        assumption=f"{_SUM_ALONE}, and who took part",
+        assumption=f"{_SUM_ALONE}, nor who took part",
         a_priori=lambda sigma: WithoutReplacement(chosen, mechanism.first_z(sigma)),
         hidden=True,
         fallback=server,
@@ -266,7 +266,9 @@ def cohort_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
             return WithoutReplacement(on.rate, z)
         return PoissonGaussian(on.rate, z) if on.plan.client_sampling == "poisson" else WithoutReplacement(on.rate, z / 2)
 
-    trusted = f"{_turned(line)}the server is trusted with raw updates and adds the noise; nobody else knows who took part"
+    trusted = (
+        f"{_turned(line)}the server is trusted with raw updates and adds the noise; only the server knows who took part"
+    )
     return View(line.adversary, line.unit, line.relation, trusted, amplified, update, hidden=True)
 
 
@@ -276,7 +278,9 @@ def copies_together(on: Setting, line: Line, mechanism: Mechanism) -> View:
     def together(sigma: float) -> Release:
         return Gaussian(mechanism.first_z(sigma))
 
-    stored = f"one person, stored at {on.population.copies} clients, of which any may take part together"
+    stored = (
+        f"covers a person whose record is stored at {on.population.copies} clients, which may all take part in one round"
+    )
     return View(line.adversary, line.unit, line.relation, f"{_TURNED}{stored}", together, together, hidden=True)
 
 
@@ -299,7 +303,7 @@ def _public_choice(on: Setting, line: Line, assumption: str, taken: Callable[[fl
         line.adversary,
         line.unit,
         line.relation,
-        f"one person, stored at {population.copies} clients; {assumption}",
+        f"covers a person whose record is stored at {population.copies} clients; {assumption}",
         lambda sigma: Draws(taken(sigma), probabilities),
         lambda sigma: repeated(taken(sigma), on.copies),
         participation=taken,
@@ -322,11 +326,11 @@ def _turned(line: Line) -> str:
     return _TURNED if line.unit in ("record", "unique") else ""
 
 
-_TURNED = "a record may turn its client's update around, over twice the distance; "
-_SUM_ALONE = "secure aggregation holds, and the reader, who is none of the clients, does not know single updates"
+_TURNED = "changing one record may reverse its client's whole update, so twice the clip bound is assumed; "
+_SUM_ALONE = "secure aggregation holds, and the adversary is not a client and knows no single update"
 _ONE_BY_ONE = (
-    "every noised gradient of the record is seen, and that it is the record's; only where each gradient is noised before "
-    "the sum: in a tapped simulation, or on a deployed client whose policy names `example`"
+    "the adversary sees each noised gradient and knows whose it is; holds only where gradients are noised before the sum: "
+    "in a tapped simulation, or on a deployed client whose policy names `example`"
 )
 
 # The lemmas (docs/guarantees.md) ---------------------------------------------------------------------------------------
