@@ -220,7 +220,7 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[s
     notes = []
     if population.layers > 1 and plan.private:
         notes.append(
-            f"each of {population.layers} layers is clipped at C, so one example can move them together by C·√{population.layers}"
+            f"each of {population.layers} layers is clipped at C: together, one example moves them by C·√{population.layers}"
         )
     if population.copies > 1:
         notes.append(
