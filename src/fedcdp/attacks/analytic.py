@@ -232,7 +232,7 @@ def invert(
     drawn = Seed("uniform").draw(everyone, captured.inputs.shape[1], shape, seed)
     counted, single = (infer_labels(captured, rule, classes, drawn) for rule in _RULES)
     labels = torch.where(captured.present.sum(1, keepdim=True) == 1, single, counted)
-    usual = None if public is None else float(public.inputs.flatten(1).norm(dim=1).median())
+    usual = None if public is None else float(public.tensor.flatten(1).norm(dim=1).median())
     examples, found = seeds.clone(), torch.zeros(len(captured), dtype=torch.int64, device=captured.device)
     loss = torch.full((len(captured),), torch.inf, device=captured.device)
     for victim in range(len(captured)):

@@ -134,7 +134,7 @@ class FeaturePrior:
             nothing = torch.zeros(head.classes, size, dtype=torch.float64)
             flat = torch.full((size,), torch.inf, dtype=torch.float64)
             return FeaturePrior(nothing, torch.eye(size, dtype=torch.float64), flat, None, nothing, None, shape)
-        features, inputs = head.features(public.inputs), public.inputs.flatten(1).double()
+        features, inputs = head.features(public.tensor), public.tensor.flatten(1).double()
         means, centred = _by_class(features, public.targets, head.classes)
         input_means, centred_inputs = _by_class(inputs, public.targets, head.classes)
         variances, basis = torch.linalg.eigh(centred.T @ centred / len(centred))
@@ -161,7 +161,7 @@ def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:
 def _without(public: Dataset, victims: Tensor) -> Dataset:
     """The public examples without the victims': a federation without public data only has its own."""
     mine = {row.tobytes() for row in victims.flatten(1).float().cpu().numpy()}
-    theirs = public.inputs.flatten(1).float().cpu().numpy()
+    theirs = public.tensor.flatten(1).float().cpu().numpy()
     return public.take(torch.tensor([at for at, row in enumerate(theirs) if row.tobytes() not in mine]).long())
 
 

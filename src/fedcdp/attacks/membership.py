@@ -99,7 +99,7 @@ def infer_membership(
         raise DataError(f"membership: at least 2 members and 2 others are needed, {trouble}")
     random = numpy_generator(seed, "membership")
     used = [data.take(torch.from_numpy(random.permutation(len(data))[:most])) for data in (members, others)]
-    inputs, targets = torch.cat([data.inputs for data in used]), torch.cat([data.targets for data in used])
+    inputs, targets = torch.cat([data.tensor for data in used]), torch.cat([data.targets for data in used])
     # Members and others share batches; otherwise a layer that mixes a batch's examples could reveal membership.
     network, scores = copy.deepcopy(model).to(device).eval(), np.empty(len(targets))
     for batch in torch.from_numpy(random.permutation(len(targets))).split(_BATCH):

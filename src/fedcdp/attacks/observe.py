@@ -316,7 +316,7 @@ def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, T
     return {
         "client": client,
         "slot": slot,
-        "inputs": simulator.data.examples.inputs[example],
+        "inputs": simulator.data.examples.tensor[example],
         "targets": simulator.data.examples.targets[example],
         "present": torch.ones_like(example, dtype=torch.bool),
         "uses": one,
@@ -342,7 +342,7 @@ def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Momen
     return {
         "client": client,
         "slot": torch.zeros_like(client),
-        "inputs": simulator.data.examples.inputs[examples],
+        "inputs": simulator.data.examples.tensor[examples],
         "targets": simulator.data.examples.targets[examples],
         "present": torch.arange(most, device=used.device) < counts[:, None],
         "uses": torch.stack(places, dim=1),

@@ -157,8 +157,8 @@ def _identify(there: Captured, seen: Tensor, public: Dataset, candidates: int) -
     ones)."""
     order = numpy_generator(there.plan.seed, "candidates").permutation(len(public))[: candidates - 1]
     pool = public.take(torch.from_numpy(order))
-    scores = [_likelihood(there, seen, pool.inputs[who], pool.targets[who]) for who in _chunks(len(pool))]
-    truth, others = there.inputs[:, 0].cpu().flatten(1), pool.inputs.flatten(1)
+    scores = [_likelihood(there, seen, pool.tensor[who], pool.targets[who]) for who in _chunks(len(pool))]
+    truth, others = there.inputs[:, 0].cpu().flatten(1), pool.tensor.flatten(1)
     same = torch.stack([(others == each).all(1) for each in truth]).to(seen.device)
     best = torch.cat(scores, dim=1).masked_fill(same, -torch.inf).amax(1)
     own = torch.cat([
@@ -190,8 +190,8 @@ class Candidates:
     def __init__(self, head: LinearHead, public: Dataset, candidates: int, seed: int) -> None:
         order = numpy_generator(seed, "candidates").permutation(len(public))[: candidates - 1]
         some = public.take(torch.from_numpy(order))
-        self._rows, self._labels = _rows(some.inputs), some.targets.cpu()
-        self._features = head.features(some.inputs)
+        self._rows, self._labels = _rows(some.tensor), some.targets.cpu()
+        self._features = head.features(some.tensor)
         self._at: tuple[Tensor, Tensor, Tensor] | None = None
         self._errors = torch.empty(0)
 

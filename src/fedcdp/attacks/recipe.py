@@ -80,7 +80,7 @@ class Subspace:
     @staticmethod
     def of(public: Dataset, components: int, device: torch.device) -> Subspace:
         """The leading components of the public examples."""
-        flat = public.inputs.flatten(1).to(device)
+        flat = public.tensor.flatten(1).to(device)
         if len(flat) <= components:
             raise DataError(f"public: {len(flat)} examples are too few for {components} principal components")
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

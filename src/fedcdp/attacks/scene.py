@@ -24,7 +24,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
-from fedcdp.files.tree import Tree
+from fedcdp.files.tree import Tree, each_tensor
 from fedcdp.models.networks import mixing_layers, prepare
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
@@ -148,8 +148,8 @@ def simulated(
     simulator = Simulator.stepwise(ClientData(federation, looked_at, device), engine)
     batch = simulator.data.first_batch()
     simulator.engine.check(weights, batch, per_example=True)
-    _require_finite(engine.outputs(state.weights, batch.inputs[0]))
-    low, high = float(federation.train.inputs.min()), float(federation.train.inputs.max())
+    _require_finite(engine.outputs(state.weights, each_tensor(batch.inputs, lambda value: value[0])))
+    low, high = float(federation.train.tensor.min()), float(federation.train.tensor.max())
     course = None
     if at_round is None and model is not None:
         _check_untrained(model, network)
@@ -225,7 +225,7 @@ def given_gradients(
     if low < 0 or high >= classes:
         raise DataError(f"truth: labels run from {low} to {high}, but the network has classes 0 to {classes - 1}")
     engine.check(weights, Batch(given.inputs[:1], given.targets[:1], given.present[:1]), per_example=True)
-    known = [data.inputs for data in (public,) if data is not None] + ([given.inputs] if truth is not None else [])
+    known = [data.tensor for data in (public,) if data is not None] + ([given.inputs] if truth is not None else [])
     least = min((float(each.min()) for each in known), default=0.0)
     most = max((float(each.max()) for each in known), default=1.0)
     return Scene(

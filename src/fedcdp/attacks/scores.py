@@ -131,7 +131,7 @@ class Judge:
 
     def baselines(self) -> Baselines:
         """The scores of black and of the means. Each example gets its own class's mean: nothing is matched."""
-        overall = self.public.inputs.mean(0).to(self.truth.device)
+        overall = self.public.tensor.mean(0).to(self.truth.device)
         order = torch.arange(self.truth.shape[1], device=self.truth.device).expand(self.present.shape)
         guesses = (torch.full_like(overall, self.low), overall, self._class_means)
         ready = (cleaned(guess, self.low, self.high).expand_as(self.truth) for guess in guesses)
@@ -181,14 +181,14 @@ class Judge:
     @cached_property
     def _class_means(self) -> Tensor:
         """For each victim's example the public mean of its class; the overall mean for a class without public examples."""
-        inputs, targets, overall = self.public.inputs, self.public.targets, self.public.inputs.mean(0)
+        inputs, targets, overall = self.public.tensor, self.public.targets, self.public.tensor.mean(0)
         known = {label: inputs[targets == label].mean(0) for label in targets.unique().tolist()}
         means = [known.get(label, overall) for label in self.labels.flatten().tolist()]
         return torch.stack(means).to(self.truth.device).view_as(self.truth)
 
     @cached_property
     def _pool(self) -> Tensor:
-        return self.public.inputs.to(self.truth.device)[:, self.visible]
+        return self.public.tensor.to(self.truth.device)[:, self.visible]
 
     @cached_property
     def _others(self) -> dict[tuple[int, ...], Tensor]:

@@ -255,7 +255,7 @@ class _Spy:
         slots = torch.arange(most, device=device).expand(1, len(found), most)
         return Captured(
             leak=self._leak, plan=simulator.plan, engine=simulator.engine, round=0, seen=trees[0], weights=trees[1],
-            weights_shared=False, inputs=train.inputs[padded].to(device), targets=train.targets[padded].to(device),
+            weights_shared=False, inputs=train.tensor[padded].to(device), targets=train.targets[padded].to(device),
             present=present.to(device), uses=slots, used=present[None].to(device),
             expected_batch=torch.tensor([len(each) for each in records], device=device),
             deviation=float(found[0].deviation[0]), releases=max(len(each.seen) for each in found), current_clip=None,

@@ -1,58 +1,102 @@
-"""A dataset: one array of inputs, one of labels, and the splits of a benchmark."""
+"""A dataset: the inputs and targets of examples, what is to be predicted, and the splits of a benchmark."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from fedcdp.data.tasks import LearningTask, TaskName, task_called
 from fedcdp.errors import DataError
+from fedcdp.files.tree import Inputs, each_tensor, first_tensor, tensors_in
+
+_INPUT_TYPES = (torch.float32, torch.int64, torch.bool)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Labelled examples: one tensor of inputs and one of class labels.
+    """Examples: their inputs, their targets, and the task, which says what the targets are.
+
+    | task | targets | what a network returns for each example |
+    | --- | --- | --- |
+    | `classification` | [N], int64, 0 ≤ target < classes | a score for each class |
+    | `binary` | [N], int64, 0 or 1 | one logit |
+    | `multilabel` | [N, labels], float32, 0 or 1 | a logit for each label |
+    | `regression` | [N] or [N, values], float32 | the values |
+    | `custom` | [N, ...], any type | whatever your loss expects |
 
     Raises:
-        DataError: The tensors differ in length, are empty or of another type, or a label is outside 0 ≤ label < classes.
+        DataError: The tensors differ in length, are empty, or do not fit the task.
 
     Examples:
         >>> import torch, fedcdp
         >>> data = fedcdp.Dataset(torch.zeros(100, 30), torch.arange(100) % 2, classes=2)
         >>> len(data), data.shape
         (100, (30,))
+        >>> ages = fedcdp.Dataset(torch.zeros(100, 30), torch.rand(100), task="regression")
+        >>> ages.outputs
+        1
+        >>> ids = torch.zeros(100, 16, dtype=torch.int64)
+        >>> texts = fedcdp.Dataset({"input_ids": ids, "attention_mask": ids}, torch.arange(100) % 2, classes=2)
     """
 
-    inputs: Tensor = field(repr=False)
-    """[N, ...], float32."""
+    inputs: Inputs = field(repr=False)
+    """[N, ...], float32 or int64 (token ids); or a dictionary of such tensors, passed to the network as keywords."""
     targets: Tensor = field(repr=False)
-    """[N], int64: the class of each example."""
-    classes: int
-    """The number of classes."""
+    """[N, ...]: see the table."""
+    classes: int = 0
+    """The number of classes (classification: default, the largest label + 1; binary: 2); 0 for other tasks."""
+    task: TaskName = "classification"
+    """What is predicted."""
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.targets):
-            raise DataError(f"{len(self.inputs)} inputs but {len(self.targets)} labels: each example needs one label")
+        lengths = {len(value) for value in tensors_in(self.inputs)}
+        if lengths != {len(self.targets)}:
+            found = " or ".join(map(str, sorted(lengths)))
+            raise DataError(f"{found} inputs but {len(self.targets)} targets: each example needs one target")
         if len(self.targets) == 0:
             raise DataError("the dataset is empty")
-        if self.inputs.dtype != torch.float32 or self.targets.dtype != torch.int64:
-            raise DataError(f"inputs must be float32 and labels int64, not {self.inputs.dtype} and {self.targets.dtype}")
-        low, high = int(self.targets.min()), int(self.targets.max())
-        if low < 0 or high >= self.classes:
-            raise DataError(f"labels run from {low} to {high}, outside 0 to {self.classes - 1}")
+        for value in tensors_in(self.inputs):
+            if value.dtype not in _INPUT_TYPES:
+                raise DataError(f"inputs are {value.dtype}: they must be float32, or int64 for token ids")
+        object.__setattr__(self, "classes", self.learning_task.check(self.targets, self.classes))
 
     def __len__(self) -> int:
         return len(self.targets)
 
     @property
+    def learning_task(self) -> LearningTask:
+        """The task: its loss, and what it demands of targets and outputs."""
+        return task_called(self.task)
+
+    @property
+    def outputs(self) -> int | None:
+        """How many values a network must return for each example; None if the task leaves that open."""
+        return self.learning_task.outputs(self.targets, self.classes)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one input."""
-        return tuple(self.inputs.shape[1:])
+        """The shape of one input (of several inputs: of the first)."""
+        return tuple(first_tensor(self.inputs).shape[1:])
+
+    @property
+    def tensor(self) -> Tensor:
+        """The inputs as one tensor; a `DataError` if they are several."""
+        if isinstance(self.inputs, dict):
+            raise DataError(f"inputs are {', '.join(self.inputs)}: this needs inputs in a single tensor")
+        return self.inputs
 
     def take(self, indices: Tensor) -> Dataset:
         """The examples at `indices`, in that order."""
-        return Dataset(self.inputs[indices], self.targets[indices], self.classes)
+        return replace(self, inputs=each_tensor(self.inputs, lambda value: value[indices]), targets=self.targets[indices])
+
+    def batches(self, size: int) -> Iterator[tuple[Inputs, Tensor]]:
+        """The examples in order, at most `size` at a time: inputs and targets."""
+        for start in range(0, len(self), size):
+            some = slice(start, start + size)
+            yield each_tensor(self.inputs, lambda value: value[some]), self.targets[some]  # noqa: B023  (used at once)
 
 
 @dataclass(frozen=True, eq=False)

@@ -144,6 +144,16 @@ class Federation:
     """How the records were dealt, in words."""
     holdings: Holdings
     """Which client holds which records."""
+    names: tuple[str, ...] | None = None
+    """The clients' names, if they have any."""
+    validation_clients: Indices | None = None
+    """The client of each validation record, if they came from clients."""
+
+    def __post_init__(self) -> None:
+        if self.names is not None and (len(self.names) != self.clients or len(set(self.names)) != len(self.names)):
+            raise PlanError(
+                f"names: {len(self.names)} names for {self.clients} clients; each client needs a name of its own"
+            )
 
     @property
     def clients(self) -> int:
@@ -181,6 +191,11 @@ class Federation:
         """
         existing = self._existing(clients)
         return self.holdings.table(existing), self.holdings.sizes(existing)
+
+    def name(self, client: int) -> str:
+        """What a client is called: its own name, or `client 3`."""
+        (known,) = self._existing([client])
+        return f"client {known}" if self.names is None else self.names[known]
 
     def describe(self) -> str:
         """The federation in one sentence."""

@@ -95,7 +95,7 @@ def partition(
         records = _records_each(len(train), clients, scheme, records)
         rule, sentence = _rule(train, scheme, records, classes_per_client, alpha)
         per_copy = len(train) // records
-        labels = train.targets.cpu().numpy().astype(np.min_scalar_type(train.classes - 1))
+        labels = _labels(train)
         holdings = Dealt(Deal(labels, per_copy, records, rule, int(seed)), clients, records, per_copy)
     return Federation(
         train,
@@ -275,11 +275,20 @@ def _records_each(total: int, clients: int, scheme: str, records: int | None) ->
     return total // clients
 
 
+def _labels(train: Dataset) -> npt.NDArray[np.unsignedinteger]:
+    """The class of each record, in a small type; 0 where there are no classes."""
+    if not train.classes:
+        return np.zeros(len(train), dtype=np.uint8)
+    return train.targets.cpu().numpy().astype(np.min_scalar_type(train.classes - 1))
+
+
 def _rule(
     train: Dataset, scheme: str, records: int, classes_per_client: int, alpha: float
 ) -> tuple[DealingRule | None, str]:
     """The rule of a dealt scheme, and its description."""
-    counts = np.bincount(train.targets.cpu().numpy())
+    counts = np.bincount(_labels(train))
+    if scheme in ("shards", "dirichlet") and not train.classes:
+        raise PlanError(f"scheme is {scheme!r}: it deals by class, and task {train.task} has no classes; use 'iid'")
     if scheme == "shards":
         present = int(np.count_nonzero(counts))
         classes = _whole("classes_per_client", classes_per_client, present, "the classes in the training data")

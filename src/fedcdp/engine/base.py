@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from fedcdp.files.tree import Group, Layout, Tree
+from fedcdp.files.tree import Group, Inputs, Layout, Tree
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Mean loss of (outputs, targets) over a batch."""
@@ -18,7 +18,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class Batch:
     """The examples of one local step of many clients: inputs [clients, examples, ...], targets, and the filled slots."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     present: Tensor
 
@@ -53,7 +53,7 @@ class Engine(Protocol):
         """Try a batch of one client at the global weights; a `ModelError` explains why a network cannot be trained."""
         ...
 
-    def outputs(self, weights: Tree, inputs: Tensor) -> Tensor:
+    def outputs(self, weights: Tree, inputs: Inputs) -> Tensor:
         """The network's output for each input, at the global weights."""
         ...
 

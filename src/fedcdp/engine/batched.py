@@ -74,6 +74,7 @@ class BatchedEngine:
 
     def _gradients(self, weights: Tree, batch: Batch, real_only: bool = False) -> Iterator[Gradients]:
         """The gradients of every tensor, from the last layer to the first; with `real_only`, zero for an empty slot."""
+        assert isinstance(batch.inputs, Tensor)  # a sequence of layers takes no keywords: `check` has refused them
         outputs, back = self._chain(weights, batch.inputs)
         deltas = self._loss_gradients(outputs.flatten(0, 1), batch.targets.flatten(0, 1)).unflatten(0, outputs.shape[:2])
         return back(masked(deltas, batch.present) if real_only else deltas)

@@ -3,8 +3,8 @@
 Gradients are `vmap` over clients of `vmap` over examples of `grad`. This is slower than the hand-written rules for known
 layers, and it is the reference against which those rules are tested.
 
-`on_labels` lets PyTorch's binary losses take class labels. `refusal` explains why a network cannot be trained: a mistake
-that plain PyTorch reports too, or a limit of `torch.func`.
+`on_targets` lets PyTorch's elementwise losses take targets as a `Dataset` holds them. `refusal` explains why a network
+cannot be trained: a mistake that plain PyTorch reports too, or a limit of `torch.func`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch.func import functional_call, grad, vmap
 
 from fedcdp.engine.base import Batch, Loss
 from fedcdp.errors import ModelError
-from fedcdp.files.tree import Group, Layout, Tree, masked
+from fedcdp.files.tree import Group, Inputs, Layout, Tree, each_tensor, first_tensor, masked, tensors_in
 from fedcdp.mechanism.clipping import clip
+from fedcdp.models.networks import answer_of, outputs_of
 
 
 class FunctionalEngine:
@@ -32,7 +33,7 @@ class FunctionalEngine:
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.layout = Layout.of(model)
         self.model = model
-        self.loss = on_labels(loss)
+        self.loss = on_targets(loss)
         parameters = dict(model.named_parameters())
         frozen = {name: p.detach() for name, p in parameters.items() if name not in self.layout.shapes}
         self._constants: Tree = frozen | dict(model.named_buffers())
@@ -59,7 +60,7 @@ class FunctionalEngine:
         clipped = clip(self.per_example_gradients(weights, batch), groups, bound, batch.present).values
         return {name: value.sum(1) for name, value in clipped.items()}
 
-    def outputs(self, weights: Tree, inputs: Tensor) -> Tensor:
+    def outputs(self, weights: Tree, inputs: Inputs) -> Tensor:
         """See `Engine`."""
         with torch.no_grad():
             return self._call(weights, inputs)
@@ -68,21 +69,21 @@ class FunctionalEngine:
         """See `Engine`."""
         single = {name: value[None] for name, value in weights.items()}
         gradients = self.per_example_gradients if per_example else self.summed_gradients
-        nobody = Batch(torch.zeros_like(batch.inputs), torch.zeros_like(batch.targets), batch.present)
+        nobody = Batch(each_tensor(batch.inputs, torch.zeros_like), torch.zeros_like(batch.targets), batch.present)
         for tried, are_records in ((nobody, False), (batch, True)):
             try:
                 gradients(single, tried)
             except Exception as error:
                 raise refusal(self.model, self.loss, tried, error, are_records) from (None if are_records else error)
 
-    def _call(self, weights: Tree, inputs: Tensor) -> Tensor:
-        outputs: Tensor = functional_call(self.model, (weights, self._constants), (inputs,))
-        return outputs
+    def _call(self, weights: Tree, inputs: Inputs) -> Tensor:
+        arguments, keywords = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+        return answer_of(functional_call(self.model, (weights, self._constants), arguments, keywords))
 
-    def _example_loss(self, weights: Tree, example: Tensor, target: Tensor) -> Tensor:
-        return self.loss(self._call(weights, example[None]), target[None])
+    def _example_loss(self, weights: Tree, example: Inputs, target: Tensor) -> Tensor:
+        return self.loss(self._call(weights, each_tensor(example, lambda value: value[None])), target[None])
 
-    def _summed_loss(self, weights: Tree, inputs: Tensor, targets: Tensor, present: Tensor) -> Tensor:
+    def _summed_loss(self, weights: Tree, inputs: Inputs, targets: Tensor, present: Tensor) -> Tensor:
         outputs = self._call(weights, inputs)
         losses = vmap(lambda output, target: self.loss(output[None], target[None]))(outputs, targets)
         if losses.dim() != 1:
@@ -103,25 +104,32 @@ def sum_of_finite(gradients: Tree, present: Tensor) -> Tree:
     return {name: masked(value, usable).sum(1) for name, value in gradients.items()}
 
 
-_BINARY: tuple[object, ...] = (F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
+_ELEMENTWISE: tuple[object, ...] = (
+    F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+)  # fmt: skip
+_ELEMENTWISE_MODULES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
-def on_labels(loss: Loss) -> Loss:
-    """The loss as a function of outputs and class labels [examples], int64.
+def on_targets(loss: Loss) -> Loss:
+    """The loss as a function of outputs and targets as a `Dataset` holds them.
 
-    PyTorch's binary losses expect targets in the shape and type of the outputs. A network with one output for each example
-    may give [examples] or [examples, 1]. Every other loss is returned unchanged.
+    PyTorch's elementwise losses expect targets in the shape and type of the outputs, and broadcast them otherwise: outputs
+    [N, 1] with targets [N] would be compared all with all. A network with one output for each example may return [N] or
+    [N, 1]. Every other loss is returned unchanged.
     """
-    if loss not in _BINARY and not isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss):
+    if loss not in _ELEMENTWISE and not isinstance(loss, _ELEMENTWISE_MODULES):
         return loss
 
-    def binary(outputs: Tensor, targets: Tensor) -> Tensor:
+    def elementwise(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.numel() != targets.numel():
-            shape = list(outputs.shape[1:])
-            raise ValueError(f"a binary loss needs one output for each example, and the network gives {shape}")
+            found, wanted = list(outputs.shape[1:]), list(targets.shape[1:])
+            raise ValueError(
+                f"this loss compares outputs and targets one by one, and the network returns {found} values for targets of "
+                f"{wanted or 'one value'}"
+            )
         return loss(outputs, targets.to(outputs.dtype).reshape(outputs.shape))
 
-    return binary
+    return elementwise
 
 
 class _MistakeError(Exception):
@@ -160,13 +168,14 @@ def refusal(model: nn.Module, loss: Loss, tried: Batch, error: Exception, are_re
 def _plain(model: nn.Module, loss: Loss, tried: Batch) -> None:
     """Run a forward and backward pass on the batch, and on its first example alone; a failure is a `_MistakeError`."""
     model = copy.deepcopy(model)  # because a forward pass may change its buffers
-    shape, trained = list(tried.inputs.shape[2:]), [p for p in model.parameters() if p.requires_grad]
-    for count in dict.fromkeys((tried.inputs.shape[1], 1)):
-        inputs, targets = tried.inputs[0, :count], tried.targets[0, :count]
+    shape = " and ".join(str(list(value.shape[2:])) for value in tensors_in(tried.inputs))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for count in dict.fromkeys((first_tensor(tried.inputs).shape[1], 1)):
+        inputs, targets = each_tensor(tried.inputs, lambda value: value[0, :count]), tried.targets[0, :count]  # noqa: B023
         several = "a single example" if count == 1 else f"a batch of {count}"
         with torch.enable_grad():
             try:
-                outputs = model(inputs)
+                outputs = outputs_of(model, inputs)
             except Exception as error:
                 raise _MistakeError(f"the network fails on {several}, with inputs of shape {shape} each", error) from None
             if not isinstance(outputs, torch.Tensor):
@@ -179,7 +188,7 @@ def _plain(model: nn.Module, loss: Loss, tried: Batch) -> None:
                 value = loss(outputs, targets)
             except Exception as error:
                 answer = list(outputs.shape)
-                if outputs.dim() == 2 and int(targets.max()) >= answer[1]:
+                if outputs.dim() == 2 and targets.dim() == 1 and int(targets.max()) >= answer[1]:
                     raise _MistakeError(f"the loss fails on a label beyond the network's {answer[1]} outputs") from None
                 raise _MistakeError(f"the loss fails on {several}, with outputs of shape {answer}", error) from None
             if not isinstance(value, torch.Tensor):

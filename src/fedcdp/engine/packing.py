@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.files.tree import Group, Tree, masked
+from fedcdp.files.tree import Group, Tree, each_tensor, masked
 
 
 def rows_needed(present: Tensor, width: int) -> Tensor:
@@ -52,7 +52,7 @@ class _Packing:
     def batch(self, batch: Batch) -> Batch:
         """The slots of a batch, arranged in rows."""
         place = self.owner[:, None], self.slots
-        return Batch(batch.inputs[place], batch.targets[place], self.present)
+        return Batch(each_tensor(batch.inputs, lambda value: value[place]), batch.targets[place], self.present)
 
     def weights(self, tree: Tree) -> Tree:
         """The weights of each row's client."""

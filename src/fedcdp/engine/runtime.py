@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fedcdp.errors import PlanError
-from fedcdp.files.tree import Layout
+from fedcdp.files.tree import Inputs, Layout, each_tensor, first_tensor, tensors_in
+from fedcdp.models.networks import outputs_of
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -110,11 +111,11 @@ _COPIES = 4  # approximate copies of a value: the value itself, one for the back
 _WORD = 4
 
 
-def clients_within_budget(model: nn.Module, example: Tensor, slots: int, per_example: bool) -> int:
+def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool) -> int:
     """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one."""
     gradients = Layout.of(model).size * (slots if per_example else 2)
     a_client = _COPIES * _WORD * (gradients + slots * _activations(model, example))
-    return max(1, BUDGET.get(example.device.type, BUDGET["cpu"]) // a_client)
+    return max(1, BUDGET.get(first_tensor(example).device.type, BUDGET["cpu"]) // a_client)
 
 
 def keep_freed_memory() -> None:
@@ -127,9 +128,9 @@ def keep_freed_memory() -> None:
     torch.empty(_KEPT, dtype=torch.uint8)
 
 
-def _activations(model: nn.Module, example: Tensor) -> int:
+def _activations(model: nn.Module, example: Inputs) -> int:
     """The number of values that one example has in the whole network: layer outputs and convolution patches."""
-    counted = [example.numel()]
+    counted = [value.numel() for value in tensors_in(example)]
 
     def count(layer: nn.Module, _: Any, output: object) -> None:
         if isinstance(output, Tensor):
@@ -140,7 +141,9 @@ def _activations(model: nn.Module, example: Tensor) -> int:
     hooks = [layer.register_forward_hook(count) for layer in model.modules() if not list(layer.children())]
     try:
         with torch.no_grad(), suppress(Exception):  # the engine's check refuses unsuitable inputs with a clear message
-            model(torch.zeros_like(example)[None])  # zeros, not a record: the network may store its inputs and be released
+            outputs_of(
+                model, each_tensor(example, lambda value: torch.zeros_like(value)[None])
+            )  # zeros, not a record: the network may store its inputs and be released
     finally:
         for hook in hooks:
             hook.remove()

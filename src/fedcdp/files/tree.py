@@ -6,13 +6,15 @@ Leading axes mean the same everywhere: none for the global model, [clients] for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 Tree = dict[str, Tensor]
+Inputs = Tensor | Tree
+"""The inputs of examples: one tensor, or several by name (`input_ids`, `attention_mask`), whose first axes are the same."""
 Group = tuple[str, ...]
 
 
@@ -56,6 +58,21 @@ class Layout:
             name: part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
+
+
+def each_tensor(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+    """The inputs with a function applied to their tensor, or to each of them."""
+    return {name: function(value) for name, value in inputs.items()} if isinstance(inputs, dict) else function(inputs)
+
+
+def tensors_in(inputs: Inputs) -> list[Tensor]:
+    """The tensor of the inputs, or all of them."""
+    return list(inputs.values()) if isinstance(inputs, dict) else [inputs]
+
+
+def first_tensor(inputs: Inputs) -> Tensor:
+    """The tensor of the inputs, or the first of them: for what all of them share, such as length and device."""
+    return tensors_in(inputs)[0]
 
 
 def masked(values: Tensor, usable: Tensor) -> Tensor:

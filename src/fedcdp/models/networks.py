@@ -8,13 +8,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedcdp.config.plan import Plan
 from fedcdp.errors import ModelError
+from fedcdp.files.tree import Inputs
 from fedcdp.models.features import OrientedGradients, PeriodicFeatures, UnitNorm
 
 NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "periodic", "fixed-features"]
@@ -158,6 +159,17 @@ _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = 
     "oriented-gradients": oriented_gradients,
     "periodic": periodic,
 }
+
+
+def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    """What a network returns for the inputs: a dictionary is passed as keywords, and an answer with `logits` means these."""
+    return answer_of(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+
+
+def answer_of(returned: Any) -> Tensor:
+    """The tensor of outputs in what a network returned: transformers' models return an object with `logits`."""
+    outputs: Tensor = getattr(returned, "logits", returned)
+    return outputs
 
 
 def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Module:

@@ -24,6 +24,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Engine
 from fedcdp.engine.batched import BatchedEngine
 from fedcdp.files.disk import user_cache, write_atomically
+from fedcdp.files.tree import tensors_in
 from fedcdp.files.untrusted import MOST_SETTINGS, parse_json, read_bounded
 from fedcdp.methods import METHODS
 from fedcdp.training.local_engines import (
@@ -69,7 +70,7 @@ def choose_engine(
     choice = _measured(plan, engines, examples, chunk, most, lambda engine, clients: seconds(stepwise(engine), clients))
     engine = engines[choice.engine]
     whole = choice.seconds * plan.rounds * plan.per_round * plan.local_steps
-    predicted = whole if examples.inputs.is_cuda and math.isfinite(whole) else 0.0
+    predicted = whole if examples.targets.is_cuda and math.isfinite(whole) else 0.0
     if isinstance(engine, BatchedEngine):
         if name == "kernel" or (name == "auto" and predicted > _WORTH_A_KERNEL):
             local_engine = _kernel(plan, engine, examples, asked=name == "kernel")
@@ -105,14 +106,14 @@ def _measured(
     seconds: Callable[[str, int], float],
 ) -> Choice:
     """The fastest engine and chunk, from the cache if possible; a short training uses the defaults."""
-    device, engine = examples.inputs.device, next(iter(engines))
+    device, engine = examples.targets.device, next(iter(engines))
     usual = Choice(engine, chunk or usual_chunk(device, most))
     chunks = [chunk] if chunk else chunks_up_to(min(most, plan.per_round), device)
     if plan.rounds * plan.per_round * plan.local_steps < _LONG or len(engines) * len(chunks) == 1:
         return usual
     what = machine(device) | {
         "network": str(engines[engine].model),
-        "example": [list(examples.inputs.shape[1:]), str(examples.inputs.dtype)],
+        "example": [[list(value.shape[1:]), str(value.dtype)] for value in tensors_in(examples.inputs)],
         "step": [plan.method, plan.batch_size, plan.slots, plan.clip_mode, plan.noise, plan.secure_noise, plan.momentum],
         "precision": torch.get_float32_matmul_precision(),
         "engines": list(engines),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcdp.data.dataset import Dataset
 from fedcdp.engine import Engine, Loss
-from fedcdp.files.tree import Tree
+from fedcdp.files.tree import Tree, each_tensor
 
 _BATCH = 1000
 _MARGIN = 0.005  # of accuracy, above the share of the largest class
@@ -18,15 +18,19 @@ _MARGIN = 0.005  # of accuracy, above the share of the largest class
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> dict[str, float | None]:
     """Accuracy and mean loss of the global weights on a dataset."""
     correct, loss, threshold = 0, 0.0, None
-    for inputs, targets in zip(data.inputs.split(_BATCH), data.targets.split(_BATCH), strict=True):
-        outputs = engine.outputs(weights, inputs.to(device))
+    has_classes = data.task in ("classification", "binary")
+    for inputs, targets in data.batches(_BATCH):
+        outputs = engine.outputs(weights, each_tensor(inputs, lambda value: value.to(device)))
         targets = targets.to(device)
-        if is_binary(outputs) and threshold is None:
+        if has_classes and is_binary(outputs) and threshold is None:
             threshold = threshold_of(engine.loss, outputs)
-        correct += int((predictions(outputs, threshold or 0.0) == targets).sum())
+        correct += int((predictions(outputs, threshold or 0.0) == targets).sum()) if has_classes else 0
         loss += float(engine.loss(outputs.double(), targets)) * len(targets)
     # JSON has no NaN: a non-finite loss is written as null.
-    return {"accuracy": correct / len(data), "loss": loss / len(data) if math.isfinite(loss) else None}
+    return {
+        "accuracy": correct / len(data) if has_classes else None,
+        "loss": loss / len(data) if math.isfinite(loss) else None,
+    }
 
 
 def no_better_than_guessing(accuracy: float | None, data: Dataset | None) -> str | None:
@@ -34,7 +38,7 @@ def no_better_than_guessing(accuracy: float | None, data: Dataset | None) -> str
 
     Only to be asked for data on which the accuracy is shown anyway. None where there is nothing to warn of.
     """
-    if accuracy is None or data is None or data.targets.is_floating_point():
+    if accuracy is None or data is None or not data.classes:
         return None
     share = int(torch.bincount(data.targets.flatten().cpu()).max()) / len(data)
     if accuracy > share + _MARGIN:

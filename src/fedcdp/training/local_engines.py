@@ -24,7 +24,7 @@ from fedcdp.engine.cuda_graphs import Launcher, Program, Steps
 from fedcdp.engine.functional import all_finite
 from fedcdp.engine.packing import PackedEngine, rows_needed
 from fedcdp.engine.runtime import BUDGET, stop_if_asked
-from fedcdp.files.tree import Tree, repeat
+from fedcdp.files.tree import Inputs, Tree, each_tensor, repeat
 from fedcdp.mechanism.noise import SeededNoise, StepNoise
 from fedcdp.mechanism.sampling import Draw
 from fedcdp.methods import Local, Method, Moment, Sent, leave, take_part
@@ -34,12 +34,18 @@ from fedcdp.methods import Local, Method, Moment, Sent, leave, take_part
 class Examples:
     """The training data, kept on the device; only indices into them move."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The inputs, where they are one tensor."""
+        assert isinstance(self.inputs, Tensor)
+        return self.inputs
 
     def batch(self, records: Tensor, present: Tensor) -> Batch:
         """The examples in these slots."""
-        return Batch(self.inputs[records], self.targets[records], present)
+        return Batch(each_tensor(self.inputs, lambda value: value[records]), self.targets[records], present)
 
 
 class LocalEngine(Protocol):
@@ -125,7 +131,7 @@ class KernelEngine:
         work = kernel.Work(
             draw.positions.transpose(0, 1), draw.present.sum(-1, dtype=torch.int32).T, at.clients, at.expected_batch
         )
-        after = kernel.train(self._network, weights, examples.inputs, examples.targets, work, self._rule(at))
+        after = kernel.train(self._network, weights, examples.tensor, examples.targets, work, self._rule(at))
         return leave(self._stepwise.method, repeat(weights, len(at.clients)), Local(after), at)
 
     def _rule(self, at: Moment) -> kernel.StepRule:
@@ -141,7 +147,7 @@ class KernelEngine:
 
 def refusal(plan: Plan, engine: Engine, examples: Examples) -> str | None:
     """Why the kernel cannot run a training, or None if it can."""
-    if not examples.inputs.is_cuda:
+    if not examples.targets.is_cuda:
         return "there is no GPU"
     if plan.momentum:
         return "it does not support momentum"

@@ -15,7 +15,7 @@ from fedcdp.config.experiment import DEFAULT_DATASET, Experiment, assemble, read
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS, Settings
 from fedcdp.data import load, load_file
-from fedcdp.data.dataset import Splits
+from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tree import Layout
@@ -80,9 +80,16 @@ def build_network(experiment: Experiment, shape: tuple[int, ...], classes: int) 
     return build(experiment.model.network, shape, classes, experiment.model.activation, experiment.plan.seed)
 
 
+def outputs_needed(data: Dataset) -> int:
+    """How many outputs a network needs for a dataset."""
+    if data.outputs is None:
+        raise PlanError(f"task: a network cannot be built for task {data.task}, which leaves its outputs open")
+    return data.outputs
+
+
 def network_of(experiment: Experiment, splits: Splits) -> nn.Module:
     """Build the network for the data of an experiment."""
-    return build_network(experiment, splits.train.shape, splits.train.classes)
+    return build_network(experiment, splits.train.shape, outputs_needed(splits.train))
 
 
 def prepare_experiment(

@@ -21,7 +21,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine.base import Batch, Engine
 from fedcdp.engine.frozen import through
 from fedcdp.engine.runtime import clients_within_budget, wait
-from fedcdp.files.tree import repeat
+from fedcdp.files.tree import each_tensor, repeat
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import Draw, choose_records, choose_records_of_steps
 from fedcdp.methods import METHODS, Moment
@@ -67,7 +67,8 @@ class ClientData:
 
     def most_clients(self, model: nn.Module) -> int:
         """Number of clients of this network that can be trained at once within the memory budget."""
-        return clients_within_budget(model, self.examples.inputs[0], self.plan.slots, self.plan.per_example)
+        example = each_tensor(self.examples.inputs, lambda value: value[0])
+        return clients_within_budget(model, example, self.plan.slots, self.plan.per_example)
 
 
 class Simulator:

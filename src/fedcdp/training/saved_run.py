@@ -40,7 +40,7 @@ from fedcdp.files.installation import install_command
 from fedcdp.files.tensors import check_tensors, load_tensors, read_about, save_tensors, size_of
 from fedcdp.files.tree import Layout
 from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, parse_json, parse_toml, read_bounded
-from fedcdp.models.networks import prepare
+from fedcdp.models.networks import outputs_of, prepare
 from fedcdp.training.evaluation import predictions
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
 from fedcdp.training.rundir import RunDirectory
@@ -113,7 +113,7 @@ class Trained:
     def correct(self, data: Dataset) -> Tensor:
         """Which examples the model classifies correctly."""
         with torch.no_grad():
-            answers = [predictions(self.model(inputs)) for inputs in data.inputs.split(_BATCH)]
+            answers = [predictions(outputs_of(self.model, inputs)) for inputs, _ in data.batches(_BATCH)]
         return torch.cat(answers) == data.targets
 
     def evaluate(self, split: str = "validation", per_client: bool = False) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Trained:
 
     def _no_records(self, count: int) -> Tensor:
         """Inputs of the right shape for formats that trace a model: such a format may also keep the inputs."""
-        return torch.zeros_like(self.splits.validation.inputs[:1]).repeat(count, *(1 for _ in self.splits.validation.shape))
+        return torch.zeros_like(self.splits.validation.tensor[:1]).repeat(count, *(1 for _ in self.splits.validation.shape))
 
     def _export_safetensors(self, to: Path) -> None:
         save_tensors(to, self.model.state_dict(), {"format": "model-1"})

@@ -27,14 +27,14 @@ from fedcdp.accounting.population import Population
 from fedcdp.config import consent
 from fedcdp.config.experiment import EngineName, Experiment
 from fedcdp.config.plan import Plan
-from fedcdp.data.dataset import Splits
+from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss, engines_for
 from fedcdp.engine.frozen import split
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tensors import check_tensors, size_of
-from fedcdp.files.tree import Tree
+from fedcdp.files.tree import Tree, each_tensor
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.training.autotune import choose_engine
 from fedcdp.training.evaluation import is_binary, no_better_than_guessing
@@ -147,7 +147,7 @@ def simulate(
     adversary: str = "server",
     rounds: int | None = None,
     per_round: int | None = None,
-    loss: Loss = F.cross_entropy,
+    loss: Loss | None = None,
     device: str | torch.device = "cpu",
     engine: EngineName = "auto",
     chunk: int | None = None,
@@ -165,7 +165,8 @@ def simulate(
     The given network stays unchanged. The trained one is `run.model`.
 
     Args:
-        model: The network. It needs one output for each class, or a single output and a binary `loss` for two classes.
+        model: The network. The data's task says how many outputs it needs (`Dataset`): for classification, one for each
+            class, or a single output and a binary `loss` for two classes.
         federation: The clients and their data.
         plan: Method, clip bound, noise, sampling and schedules. Without a plan, the recommended recipe is used, with noise
             calibrated to `target_epsilon`; the logger `fedcdp` names its settings.
@@ -173,7 +174,8 @@ def simulate(
         adversary: The adversary that this ε is for.
         rounds: Overrides the plan's number of rounds.
         per_round: Overrides the plan's number of clients in a round.
-        loss: A function of outputs and labels. Default: cross-entropy.
+        loss: A function of outputs and targets that returns the mean over a batch, as in `torch.nn.functional`. fedcdp calls
+            it with one example at a time. Default: that of the data's task, such as cross-entropy for classification.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
         engine: How gradients are computed. `auto` measures in a long training which engine is fastest, within a bounded
             amount of memory. A resumed run keeps its engine. The choice does not change the result beyond rounding.
@@ -254,7 +256,7 @@ def simulate(
 def train(
     prepared: Prepared,
     *,
-    loss: Loss = F.cross_entropy,
+    loss: Loss | None = None,
     device: str | torch.device = "cpu",
     engine: EngineName = "auto",
     chunk: int | None = None,
@@ -276,6 +278,7 @@ def train(
     directory = None if out is None else RunDirectory(out)
     if resume and directory:
         engine, chunk = _kept_engine(directory, device, engine, chunk)
+    loss = loss_for(prepared.federation.train, loss)
     with deferred_interrupts(), products(tf32):
         network = copy.deepcopy(prepared.network).to(device)
         simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
@@ -350,7 +353,8 @@ def begin(
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
-    _check_outputs(first.outputs(weights, data.first_batch().inputs[0]), federation.train.classes, loss)
+    tried = each_tensor(data.first_batch().inputs, lambda value: value[0])
+    _check_outputs(first.outputs(weights, tried), federation.train, loss)
     state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
     local_engine, at_once = choose_engine(
         plan,
@@ -459,8 +463,24 @@ def _at_most(releases: int, budget: Allows | None) -> Allows:
     return lambda rounds: len(rounds) <= releases and (budget is None or budget(rounds))
 
 
-def _check_outputs(outputs: torch.Tensor, classes: int, loss: Loss) -> None:
-    """Raise if a network's outputs cannot represent every class."""
+def loss_for(data: Dataset, loss: Loss | None) -> Loss:
+    """The loss that was given, or that of the data's task."""
+    chosen = loss or data.learning_task.loss
+    if chosen is None:
+        raise PlanError(f"loss: task {data.task} has no loss of its own; pass a function of outputs and targets")
+    return chosen
+
+
+def _check_outputs(outputs: torch.Tensor, data: Dataset, loss: Loss) -> None:
+    """Raise if a network's outputs do not fit the data's task."""
+    classes = data.classes
+    if data.task != "classification":
+        if data.outputs is not None and outputs[0].numel() != data.outputs:
+            raise ModelError(
+                f"the network returns {outputs[0].numel()} values for each example; the data's task, {data.task}, needs "
+                f"{data.outputs}"
+            )
+        return
     if is_binary(outputs) and classes == 2 and loss is not F.cross_entropy:
         return
     if outputs.dim() != 2 or outputs.shape[-1] < classes:

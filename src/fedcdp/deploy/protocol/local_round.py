@@ -27,7 +27,7 @@ from fedcdp.deploy.protocol.task import Task
 from fedcdp.engine import Engine, Loss
 from fedcdp.engine.batched import engines_for
 from fedcdp.errors import DataError, ModelError, RefusedError, WireError
-from fedcdp.files.tree import Layout, Tree
+from fedcdp.files.tree import Layout, Tree, each_tensor
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import choose_records_of_steps
 from fedcdp.methods import METHODS, Moment, NoisedExamples, Sent
@@ -164,7 +164,7 @@ class LocalTraining:
         if mixing_layers(network) and len(data) < task.plan.batch_size:
             raise ModelError(f"layer {mixing_layers(network)[0][0]} mixes examples, and there are fewer than a batch")
         self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
-        self._examples = Examples(data.inputs.to(device), data.targets.to(device))
+        self._examples = Examples(each_tensor(data.inputs, lambda value: value.to(device)), data.targets.to(device))
 
     def take_part(self, weights: Tree, asked: Round, client: int = 0) -> Sent:
         """What leaves the client in a round.

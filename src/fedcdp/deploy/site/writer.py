@@ -257,7 +257,7 @@ def _records(site: Site, experiment: Experiment) -> list[tuple[Path, bytes, int]
     files = []
     for node in site.nodes(federation.clients):
         part, content = federation.train.take(torch.from_numpy(federation.indices(node.number - 1))), BytesIO()
-        np.savez(content, x=part.inputs.numpy(), y=part.targets.numpy())
+        np.savez(content, x=part.tensor.numpy(), y=part.targets.numpy())
         files.append((node.records, content.getvalue(), _SECRET))
     return files
 

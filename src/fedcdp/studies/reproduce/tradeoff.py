@@ -111,7 +111,7 @@ def borne(engine: Engine, weights: Tree, noise: Tree, examples: Dataset, device:
     """The bounds of the correctly classified examples, compared with the noise."""
     norm = float(torch.stack([value.double().square().sum() for value in noise.values()]).sum().sqrt())
     bounds, flips = [], []
-    for inputs, targets in zip(examples.inputs.split(_AT_ONCE), examples.targets.split(_AT_ONCE), strict=True):
+    for inputs, targets in zip(examples.tensor.split(_AT_ONCE), examples.targets.split(_AT_ONCE), strict=True):
         inputs, targets = inputs.to(device), targets.to(device)
         margins, slopes = zip(
             *(_margins(engine, combine(weights, noise, way), inputs, targets) for way in _WAY), strict=True

@@ -1,0 +1,145 @@
+"""Learning tasks: what the targets are, how many outputs a network needs, and the default loss.
+
+A loss is a function of (outputs, targets) that returns the mean over a batch; fedcdp calls it with batches of one example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedcdp.errors import DataError, PlanError
+
+TaskName = Literal["classification", "binary", "multilabel", "regression", "custom"]
+TaskLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class LearningTask(ABC):
+    """What is predicted. `check` says in one sentence what came and what was expected."""
+
+    name: TaskName
+    loss: TaskLoss | None
+    """The loss if none is given; None: one must be given."""
+
+    @abstractmethod
+    def check(self, targets: Tensor, classes: int) -> int:
+        """The number of classes (0 if there are none), or a `DataError` if the targets do not fit the task."""
+
+    @abstractmethod
+    def outputs(self, targets: Tensor, classes: int) -> int | None:
+        """How many values a network must return for each example; None if that is open."""
+
+    def _refuse(self, targets: Tensor, expected: str) -> DataError:
+        kind = str(targets.dtype).removeprefix("torch.")
+        return DataError(f"targets are {kind} of shape {list(targets.shape)}: task {self.name} needs {expected}")
+
+
+class Classification(LearningTask):
+    """One of several classes."""
+
+    name: TaskName = "classification"
+    loss = staticmethod(F.cross_entropy)
+
+    def check(self, targets: Tensor, classes: int) -> int:
+        """See `LearningTask`."""
+        if targets.dim() != 1 or targets.dtype != torch.int64:
+            raise self._refuse(targets, "one int64 class number for each example")
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or (classes and high >= classes):
+            allowed = f"outside 0 to {classes - 1}" if classes else "but must not be below 0"
+            raise DataError(f"labels run from {low} to {high}, {allowed}")
+        return classes or high + 1
+
+    def outputs(self, targets: Tensor, classes: int) -> int:  # noqa: ARG002
+        """See `LearningTask`."""
+        return classes
+
+
+class Binary(LearningTask):
+    """Yes or no, from one logit."""
+
+    name: TaskName = "binary"
+    loss = staticmethod(F.binary_cross_entropy_with_logits)
+
+    def check(self, targets: Tensor, classes: int) -> int:
+        """See `LearningTask`."""
+        if targets.dim() != 1 or targets.dtype != torch.int64 or int(targets.min()) < 0 or int(targets.max()) > 1:
+            raise self._refuse(targets, "one 0 or 1 (int64) for each example")
+        if classes not in (0, 2):
+            raise DataError(f"classes is {classes}: task binary has 2")
+        return 2
+
+    def outputs(self, targets: Tensor, classes: int) -> int:  # noqa: ARG002
+        """See `LearningTask`."""
+        return 1
+
+
+class MultiLabel(LearningTask):
+    """Several yes-or-no answers, from one logit each."""
+
+    name: TaskName = "multilabel"
+    loss = staticmethod(F.binary_cross_entropy_with_logits)
+
+    def check(self, targets: Tensor, classes: int) -> int:
+        """See `LearningTask`."""
+        fits = targets.dim() == 2 and targets.dtype == torch.float32
+        if not fits or not bool(((targets == 0) | (targets == 1)).all()):
+            raise self._refuse(targets, "a row of zeros and ones (float32) for each example")
+        if classes:
+            raise DataError(f"classes is {classes}: task multilabel has none; the columns of the targets count")
+        return 0
+
+    def outputs(self, targets: Tensor, classes: int) -> int:  # noqa: ARG002
+        """See `LearningTask`."""
+        return targets.shape[1]
+
+
+class Regression(LearningTask):
+    """One or several numbers."""
+
+    name: TaskName = "regression"
+    loss = staticmethod(F.mse_loss)
+
+    def check(self, targets: Tensor, classes: int) -> int:
+        """See `LearningTask`."""
+        if targets.dim() not in (1, 2) or targets.dtype != torch.float32 or not bool(torch.isfinite(targets).all()):
+            raise self._refuse(targets, "one finite float32 number, or a row of them, for each example")
+        if classes:
+            raise DataError(f"classes is {classes}: task regression has none")
+        return 0
+
+    def outputs(self, targets: Tensor, classes: int) -> int:  # noqa: ARG002
+        """See `LearningTask`."""
+        return 1 if targets.dim() == 1 else targets.shape[1]
+
+
+class Custom(LearningTask):
+    """Whatever your own loss takes."""
+
+    name: TaskName = "custom"
+    loss = None
+
+    def check(self, targets: Tensor, classes: int) -> int:  # noqa: ARG002
+        """See `LearningTask`."""
+        return classes
+
+    def outputs(self, targets: Tensor, classes: int) -> None:  # noqa: ARG002
+        """See `LearningTask`."""
+        return None
+
+
+_TASKS: dict[str, LearningTask] = {
+    task.name: task for task in (Classification(), Binary(), MultiLabel(), Regression(), Custom())
+}
+
+
+def task_called(name: str) -> LearningTask:
+    """The task of this name; a `PlanError` lists the names."""
+    if name not in _TASKS:
+        raise PlanError(f"task: {name!r} is not one of {', '.join(get_args(TaskName))}")
+    return _TASKS[name]
