@@ -27,7 +27,7 @@ def serve(task: Task, turns: Turns) -> None:
     }
     case = Case(task.name, synthetic(task.dataset), MachineSettings(**task.machine), plan)
     steps = task.per_round * task.local_steps
-    tell_and_wait = turns.after_every_round(steps, fedcdp.__version__, f"{task.per_round} clients a round")
+    tell_and_wait = turns.after_every_round(steps, fedcdp.__version__, f"{task.per_round} clients per round")
 
     def between_rounds(_: object) -> None:
         wait(torch.device(task.device))

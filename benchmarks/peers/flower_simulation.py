@@ -76,7 +76,7 @@ def _server_app(task: Task, turns: Turns, clients: int) -> ServerApp:
             while len(list(grid.get_node_ids())) < clients:
                 time.sleep(0.1)
             round_()
-            turns.ready(f"{flwr.__version__}", f"{clients} clients a round, one after the other, on Ray")
+            turns.ready(f"{flwr.__version__}", f"{clients} clients per round, one after the other, on Ray")
             turns.serve(round_, elsewhere=True)
         except Exception as error:
             traceback.print_exc()

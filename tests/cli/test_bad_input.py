@@ -268,6 +268,19 @@ def test_an_out_that_may_not_be_written_or_looked_at_is_refused(refused: Callabl
             locked.chmod(0o700)
 
 
+@pytest.mark.parametrize("out", ["thesis", "thesis/chapter1.tex", "thesis/chapter1.tex/run"])
+def test_a_bad_out_is_refused_before_anything_is_planned(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    def planned(*_: object, **__: object) -> None:
+        pytest.fail("calibration started")
+
+    Path("thesis").mkdir()
+    Path("thesis/chapter1.tex").write_text("dear reader")
+    monkeypatch.setattr("fedcdp.cli.train.plan_experiment", planned)
+    assert out in refused(*CANCER, "--target-epsilon", "1", "--out", out)
+
+
 # checkpoints and models ----------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,27 @@ def test_preset_then_file_then_set_then_single_options(tmp_path: Path, experimen
     assert lengths(*single, *sets, *file, *preset) == (100, 20, 30, 40)
 
 
+@pytest.mark.parametrize("source", ["option", "assignment", "configuration"])
+def test_a_relative_data_file_starts_at_the_current_directory(
+    tmp_path: Path, experiment: Parse, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/my.toml").write_text('[data]\nfile = "own.npz"\n')
+    monkeypatch.chdir(tmp_path)
+    options = {
+        "option": ["--data", "own.npz"],
+        "assignment": ["--set", "file=own.npz"],
+        "configuration": ["--config", "elsewhere/my.toml"],
+    }
+    assert experiment(*options[source]).data.file == str(tmp_path / "own.npz")
+
+
+def test_a_data_file_that_is_no_text_is_refused(tmp_path: Path, experiment: Parse) -> None:
+    (tmp_path / "my.toml").write_text("[data]\nfile = 3\n")
+    with pytest.raises(PlanError, match="file: 3 is not a string"):
+        experiment("--config", tmp_path / "my.toml")
+
+
 def test_of_two_assignments_the_later_wins(experiment: Parse) -> None:
     assert experiment("--set", "rounds=3", "--set", "rounds=4").plan.rounds == 4
 

@@ -120,6 +120,13 @@ def test_a_deployment_without_a_plan_has_the_calibrated_one(cli: Cli, own_npz: P
     assert cli("deploy", "init", "site", "--nodes", 3).status == 2
 
 
+def test_a_deployment_from_a_configuration_file_finds_its_data_again(cli: Cli, own_npz: Path) -> None:
+    Path("my.toml").write_text(f'[data]\nfile = "{own_npz.name}"\n[plan]\nrounds = 2\n')
+    outcome = cli("deploy", "init", "site", "--nodes", 3, "--config", "my.toml")
+    assert outcome.status == 0, outcome.stderr
+    assert assemble(read_toml("site/experiment.toml")).data.file == str(own_npz.absolute())
+
+
 # What keeps its defaults, and names them ------------------------------------------------------------------------------
 
 

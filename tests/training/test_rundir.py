@@ -234,6 +234,30 @@ def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".hidden"]
 
 
+def test_whether_a_run_can_start_is_checked_without_writing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "new", "a/b/run"):
+        RunDirectory(tmp_path / name).require_creatable()
+    with pytest.raises(RunError, match="is a file; choose another name"):
+        RunDirectory(tmp_path / "file").require_creatable()
+    with pytest.raises(RunError, match=r"file/run cannot be written: .*file is a file"):
+        RunDirectory(tmp_path / "file/run").require_creatable()
+    with pytest.raises(RunError, match="already exists"):
+        RunDirectory(tmp_path).require_creatable()
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "empty"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_run_cannot_start_below_a_read_only_directory(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(RunError, match="no permission to write to"):
+            RunDirectory(tmp_path / "a/run").require_creatable()
+    finally:
+        tmp_path.chmod(0o700)
+
+
 def test_a_run_is_held_by_one_at_a_time_and_given_back(directory: RunDirectory) -> None:
     again = RunDirectory(directory.path)
     with directory.locked(), pytest.raises(RunError, match="in use by another process"), again.locked():

@@ -364,6 +364,15 @@ def test_a_run_is_not_written_over_another(model: nn.Module, federation: Federat
     assert (tmp_path / "run/model.safetensors").read_bytes() == before
 
 
+def test_a_directory_in_use_is_refused_before_calibration(
+    model: nn.Module, federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedcdp.training.simulate.recommended_plan", lambda *_, **__: pytest.fail("calibration started"))
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(RunError, match="already exists"):
+        simulate(model, federation, target_epsilon=1, out=tmp_path)
+
+
 def test_a_run_is_not_resumed_under_another_plan(model: nn.Module, federation: Federation, tmp_path: Path) -> None:
     simulate(model, federation, plan(rounds=2), out=tmp_path / "run")
     with pytest.raises(RunError):

@@ -40,16 +40,16 @@ GRID = Path(__file__).resolve().parents[2] / "results" / "audit_grid.json"
 
 
 ABOUT = """\
-Worst-case canary, the mechanism's own code, M = 3 layers, σ = 6 unless a row says otherwise, N_i = 500, B = 5, δ = 1e-5.
-*shown*: Clopper–Pearson, 99.9 %, threshold chosen on other trials; *Gaussian*: for information, if the trade-off is
-Gaussian; *guaranteed*: the ε of `fedcdp account` for a unit known to take part this often. One CPU thread; made by
-`python -m tools.audits.attack_table` (one row: `fedcdp audit`).
+A worst-case canary attacks the mechanism's own code. M = 3 layers, σ = 6 unless a row says otherwise, N_i = 500, B = 5,
+δ = 1e-5. *lower bound*: Clopper–Pearson at 99.9 % confidence, with a threshold chosen on other trials. *Gaussian*: an
+estimate that assumes a Gaussian trade-off, for information only. *guaranteed*: the ε of `fedcdp account` for a unit known to
+take part this often. Measured on one CPU thread by `python -m tools.audits.attack_table` (one row: `fedcdp audit`).
 """
 ABOUT_GRID = """\
-Small plans in which little noise makes the attack sharp: B = 3, K_t = 4, N_i = 6, M = 3, σ = 3 unless the plan in
-`audit_grid.json` says otherwise, δ = 1e-5. Each row also has the ε that `fedcdp account` prints for it. Every bound holds
-with 99.9 %, so over a whole grid a sound mechanism exceeds its ε by chance in less than one grid of twenty.
-Made by `make audits` (`python -m tools.audits.attack_table --grid`), which fails if a sound mechanism exceeds its ε or a
+Small plans whose low noise makes the attack strong: B = 3, K_t = 4, N_i = 6, M = 3, σ = 3 unless the plan in
+`audit_grid.json` says otherwise, δ = 1e-5. *printed* is the ε that `fedcdp account` prints for the plan. Each bound holds
+with 99.9 % confidence, so fewer than one grid in twenty has a sound mechanism that exceeds its ε by chance.
+Measured by `make audits` (`python -m tools.audits.attack_table --grid`), which fails if a sound mechanism exceeds its ε or a
 sabotaged one does not.
 """
 
@@ -84,9 +84,9 @@ def grid(trials: int) -> int:
 
 def table() -> None:
     """The usual plans, attacked now, and the stored results of the grid."""
-    print("# What an attack shows of ε\n")
+    print("# Lower bounds on ε from attacks\n")
     print(ABOUT + f"Measured on commit {clean_commit()[:12]}.\n")
-    print("| mechanism | adversary | shown | Gaussian | guaranteed | trials a world | seconds |")
+    print("| mechanism | adversary | lower bound | Gaussian | guaranteed | trials per world | seconds |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, adversary, participations, plan in ROWS:
         found = audit(plan, adversary, records=500, participations=participations)
@@ -99,12 +99,12 @@ def table() -> None:
 
 def grid_tables(cells: list[dict[str, Any]], commit: str) -> str:
     """The grid as Markdown."""
-    head = ["| method | plan | adversary, unit, relation | shown | Gaussian | printed | trials a world |",
+    head = ["| method | plan | adversary, unit, relation | lower bound | Gaussian | printed | trials per world |",
             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     lines = ["\n## The grid\n", ABOUT_GRID + f"Measured on commit {commit[:12]}.\n", *head]
     for broken in (False, True):
         if broken:
-            lines += ["\n### Sabotaged: each must exceed what is printed for the sound one\n", *head]
+            lines += ["\n### Sabotaged mechanisms: each must exceed the ε printed for the sound mechanism\n", *head]
         lines += [_line(cell) for cell in cells if cell["broken"] == broken]
     return "\n".join(lines)
 

@@ -27,18 +27,20 @@ from tests.support.independent.plans import ABOVE, BELOW, Case, Comparison, comp
 from tests.support.independent.recipes import Recipes
 from tests.support.independent.rows import Made
 
-RDP = "mode rdp: a Rényi bound, looser than a table of losses by its nature"
-SAMPLING = "needlessly loose: secret sampling is paid for over twice the distance, where known sampling would cost less"
-SIZES = "needlessly loose: one bound for all clients that hold more records than slots"
+RDP = "mode rdp: a Rényi bound is inherently looser than a discretised privacy loss distribution"
+SAMPLING = "needlessly loose: secret sampling is accounted for at twice the sensitivity; known sampling would cost less"
+SIZES = "needlessly loose: one bound covers all clients that hold more records than slots"
 COPIES = (
-    "needlessly loose: one bound for the copies of a person at clients of different size, some with more records than slots"
+    "needlessly loose: one bound covers a person's copies at clients of different sizes, some with more records than slots"
 )
-TABLE = "table of losses: every release is rounded up to the table's step, which shows in a small ε"
+TABLE = (
+    "discretisation: every release is rounded up to the step of the privacy loss distribution, which is visible in a small ε"
+)
 UNEXPLAINED = "unexplained"
 
 
 class LiteralRecipes(Recipes):
-    """The recipes without the bound that gives up the secrecy of record sampling."""
+    """The recipes without the bound that does not rely on secret record sampling."""
 
     def summed(self, size: int) -> list[Made]:
         """Secret sampling alone."""
@@ -86,7 +88,7 @@ def attempt(number: int) -> dict[str, Any]:
     result: dict[str, Any] = {"plan": number, "method": case.plan.method, "mode": case.mode}
     privacy = case.printed()
     if privacy is None:
-        return result | {"refused": "rdp does not know Poisson record sampling with slots"}
+        return result | {"refused": "mode rdp does not support Poisson record sampling with slots"}
     try:
         found = compare(rows_of(privacy), case.recomputed())
     except UnresolvedError as error:
@@ -120,7 +122,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "smallest ratio": ratios[0] if ratios else None,
         f"plans with an ε more than {BELOW:.1%} below": sum(bool(each["below"]) for each in compared),
         f"plans with an ε more than {ABOVE:.0%} above": len(loose),
-        "of these, with a reason that is not listed apart": sum(
+        "of these, due to rounding or unexplained": sum(
             any(why in (TABLE, UNEXPLAINED) for why in each["above"].values()) for each in loose
         ),
         "plans by reason": dict(Counter(why for each in loose for why in set(each["above"].values()))),

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing (atheris) of byte parsers: inputs that reach new code are kept and mutated further.
 
-    pip install 'fedcdp[fuzz]'
+    pip install '.[fuzz]'
     python -m tools.fuzz.guided --seconds 120 --out results/reliability/fuzz-guided.json
         python -m tools.fuzz.guided --target pickle CRASH-FILE                               # repeat one input
 

@@ -146,9 +146,16 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
         if "network" in layer.get("model", {}) and layer is not configured:
             consent.remember(str(layer["model"]["network"]))
     consent.require(configured.get("model", {}).get("network"), chosen["config"])
-    if "file" in single.get("data", {}):  # a run finds it again from any directory
-        single["data"]["file"] = str(Path(single["data"]["file"]).absolute())
+    for layer in [*layers, single]:
+        _make_file_absolute(layer)
     return [*layers, single]
+
+
+def _make_file_absolute(layer: Settings) -> None:
+    """A run or deployment finds its data file again from any directory. A relative path starts at the current one."""
+    given = layer.get("data", {}).get("file")
+    if isinstance(given, str) and given:  # anything else is refused when the layers are assembled
+        layer["data"]["file"] = str(Path(given).absolute())
 
 
 def _whole_number(flag: str, written: str) -> int:

@@ -61,6 +61,7 @@ def train(
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
         budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
     else:
+        RunDirectory(out).require_creatable()  # before a calibration that may take minutes
         planned, prepared = _planned(given, target_epsilon, data_dir, quiet)
         experiment = planned.experiment
         budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)

@@ -1,7 +1,7 @@
 """Settings by name: the paper's benchmarks, and recommended settings.
 
 A preset named after a dataset is the paper's setting (Table "Benchmark datasets and parameters"); `population` is the part
-of it that also serves as the default for that dataset, so that `fedcdp train --dataset mnist` trains the paper's federation
+of it that also serves as the default for that dataset, so `fedcdp train --dataset mnist` trains the paper's federation
 under this product's own sampling.
 
 The recommended settings have the best accuracy found at an honest ε of about 1, 2 and 8, on disjoint data. ε is the
@@ -11,8 +11,9 @@ found, what each row of accuracy is, and what the search itself leaks. They shar
 - every client takes part in every round, with one local step on all its records, in which each gradient is clipped and
   carries noise (`example`). A record is used once a round at a known step: no assumption about secret sampling is needed,
   and ε is that of a plain Gaussian;
-- only a linear layer on fixed features is trained, so that there are few weights to noise;
-- a small clip bound, for the noise is proportional to it, and a large learning rate that makes up for it; a moving average.
+- only a linear layer on fixed features is trained, so few weights receive noise;
+- a small clip bound, because the noise is proportional to it, and a large learning rate that makes up for it; a moving
+  average.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Settings = dict[str, dict[str, Any]]
 
 
 class WholeSettings(Settings):
-    """Settings from a preset or a configuration file: whoever names one has chosen a plan (`default_recipe`)."""
+    """Settings from a preset or a configuration file: a user who names one has chosen a plan (`default_recipe`)."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ FEDERATIONS = {
     "lfw": Federated("lfw", "iid", 10, 226, "oriented-gradients"),
     "adult": Federated("adult", "iid", 100, 366, "linear"),
     "cancer": Federated("cancer", "iid", 10, 42, "linear"),
-    # The paper's largest population: every image lies at a hundred clients, so that ε of a person is another (`unique`).
+    # The paper's largest population: a hundred clients hold each image, so a person has a different ε (`unique`).
     "mnist-10k": Federated("mnist", "shards", 10_000, 500, "oriented-gradients", per_round=500),
 }
 

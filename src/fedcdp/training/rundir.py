@@ -68,15 +68,25 @@ class RunDirectory:
 
     def create(self, config: str) -> None:
         """Start a new run; refuses a directory that holds anything except the remains of a killed start."""
+        self.require_creatable()
         with _said_in_a_sentence(self.path):
-            if self.path.exists() and not self.path.is_dir():
-                raise RunError(f"{self.path} is a file; choose another name for the run directory")
-            self._require_nothing()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.locked():
                 self._require_nothing()  # another process may have started a run here at the same time
                 write_atomically(self.config, config.encode(), PRIVATE)
                 sync_directory(self.path.absolute().parent)
+
+    def require_creatable(self) -> None:
+        """Raise unless a new run can start here. Nothing is written, so this can be checked before long computations."""
+        with _said_in_a_sentence(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise RunError(f"{self.path} is a file; choose another name for the run directory")
+            self._require_nothing()
+            place = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
+            if not place.is_dir():
+                raise RunError(f"{self.path} cannot be written: {place} is a file")
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise RunError(f"{self.path} cannot be written: no permission to write to {place}")
 
     def _require_nothing(self) -> None:
         if self.path.is_dir() and any(not _left_by_a_killed_start(each) for each in self.path.iterdir()):

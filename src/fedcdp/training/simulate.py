@@ -221,6 +221,8 @@ def simulate(
         2.0
     """
     if plan is None:
+        if out is not None and not resume:
+            RunDirectory(out).require_creatable()  # before a calibration that may take minutes
         plan, said = recommended_plan(
             model, federation, target_epsilon=target_epsilon, adversary=adversary, rounds=rounds, per_round=per_round
         )

@@ -58,9 +58,8 @@ def _steps(rows: Rows) -> Table:
          f"{row['paper_us'] / row['us_per_client_step']['median']:,.0f}"]
         for row in rows
     ]  # fmt: skip
-    title = f"µs per client step, {rows[0]['per_round']} clients a round; ratio to non-private; the paper's µs, times ours"
-    title += _synthetic(rows)
-    return title, ["dataset", "method", "µs", "spread", "ratio", "paper", "times"], cells
+    title = f"µs per client step, {rows[0]['per_round']} clients per round; ratio to non-private{_synthetic(rows)}"
+    return title, ["dataset", "method", "µs", "spread", "ratio", "paper µs", "paper / measured"], cells
 
 
 def _engines(rows: Rows) -> Table:
@@ -68,7 +67,7 @@ def _engines(rows: Rows) -> Table:
         [row["dataset"], row["engine"], *_speed(row), "-" if "missing" in row else _times(row["times_first"])]
         for row in rows
     ]
-    return "Engines, Fed-CDP", ["dataset", "engine", "µs", "spread", "ratio"], cells
+    return "Fed-CDP by engine", ["dataset", "engine", "µs", "spread", "ratio"], cells
 
 
 def _sampling(rows: Rows) -> Table:
@@ -76,15 +75,15 @@ def _sampling(rows: Rows) -> Table:
         [row["record_sampling"], str(row["batch_size"]), str(row["slots"]), *_speed(row), _times(row["times_partition"])]
         for row in rows
     ]
-    return "Record sampling, MNIST Fed-CDP", ["sampling", "B", "slots", "µs", "spread", "ratio"], cells
+    return "MNIST Fed-CDP by record sampling", ["sampling", "B", "slots", "µs", "spread", "ratio"], cells
 
 
 _TABLES = {"steps": _steps, "engines": _engines, "sampling": _sampling}
 
 _GROWTH = {
-    "per_round": ("MNIST Fed-CDP with more clients a round", ["K_t"]),
-    "batch_size": ("MNIST Fed-CDP with larger batches", ["B"]),
-    "clients": ("MNIST Fed-CDP with more clients in all", ["K", "K_t"]),
+    "per_round": ("MNIST Fed-CDP by clients per round", ["K_t"]),
+    "batch_size": ("MNIST Fed-CDP by batch size", ["B"]),
+    "clients": ("MNIST Fed-CDP by number of clients", ["K", "K_t"]),
 }
 
 
@@ -95,7 +94,7 @@ def _growth(rows: Rows, along: str, title: str, headings: list[str]) -> Table:
         place = [f"{row['clients']:,}", f"{row['per_round']:,}"] if federation else [f"{row[along]:,}"]
         more = [f"{row['start_up_seconds']:.2f}", f"{row['dealing_seconds']:.2f}"] if federation else []
         cells.append([*place, *_speed(row), *more, f"{row['peak_mib']:,.0f}"])
-    more = ["start, s", "deal, s"] if federation else []
+    more = ["start-up (s)", "assignment (s)"] if federation else []
     steps = rows[0]["local_steps"]
     return f"{title} (L = {steps})", [*headings, "µs", "spread", *more, "MiB"], cells
 
@@ -106,7 +105,11 @@ def _peers(rows: Rows, task: str) -> Table:
         times = _times(row["times_fedcdp"]) if "times_fedcdp" in row else "-"
         busy = [_figure(row[_CPU]["median"]), _times(row["cpu_times_fedcdp"])] if _CPU in row else ["-", "-"]
         cells.append([row["who"], *_speed(row), times, *busy])
-    return f"µs per client step, {task}; ratio to fedcdp", ["who", "µs", "spread", "ratio", "CPU µs", "ratio"], cells
+    return (
+        f"µs per client step, {task}; ratio to fedcdp",
+        ["implementation", "µs", "spread", "ratio", "CPU µs", "CPU ratio"],
+        cells,
+    )
 
 
 def remarks(content: dict[str, Any]) -> list[str]:
@@ -205,7 +208,7 @@ def _draw_growth(axes: Axes, rows: Rows) -> None:
     axes.fill_between(
         counts, [each["least"] for each in figures], [each["most"] for each in figures], color=_OURS, alpha=0.2
     )
-    axes.set(xscale="log", ylim=(0, None), xlabel="clients in a round, $K_t$", ylabel="µs per client step")
+    axes.set(xscale="log", ylim=(0, None), xlabel="clients per round, $K_t$", ylabel="µs per client step")
     axes.set_xticks(counts, [f"{each:,}" for each in counts])
     axes.minorticks_off()
     axes.set_title(f"MNIST, Fed-CDP, B = {rows[0]['batch_size']}")

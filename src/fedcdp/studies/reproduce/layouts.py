@@ -138,8 +138,8 @@ def time(table: Table, cells: Cells) -> Iterator[Section]:
     from fedcdp.studies.bench.tables import printed_ms
 
     columns = [("dataset", "dataset", "text"), ("method", "method", "text"), ("paper", "paper (ms)", "number")]
-    columns += [("measured", "measured (ms)", "number"), ("least", "least", "number"), ("most", "most", "number")]
-    columns += [("times", "paper / measured", "number"), ("K_t", "clients at a time", "text"), ("engine", "engine", "text")]
+    columns += [("measured", "measured (ms)", "number"), ("least", "minimum", "number"), ("most", "maximum", "number")]
+    columns += [("times", "paper / measured", "number"), ("K_t", "clients per round", "text"), ("engine", "engine", "text")]
     made = []
     for dataset, method in table.rows:
         found = cells.get(f"{dataset}/{method}", {})
@@ -154,7 +154,7 @@ def time(table: Table, cells: Cells) -> Iterator[Section]:
 
 _LEAKS = [
     ("exact", "exact", "share"), ("recognisable", "recognisable", "share"),
-    ("distance", "distance (RMSE at the end)", "number"), ("iterations", "iterations", "number"),
+    ("distance", "distance (final RMSE)", "number"), ("iterations", "iterations", "number"),
 ]  # fmt: skip
 
 
@@ -165,8 +165,12 @@ def _leak(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def attacks(table: Table, cells: Cells) -> Iterator[Section]:
-    """A section for each dataset and way of attacking."""
-    columns = [("method", "method", "text"), ("victims", "victims", "text"), ("paper succeeds", "paper: succeeds", "yes")]
+    """A section for each dataset and kind of attack."""
+    columns = [
+        ("method", "method", "text"),
+        ("victims", "victims", "text"),
+        ("paper succeeds", "paper: attack succeeds", "yes"),
+    ]
     columns += _LEAKS[:2]
     columns += [("paper distance", "paper: distance", "number"), *_LEAKS[2:3], ("difference", "− paper", "signed")]
     columns += [("paper iterations", "paper: iterations", "number"), *_LEAKS[3:], ("agrees", "agrees", "yes")]
@@ -202,7 +206,7 @@ def compression(table: Table, cells: Cells) -> Iterator[Section]:
             columns += [(f"{variant} {key}", f"{variant}: {key}", "share") for key in ("exact", "recognisable")]
             for row, each in zip(made, found, strict=True):
                 row |= {f"{variant} {key}": _leak(each)[key] for key in ("exact", "recognisable")}
-        yield section(f"{what} by the share of entries that is pruned", columns, made)
+        yield section(f"{what.capitalize()} by share of pruned entries", columns, made)
 
 
 def curve(table: Table, cells: Cells) -> Iterator[Section]:
@@ -228,10 +232,10 @@ def leaks(table: Table, cells: Cells) -> Iterator[Section]:
 
 
 def tradeoff(table: Table, cells: Cells) -> Iterator[Section]:
-    """The inspected rounds: the noise, and the noise that the examples tolerate."""
+    """The inspected rounds: the noise norm, and the noise norm that the examples tolerate."""
     forms = {"round": "text", "accuracy": "accuracy", "within": "share", "flipped": "share", "exceptions": "text"}
     names = {
-        "round": "round", "clip": "C", "noise_norm": "‖ξ‖", "bound_q10": "bound, lowest tenth",
+        "round": "round", "clip": "C", "noise_norm": "‖ξ‖", "bound_q10": "bound, 10th percentile",
         "bound_median": "bound, median", "within": "within the bound", "flipped": "flipped by ξ",
         "exceptions": "flipped within the bound", "accuracy": "accuracy",
     }  # fmt: skip
