@@ -103,7 +103,7 @@ def test_what_is_given_is_not_measured(model, federation, measured):
 class OnAGpu:
     """What is asked of training data before any is read, with the answers of a GPU's."""
 
-    is_cuda, device, shape, dtype = True, torch.device("cpu"), torch.Size([60, 1, 10, 10]), torch.float32
+    is_cuda, device, shape, dtype = True, torch.device("cpu"), torch.Size([60]), torch.int64
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -119,7 +119,7 @@ def test_a_long_training_on_a_gpu_takes_the_fastest(step, by_kernel, used, at_on
         return by_kernel if local_engine.name == "kernel" else step * (1 + abs(clients - 4))
 
     engine = BatchedEngine(build("cnn", (1, 10, 10), 3), F.cross_entropy)
-    examples = Examples(OnAGpu(), torch.zeros(60))  # type: ignore[arg-type]
+    examples = Examples(torch.zeros(60, 1, 10, 10), OnAGpu())  # type: ignore[arg-type]
     local_engine, chunk = autotune.choose_engine(
         Plan(rounds=1000, per_round=10, local_steps=100),
         {"batched": engine},

@@ -128,7 +128,7 @@ def test_a_single_output_for_three_classes_is_refused(loss: Any):
 def test_a_binary_loss_needs_a_single_output():
     inputs, labels = torch.randn(30, FEATURES), torch.arange(30) % 2
     federation = fedcdp.partition((inputs, labels), clients=2, scheme="iid")
-    with pytest.raises(ModelError, match=r"a binary loss needs one output for each example, and the network gives \[2\]"):
+    with pytest.raises(ModelError, match=r"the network returns \[2\] values for targets of one value"):
         fedcdp.simulate(
             nn.Linear(FEATURES, 2), federation, fedcdp.Plan(method="nonprivate", per_round=2), loss=nn.BCEWithLogitsLoss()
         )
