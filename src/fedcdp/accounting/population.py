@@ -45,6 +45,11 @@ class Population:
             federation.clients, federation.smallest, federation.copies, layers, tuple(sizes) if len(sizes) > 1 else ()
         )
 
+    @property
+    def largest(self) -> int | None:
+        """N_i of the client with the most records; None if that is unknown."""
+        return None if self.sizes is None else max(self.sizes, default=self.records)
+
     @staticmethod
     def read(stored: Mapping[str, Any]) -> Population:
         """The population stored in a ledger; the first release stored only the smallest number of records."""

@@ -5,9 +5,9 @@ the release (`sensitivity`, in units of C·√M), how much noise the release car
 σC), what the adversary does not know (`sampling`), where the line applies (`where`), and the lemma that turns these into a
 release.
 
-z, the noise over the sensitivity, is σ · noise / (sensitivity · √M). S: noise slots of a local step; K_t: clients in a
-round; R: clients that hold a copy of a record and may take part in one round; n: the noise on the sum of a local step under
-the plan's convention (√S for `example`, 1 for `batch`, 1/K_t for `cohort`).
+z, the noise over the sensitivity, is σ · noise / (sensitivity · √M). S: noise slots of a local step; S_i: those that carry a
+client's noise; K_t: clients in a round; R: clients that hold a copy of a record and may take part in one round; n: the noise
+on the sum of a local step under the plan's convention (√S for `example`, 1 for `batch`, 1/K_t for `cohort`).
 """
 
 from __future__ import annotations
@@ -81,6 +81,18 @@ class Setting:
         copies = self.population.copies
         return copies if self.plan.client_sampling == "poisson" else min(copies, self.plan.per_round)
 
+    @property
+    def noise_of_a_slot(self) -> float:
+        """The least noise on one example under `example` noise, in units of σC: that of a client that fills all its slots.
+
+        Under `noise_slots = held`, a client with N_i < S records has √(S/N_i) on each. The client with the most records has
+        the least; a client of unknown size has 1.
+        """
+        largest = self.population.largest
+        if self.plan.noise_slots == "all" or largest is None or largest >= self.plan.slots:
+            return 1.0
+        return math.sqrt(self.plan.slots / largest)
+
     def lines(self) -> list[Line]:
         """The lines of the table that apply to this setting."""
         method = "fed-cdp" if self.plan.per_example else "fed-sdp"
@@ -111,7 +123,13 @@ class Setting:
             return "without secure aggregation other clients' noise is not credited"
         if plan.compression:
             return "each client prunes its own noise before the sum, so other clients' noise is not credited"
-        if plan.per_example and self.population.records < plan.batch_size:
+        if plan.per_example and plan.weighting == "records":
+            largest = self.population.largest
+            if largest is None or largest > plan.batch_size:
+                return (
+                    "a client with more than B records weighs more, noise included, so other clients' noise is not credited"
+                )
+        elif plan.per_example and self.population.records < plan.batch_size:
             return (
                 "a client with fewer than B records divides by their number, so the energy of the sum's noise shows whether "
                 "it took part, and other clients' noise is not credited"
@@ -128,6 +146,7 @@ class Amount(NamedTuple):
 
 _ONE = Amount("1", lambda _: 1.0)
 _TWO = Amount("2", lambda _: 2.0)
+_SLOT = Amount("√(S/S_i)", lambda on: on.noise_of_a_slot)
 _SLOTS = Amount("S", lambda on: float(on.plan.slots))
 _TWICE_SLOTS = Amount("2·S", lambda on: float(2 * on.plan.slots))
 _TWICE_COPIES = Amount("2·R", lambda on: float(2 * on.copies))
@@ -359,9 +378,9 @@ TABLE: tuple[Line, ...] = (
     Line("fed-cdp", "any", "model", "record", "zero-out", _ONE, _COHORT_OF_STEPS, single_updates, all_together, _SUM),
     Line("fed-cdp", "any", "model", "record", "zero-out", _TWICE_SLOTS, _COHORT_OF_STEPS, single_updates_and_cohort,
          some_together, _SUM_OF_SOME),
-    Line("fed-cdp", "example", "example", "record", "zero-out", _ONE, _ONE, nothing_in_a_step, always, _SEEN),
-    Line("fed-cdp", "example", "example", "record", "replace-one", _TWO, _ONE, nothing_in_a_step, always, _SEEN),
-    Line("fed-cdp", "example", "example", "unique", "zero-out", _ONE, _ONE, nothing_in_a_step, copied, _COPIED),
+    Line("fed-cdp", "example", "example", "record", "zero-out", _ONE, _SLOT, nothing_in_a_step, always, _SEEN),
+    Line("fed-cdp", "example", "example", "record", "replace-one", _TWO, _SLOT, nothing_in_a_step, always, _SEEN),
+    Line("fed-cdp", "example", "example", "unique", "zero-out", _ONE, _SLOT, nothing_in_a_step, copied, _COPIED),
     Line("fed-cdp", "batch", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
     Line("fed-cdp", "cohort", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
     Line("fed-cdp", "any", "server", "client", "zero-out", _SLOTS, _STEP, nothing_of_a_client, always, _GAUSSIAN_STEPS),

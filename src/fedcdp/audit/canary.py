@@ -112,7 +112,9 @@ class Laboratory:
         clients = (numbers[:, None] * self.cohort + torch.arange(self.cohort)).flatten()
         at_canary = clients % self.cohort < self.copies
         sizes = torch.where(at_canary, self.records, self.others or self.records)
-        at = Moment(plan, self.engine, noise_of(plan, self.layout), round_, clients, sizes.clamp(max=plan.batch_size))
+        expected, noise = sizes.clamp(max=plan.batch_size), noise_of(plan, self.layout)
+        mean = plan.mean_records or float(sizes.double().mean())
+        at = Moment(plan, self.engine, noise, round_, clients, expected, records=sizes, mean_records=mean)
         takes_part = self._takes_part(plan, numbers, round_)
         at_canary &= takes_part.repeat_interleave(self.cohort)
         canary, others = self._gradients(world)
@@ -200,7 +202,7 @@ class Laboratory:
             received.add({name: value[first : first + self.cohort] for name, value in admitted.items()})
             seed = stream_key(at.plan.seed, "audit-server", int(at.clients[first])) >> 1
             noise = SeededNoise(seed, self.layout) if isinstance(at.noise, SeededNoise) else at.noise
-            there = replace(at, noise=noise, clients=nobody, expected_batch=nobody)
+            there = replace(at, noise=noise, clients=nobody, expected_batch=nobody, records=nobody)
             moved.append(self.layout.flatten(server_update(self.method, self.weights, received, there), lead=0))
         return torch.stack(moved) * (at.plan.per_round / at.plan.server_learning_rate)
 

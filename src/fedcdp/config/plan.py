@@ -21,12 +21,17 @@ MethodName = Literal["nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd
 ClipMode = Literal["layer", "flat"]
 NoiseConvention = Literal["example", "batch", "cohort"]
 NoisePlacement = Literal["server", "client"]
+NoiseSlots = Literal["all", "held"]
+Weighting = Literal["equal", "records"]
 ClientSampling = Literal["fixed", "poisson"]
 RecordSampling = Literal["poisson", "fixed", "partition"]
 Aggregation = Literal["fedsgd", "fedaveraging"]
 NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
+_ADDED: dict[str, object] = {"weighting": "equal", "mean_records": None, "noise_slots": "all"}
+"""Fields that the first release lacked, with their defaults."""
+_ALWAYS = object()
 _MOST = 10_000_000  # rounds, steps, clients, records: more than any training needs, and small enough to count exactly
 _MOST_STEPS = 1_000_000_000
 _PAPER_DECAY = "linear(6, 2)"
@@ -78,6 +83,11 @@ class Plan:
         "Fed-CDP: where the noise N(0, (σC)²) is added: to the gradient of every example (the paper's algorithm), to the "
         "sum of the batch, or, with cohort, to the sum of the batch scaled by 1/K_t.",
     )
+    noise_slots: NoiseSlots = option(
+        "all",
+        "Example noise at a client with fewer records than slots: on all S slots (all), or only on as many slots as it has "
+        "records, with σ·√(S/N_i) each (held). The noise on the sum is the same.",
+    )
     noise_at: NoisePlacement = option("server", "Fed-SDP: who adds the noise.")
     noise_follows_clip: bool = option(True, "Scale the noise with a decaying clip bound; otherwise it stays at σ·C_0.")
     quantile_noise: float = option(5.0, "Quantile clip: standard deviation σ_b of the noise on one yes-or-no answer.")
@@ -95,6 +105,14 @@ class Plan:
     server_learning_rate: float = option(1.0, "Server learning rate s, in W + s·mean(ΔW).")
     momentum: float = option(0.0, "Momentum of the local steps within a round.")
     ema: float = option(0.0, "Moving average of the global model: share kept each round (0: off).")
+    weighting: Weighting = option(
+        "equal", "Weight of a client's update: the same for all (equal), or by its number of records (records)."
+    )
+    mean_records: float | None = option(
+        None,
+        "Weighting by records: the public mean number of records at a client; a client with N_i records weighs N_i over it. "
+        "Default in a simulation: the federation's.",
+    )
     aggregation: Aggregation = option("fedsgd", "Clients send updates (fedsgd) or whole models (fedaveraging).")
     compression: float = option(0.0, "Share of an update's entries, the smallest, that is pruned before sending.")
     share_fraction: float = option(0.1, "DSSGD: share of an update's entries, the largest, that is sent.")
@@ -129,6 +147,7 @@ class Plan:
             clip_mode: ClipMode = ...,
             noise_multiplier: float = ...,
             noise: NoiseConvention = ...,
+            noise_slots: NoiseSlots = ...,
             noise_at: NoisePlacement = ...,
             noise_follows_clip: bool = ...,
             quantile_noise: float = ...,
@@ -140,6 +159,8 @@ class Plan:
             server_learning_rate: float = ...,
             momentum: float = ...,
             ema: float = ...,
+            weighting: Weighting = ...,
+            mean_records: float | None = ...,
             aggregation: Aggregation = ...,
             compression: float = ...,
             share_fraction: float = ...,
@@ -243,8 +264,16 @@ class Plan:
         return replace(self, **changes)
 
     def written(self) -> dict[str, str | int | float | bool]:
-        """The plan as plain values, for a configuration file; `Plan(**written)` restores it."""
-        return {name: str(value) if isinstance(value, Schedule | Quantile) else value for name, value in vars(self).items()}
+        """The plan as plain values, for a configuration file; `Plan(**written)` restores it.
+
+        A field that the first release lacked is left out while it has its default, so ledgers, checkpoints and tasks of that
+        release keep their digests.
+        """
+        return {
+            name: str(value) if isinstance(value, Schedule | Quantile) else value
+            for name, value in vars(self).items()
+            if _ADDED.get(name, _ALWAYS) != value
+        }
 
     def digest(self) -> str:
         """A short hash of the plan, different for different plans."""
@@ -292,6 +321,12 @@ class Plan:
             self._require(name, getattr(self, name) > 0, "positive")
         if self.noise_generator != "philox" and not self.secure_noise:
             raise PlanError(f"noise_generator: {self.noise_generator} applies to secure noise only; also set secure_noise")
+        if self.mean_records is not None:
+            self._require("mean_records", 1 <= self.mean_records <= _MOST, f"from 1 to {_MOST:,}")
+            if self.weighting == "equal":
+                raise PlanError("mean_records: it applies to weighting by records only; also set weighting")
+        if self.noise_slots == "held" and not (self.per_example and self.noise == "example"):
+            raise PlanError("noise_slots: held applies to example noise of fed-cdp only")
         if isinstance(self.clip, Quantile) and not self.noise_follows_clip:
             raise PlanError(f"noise_follows_clip: false is not allowed with {self.clip}; noise must follow a quantile bound")
         if self.private:

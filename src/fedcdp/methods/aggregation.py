@@ -1,8 +1,8 @@
 """The server: adds up what clients send and updates the global model.
 
-Every client has the same weight. The sum is divided by the *planned* number of clients K_t, even when fewer or more took
-part (Poisson sampling, dropped clients): the server must not reveal the real number, and the accounting relies on a
-fixed divisor.
+Clients weight their updates themselves, where the plan asks for it. The sum is divided by the *planned* number of clients
+K_t, even when fewer or more took part (Poisson sampling, dropped clients): the server must not reveal the real number, and
+the accounting relies on a fixed divisor.
 """
 
 from __future__ import annotations

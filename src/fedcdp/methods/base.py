@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedcdp.config.plan import Plan
@@ -40,6 +41,10 @@ class Moment:
     client also knows the weights that a local step starts from: they are passed as "local-weights", before the step."""
     current_clip: float | None = None
     """The present value of a clip bound that follows a quantile, as moved by the rounds before this one."""
+    records: Tensor | None = None
+    """N_i for each of the clients; None: nothing that the plan asks for depends on it."""
+    mean_records: float | None = None
+    """The public mean of N_i over all clients of the federation, for weighting by records."""
 
     @property
     def clip_bound(self) -> float:
@@ -65,6 +70,29 @@ class Moment:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of tensors that are clipped together."""
         return self.engine.layout.groups(self.plan.clip_mode)
+
+    @property
+    def client_weights(self) -> Tensor | None:
+        """The weight of each client's update, N_i over its mean; None: all are equal."""
+        if self.plan.weighting == "equal":
+            return None
+        assert self.records is not None
+        assert self.mean_records is not None
+        return self.records / self.mean_records
+
+    @property
+    def slot_noise(self) -> Tensor | None:
+        """Example noise in each slot [clients, slots], in units of σC; None: 1 in all of them.
+
+        A client with N_i < S records fills at most N_i slots. With `noise_slots = held` these alone carry noise, √(S/N_i)
+        each, so the sum over the slots carries √S, like that of every other client.
+        """
+        if self.plan.noise_slots == "all":
+            return None
+        assert self.records is not None
+        held = self.records.clamp(max=self.plan.slots)[:, None]
+        slots = torch.arange(self.plan.slots, device=held.device)
+        return torch.where(slots < held, (self.plan.slots / held).sqrt(), 0.0)
 
     def show(self, reader: str, seen: Tree) -> None:
         """Show the tap what the method releases at this point."""
@@ -118,8 +146,8 @@ class Method(ABC):
         return Local(weights, velocity if at.plan.momentum else None, count)
 
     def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
-        """The update that a client sends, ΔW_i(t) = W_i(t)_L − W(t): sanitised first, then pruned, never the reverse."""
-        update = self.sanitise_update(combine(after, before, -1.0), at)
+        """The update that a client sends, ΔW_i(t) = W_i(t)_L − W(t), weighted: sanitised, then pruned, never the reverse."""
+        update = self.sanitise_update(raw_update(before, after, at), at)
         update = keep_largest(update, at.engine.layout, self.shared_fraction(at.plan))
         at.show("type1", update)
         return update
@@ -139,6 +167,12 @@ class Method(ABC):
     def sanitise_sum(self, total: Tree, at: Moment) -> Tree:  # noqa: ARG002
         """Sanitise the sum of the updates at the server before it is used."""
         return total
+
+
+def raw_update(before: Tree, after: Tree, at: Moment) -> Tree:
+    """What the local steps changed, times the client's weight, before anything is sanitised."""
+    update, weights = combine(after, before, -1.0), at.client_weights
+    return update if weights is None else {name: value * _column(weights, value) for name, value in update.items()}
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:

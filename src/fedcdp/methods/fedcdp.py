@@ -21,7 +21,7 @@ from fedcdp.files.tree import Group, Tree
 from fedcdp.mechanism.clipping import clip
 from fedcdp.mechanism.noise import noised
 from fedcdp.methods.base import GradientSum, Method, Moment
-from fedcdp.methods.quantile import count_examples, counts_examples, indicators
+from fedcdp.methods.quantile import count_examples, counts_examples, indicators, noise_of_indicators
 
 
 class FedCDP(Method):
@@ -29,8 +29,9 @@ class FedCDP(Method):
 
     Guarantees: a step's sum has L2 sensitivity C·√M (C if clipped flat) when a record is zeroed out, and carries Gaussian
     noise with standard deviation `deviation_of_step_sum` on every coordinate, whatever the batch. Under `example` noise
-    this is one independent N(0, (σC)²) for each of the S slots, so an adversary who reads per-example gradients also sees
-    noise. Under `batch` and `cohort` noise such an adversary sees gradients that are only clipped.
+    this is one independent N(0, (σC)²) for each of the S slots (`Moment.slot_noise`: more noise on fewer slots at a client
+    with few records), so an adversary who reads per-example gradients also sees noise. Under `batch` and `cohort` noise such
+    an adversary sees gradients that are only clipped.
 
     If the bound follows a quantile, the first step of a round also releases a sum of indicators, whose sensitivity is ½
     and whose noise follows the same convention (`quantile.count_examples`).
@@ -74,8 +75,9 @@ class NoisedExamples:
     """An engine that returns only gradients that were clipped and noised one by one.
 
     Guarantees: the result of `released` carries an independent N(0, (σC)²) on every coordinate of every slot, including
-    empty ones; the sum over the slots has the same distribution as with one draw for the whole step. Raw gradients exist
-    only inside the engine, for the duration of one step, and are not kept.
+    empty ones (`Moment.slot_noise`: more noise on fewer slots at a client with few records); the sum over the slots has the
+    same distribution as with one draw for the whole step. Raw gradients exist only inside the engine, for the duration of
+    one step, and are not kept.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -88,7 +90,7 @@ class NoisedExamples:
         gradients = self._engine.per_example_gradients(weights, batch)
         within = None
         if counts_examples(at):
-            within = at.noise.for_indicators(at.round, at.clients, at.plan.slots, at.plan.quantile_noise)
+            within = noise_of_indicators(at)
             within[:, : batch.present.shape[1]] += indicators(gradients, batch.present, at)
         return noise_each(clip(gradients, at.groups, at.clip_bound, batch.present).values, at), within
 
@@ -112,6 +114,8 @@ class NoisedExamples:
 def noise_each(clipped: Tree, at: Moment) -> Tree:
     """Add noise to every slot of the step, including the trailing empty slots that the batch omits."""
     noise = at.noise.for_examples(at.round, at.clients, at.step, at.plan.slots, at.noise_scale)
+    if (units := at.slot_noise) is not None:
+        noise = {name: value * units.view(*units.shape, *(1,) * (value.dim() - 2)) for name, value in noise.items()}
     slots = {}
     for name, value in clipped.items():
         clients, filled, *shape = value.shape

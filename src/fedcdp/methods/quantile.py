@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedcdp.config.plan import Plan
-from fedcdp.files.tree import Tree, combine, masked
+from fedcdp.files.tree import Tree, masked
 from fedcdp.mechanism.clipping import group_norms
 from fedcdp.mechanism.noise import deviation_of_count
-from fedcdp.methods.base import Local, Moment, Sent
+from fedcdp.methods.base import Local, Moment, Sent, raw_update
 
 
 def clip_rule(plan: Plan) -> ClipRule:
@@ -78,7 +78,7 @@ class ClientsCount(ClipRule):
     def leaving(self, before: Tree, local: Local, at: Moment) -> Tensor:
         """The indicator of each client's raw update, noised."""
         noise = at.noise.for_count(at.round, at.clients, at.plan.quantile_noise)
-        return count_clients(combine(local.weights, before, -1.0), at) + noise
+        return count_clients(raw_update(before, local.weights, at), at) + noise
 
 
 class ServerCounts(ClipRule):
@@ -113,12 +113,18 @@ def count_examples(gradients: Tree, present: Tensor, at: Moment) -> Tensor:
     """The noised sum of a step's indicators [clients], under the same noise convention as its gradients."""
     raw = indicators(gradients, present, at)
     if at.plan.noise == "example" and at.tap is not None:
-        released = at.noise.for_indicators(at.round, at.clients, at.plan.slots, at.plan.quantile_noise)
+        released = noise_of_indicators(at)
         released[:, : raw.shape[1]] += raw
         at.show("type2-count", {"within": released})
         return released.sum(1)
     at.show("type2-count", {"within": raw})
     return raw.sum(1) + at.noise.for_count(at.round, at.clients, deviation_of_count(at.plan))
+
+
+def noise_of_indicators(at: Moment) -> Tensor:
+    """The noise of each slot's indicator [clients, slots], spread over the slots like that of their gradients."""
+    noise, units = at.noise.for_indicators(at.round, at.clients, at.plan.slots, at.plan.quantile_noise), at.slot_noise
+    return noise if units is None else noise * units
 
 
 def count_clients(update: Tree, at: Moment) -> Tensor:

@@ -12,7 +12,9 @@ import math
 import secrets
 import time
 from dataclasses import replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +49,13 @@ class ClientData:
         # The draws are as secret as the noise: nobody has their seed, not even a resumed run, which draws afresh. Releasing
         # the same records twice under fresh noise would reveal more than two releases of random records.
         self.draws = plan.but(seed=secrets.randbits(62)) if plan.secure_noise and plan.private else plan
+
+    @cached_property
+    def mean_records(self) -> float:
+        """The mean number of records at a client: the plan's, or the federation's."""
+        if self.plan.mean_records is not None:
+            return self.plan.mean_records
+        return float(self.federation.sizes(np.arange(self.federation.clients)).mean())
 
     def records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
         """The records [clients, most], as indices into the training data, and the number of records of each client."""
@@ -108,7 +117,17 @@ class Simulator:
     def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
         """The moment at the start of a round for clients with `sizes` records."""
         expected = sizes.clamp(max=self.plan.batch_size)
-        return Moment(self.plan, self.engine, self.noise, state.round, clients, expected, current_clip=state.clip)
+        return Moment(
+            self.plan,
+            self.engine,
+            self.noise,
+            state.round,
+            clients,
+            expected,
+            current_clip=state.clip,
+            records=sizes,
+            mean_records=self.data.mean_records,
+        )
 
     def measure(self, before: State, state: State, chosen: Tensor, every: int) -> Row:
         """The metrics row of a round. In a private run, nothing in it is taken from before the noise is added."""

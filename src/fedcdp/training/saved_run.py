@@ -211,8 +211,8 @@ def check_ledger(run: RunDirectory, ledger: Ledger) -> None:
         digest = Plan(**config["plan"]).digest()
     except (KeyError, TypeError, FedcdpError) as error:
         raise RunError(f"{run.config} or {run.ledger} holds a plan that this program does not know: {error}") from error
-    for name, value in ours.written().items():
-        if (other := theirs.written()[name]) != value:
+    for name, value in vars(ours).items():
+        if (other := getattr(theirs, name)) != value:
             raise RunError(f"{run.ledger} belongs to another run: its plan has {name} = {other}, but {run.config} {value}")
     if ledger.noise != ("secure" if ours.secure_noise else "seeded"):
         raise RunError(f"{run.ledger} belongs to another run: its noise is {ledger.noise}, but {run.config} says otherwise")

@@ -180,7 +180,17 @@ class LocalTraining:
         noise = noise_of(plan, self.engine.layout)
         expected = sizes.clamp(max=plan.batch_size)
         engine = NoisedExamples(self.engine) if self._one_by_one else self.engine
-        at = Moment(plan, engine, noise, asked.number, clients, expected, current_clip=asked.clip)
+        at = Moment(
+            plan,
+            engine,
+            noise,
+            asked.number,
+            clients,
+            expected,
+            current_clip=asked.clip,
+            records=sizes,
+            mean_records=plan.mean_records,
+        )
         draw = choose_records_of_steps(plan, clients, sizes, asked.number)
         local = {name: value.to(device) for name, value in weights.items()}
         return StepwiseEngine(METHODS[plan.method], self.engine, self._examples)(local, draw, at)

@@ -86,6 +86,8 @@ class Task:
             )
         if self.plan.secure_noise == self.reproducible:
             raise PlanError("secure_noise: a deployment takes its noise from the operating system unless it is reproducible")
+        if self.plan.weighting == "records" and self.plan.mean_records is None:
+            raise PlanError("mean_records: a deployment that weights by records needs it; clients do not know each other's")
         if not 1 <= self.smallest_cohort <= self.plan.per_round:
             raise PlanError(f"smallest_cohort: {self.smallest_cohort} is not from 1 to per_round, {self.plan.per_round}")
 
