@@ -41,7 +41,7 @@ MOST_LISTED = 2**20
 _VERSION = 1
 _HEADER_KEYS = ("ledger", "plan", "population", "noise")
 _CHARGE_KEYS = ("round", "attempt", "clients", "bound")
-_ADDED: dict[str, set[str]] = {"plan": set(), "population": {"sizes"}, "noise": set()}
+_ADDED: dict[str, set[str]] = {"plan": set(), "population": {"sizes", "held", "names"}, "noise": set()}
 """Keys that ledgers of the first release lack. Such a ledger is continued without them."""
 
 

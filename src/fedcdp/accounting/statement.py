@@ -57,6 +57,8 @@ class Usage:
     """Every round that was released; a round that was released twice is listed twice."""
     participations: tuple[int, ...]
     """How often the most-used clients took part, descending."""
+    by_client: tuple[int, ...] = ()
+    """How often each client took part, in their order; empty: not listed."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class ClientRow:
+    """ε of the records of one client, against the server under zero-out, where clients hold different numbers of records."""
+
+    client: str
+    """Its name."""
+    records: int
+    """N_i."""
+    epsilon: float
+    """ε before it is known who takes part in which round."""
+    epsilon_used: float | None
+    """ε spent so far by this client."""
+    epsilon_worst: float
+    """ε if it takes part in every round."""
+
+
+@dataclass(frozen=True)
 class Privacy:
     """What a plan guarantees: one row for each adversary, unit and relation, all at the same δ.
 
@@ -98,6 +116,8 @@ class Privacy:
     """One for each adversary, unit and relation."""
     notes: tuple[str, ...] = ()
     """Remarks that concern several rows."""
+    clients: tuple[ClientRow, ...] = ()
+    """Where clients hold different numbers of records: ε of each, the largest first."""
 
     def row(self, adversary: str, unit: str = "record", relation: str = "zero-out") -> Row:
         """The row for an adversary, unit and relation; if there is none, a `PlanError` lists the rows that exist."""
@@ -108,8 +128,9 @@ class Privacy:
         raise PlanError(f"there is no row {adversary}/{unit}/{relation}; there are {known}")
 
     def as_json(self) -> dict[str, Any]:
-        """The statement for programs (a contract: these keys stay)."""
-        return {"delta": self.delta, "mode": self.mode, "rows": [row.as_json() for row in self.rows]}
+        """The statement for programs (a contract: these keys stay); `clients` only where clients differ."""
+        stated = {"delta": self.delta, "mode": self.mode, "rows": [row.as_json() for row in self.rows]}
+        return stated | ({"clients": [vars(row) for row in self.clients]} if self.clients else {})
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table's cells, as strings."""
@@ -120,7 +141,18 @@ class Privacy:
             cells.append((row.adversary, row.unit, row.relation, *shown, row.assumption))
         return cells
 
+    def client_cells(self) -> list[tuple[str, ...]]:
+        """The cells of the table of clients, as strings; empty where all clients have the same ε."""
+        if len({round(row.epsilon, 6) for row in self.clients}) < 2 and len({row.epsilon_used for row in self.clients}) < 2:
+            return []
+        return [
+            (row.client, f"{row.records:,}", *("-" if each is None else format_epsilon(each, large="whole") for each in (
+                row.epsilon, row.epsilon_used, row.epsilon_worst)))
+            for row in self.clients
+        ]  # fmt: skip
+
     HEADINGS = ("adversary", "unit", "relation", "ε", "ε used", "ε worst", "assumption")
+    CLIENT_HEADINGS = ("client", "records", "ε", "ε used", "ε worst")
 
     def assumptions(self) -> list[str]:
         """The assumptions of all rows, each once; the table refers to them by number."""
@@ -129,11 +161,12 @@ class Privacy:
     def __str__(self) -> str:
         numbers = {assumption: str(number) for number, assumption in enumerate(self.assumptions(), start=1)}
         lines = [(*self.HEADINGS[:-1], "see"), *((*cells, numbers[assumption]) for *cells, assumption in self.cells())]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         below = [f"{number}. {assumption}" for assumption, number in numbers.items()]
         below += [f"note: {note}" for note in self.notes]
-        return "\n".join([f"ε at δ = {self.delta:g} ({self.mode})", *table, *(textwrap.fill(line, 100) for line in below)])
+        printed = [f"ε at δ = {self.delta:g} ({self.mode})", *_aligned(lines), *(textwrap.fill(line, 100) for line in below)]
+        if clients := self.client_cells():
+            printed += ["ε of each client's records against the server", *_aligned([self.CLIENT_HEADINGS, *clients])]
+        return "\n".join(printed)
 
     __repr__ = __str__
 
@@ -141,7 +174,18 @@ class Privacy:
         head = "".join(f"<th>{name}</th>" for name in self.HEADINGS)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>" for line in self.cells())
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<p>ε at δ = {self.delta:g} ({self.mode})</p><table><tr>{head}</tr>{body}</table>{notes}"
+        shown = f"<p>ε at δ = {self.delta:g} ({self.mode})</p><table><tr>{head}</tr>{body}</table>{notes}"
+        if not (clients := self.client_cells()):
+            return shown
+        head = "".join(f"<th>{name}</th>" for name in self.CLIENT_HEADINGS)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>" for line in clients)
+        return f"{shown}<p>ε of each client's records against the server</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table, its columns aligned on the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def state(
@@ -151,17 +195,20 @@ def state(
     mode: Mode = "tight",
     rounds: int | Sequence[int] | None = None,
     usage: Usage | None = None,
+    by_client: bool = True,
 ) -> Privacy:
     """The privacy statement of a plan: for all its rounds, the first `rounds`, or the listed rounds.
 
-    With a ledger's `usage`, it includes what the most-used client has spent so far.
+    With a ledger's `usage`, it includes what the most-used client has spent so far. With `by_client`, it includes ε of each
+    client, where they hold different numbers of records.
     """
     if mode not in get_args(Mode):
         raise PlanError(f"mode: {mode!r} is not one of {', '.join(get_args(Mode))}")
     if mode == "paper":
         return _as_printed(plan)
     rows = tuple(_row(view, plan, population, mode, rounds, usage) for view in views(plan, population))
-    return Privacy(plan.delta, mode, rows, _notes(plan, population, rows))
+    clients = _client_rows(plan, population, mode, rounds, usage) if by_client and plan.private else ()
+    return Privacy(plan.delta, mode, rows, _notes(plan, population, rows, clients), clients)
 
 
 def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mode = "tight") -> float:
@@ -203,6 +250,43 @@ def _row(
     return Row(view.adversary, view.unit, view.relation, min(worst, before), used, worst, view.assumption)
 
 
+_MOST_SIZES = 12  # different numbers of records for which ε is computed one by one
+
+
+def _others(clients: tuple[ClientRow, ...]) -> str:
+    worst = max(clients, key=lambda row: row.epsilon)
+    rest = max((row for row in clients if row.records != worst.records), key=lambda row: row.epsilon)
+    return f"the next, {rest.client}, has {format_epsilon(rest.epsilon)}"
+
+
+def _client_rows(
+    plan: Plan, population: Population, mode: Mode, rounds: int | Sequence[int] | None, usage: Usage | None
+) -> tuple[ClientRow, ...]:
+    """ε of each client, the largest first; of some clients where too many sizes occur: those at the quantiles of N_i.
+
+    A client's own ε depends on its number of records and on how often it took part.
+    """
+    if not plan.per_example or not population.held:
+        return ()
+    by_size = sorted(range(population.clients), key=lambda client: population.held[client])
+    if len(population.sizes or ()) > _MOST_SIZES:
+        last = len(by_size) - 1
+        by_size = [by_size[round(place * last / (_MOST_SIZES - 1))] for place in range(_MOST_SIZES)]
+    found: dict[tuple[int, int | None], Row] = {}
+    stated = []
+    for client in by_size:
+        times = usage.by_client[client] if usage is not None and usage.by_client else None
+        case = population.held[client], times
+        if case not in found:
+            own = Population(population.clients, case[0], population.copies, population.layers)
+            (view,) = (each for each in views(plan, own) if (each.adversary, each.unit) == ("server", "record"))
+            spent = None if usage is None or times is None else Usage(usage.rounds, (times,))
+            found[case] = _row(view, plan, own, mode, rounds, spent)
+        row = found[case]
+        stated.append(ClientRow(population.name(client), case[0], row.epsilon, row.epsilon_used, row.epsilon_worst))
+    return tuple(sorted(stated, key=lambda row: (-(row.epsilon_used or 0.0), -row.epsilon, row.records)))
+
+
 def _as_printed(plan: Plan) -> Privacy:
     units = {"fed-sdp": ["client"], "fed-cdp": ["record", "client"], "fed-cdp-decay": ["record", "client"]}.get(
         plan.method, []
@@ -216,8 +300,14 @@ def _as_printed(plan: Plan) -> Privacy:
     return Privacy(plan.delta, "paper", tuple(rows), (paper.BANNER,))
 
 
-def _notes(plan: Plan, population: Population, rows: tuple[Row, ...]) -> tuple[str, ...]:
+def _notes(plan: Plan, population: Population, rows: tuple[Row, ...], clients: tuple[ClientRow, ...]) -> tuple[str, ...]:
     notes = []
+    if clients and len({round(row.epsilon, 6) for row in clients}) == 1:
+        held = [row.records for row in clients]
+        notes.append(f"every client has this ε, whether it holds {min(held):,} or {max(held):,} records")
+    elif clients:
+        worst = max(clients, key=lambda row: row.epsilon)
+        notes.append(f"{worst.client}, with {worst.records:,} records, sets the ε against the server: {_others(clients)}")
     if population.layers > 1 and plan.private:
         notes.append(
             f"each of {population.layers} layers is clipped at C: together, one example moves them by C·√{population.layers}"

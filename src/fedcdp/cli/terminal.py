@@ -284,6 +284,14 @@ def privacy_table(privacy: Privacy, to_stdout: bool = False) -> None:
         target.print(f"{number}. {escape(assumption)}")
     for sentence in privacy.notes:
         target.print(f"note: {escape(sentence)}", style="yellow")
+    if clients := privacy.client_cells():
+        title = "ε of each client's records against the server"
+        shown = Table(title=title, title_justify="left", title_style="bold")
+        for heading in privacy.CLIENT_HEADINGS:
+            shown.add_column(heading, justify="left" if heading == "client" else "right")
+        for cells in clients:
+            shown.add_row(*map(escape, cells))
+        target.print(shown)
 
 
 def figures_table(title: str, headings: list[str], rows: list[list[str]]) -> None:

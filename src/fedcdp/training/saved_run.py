@@ -272,4 +272,5 @@ def usage_of(ledger: Ledger, population: Population) -> Usage:
     from fedcdp.accounting.statement import Usage
 
     counts = ledger.busiest(population.copies)
-    return Usage(ledger.rounds, tuple(int(count) for count in counts))
+    by_client = tuple(ledger.participations().tolist()) if population.held else ()
+    return Usage(ledger.rounds, tuple(int(count) for count in counts), by_client)

@@ -129,7 +129,7 @@ class Run:
 
         most_used = np.sort(self.participations)[::-1][: self.population.copies]
         released = tuple(charge.round for charge in self.charges)
-        usage = Usage(released, tuple(int(count) for count in most_used))
+        usage = Usage(released, tuple(int(count) for count in most_used), tuple(self.participations.tolist()))
         return state(self.plan, self.population, mode=mode, rounds=released, usage=usage)
 
     @property
