@@ -192,4 +192,4 @@ def test_the_line_says_what_is_used() -> None:
 
 def test_the_line_names_another_adversary_and_the_largest_client() -> None:
     said = describe_recipe(calibrated(), [3, 50], 0.5, "model", "client")
-    assert "ε = 0.5 against model (client) (1 local step on all records (at most 50)," in said
+    assert "ε = 0.5 against model (client) (1 local step on all 3 to 50 records of a client," in said

@@ -16,6 +16,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.config.schedules import Quantile, Schedule, constant, cosine, exponential, linear, proportional, quantile
 from fedcdp.errors import PlanError
 
+DIGEST_OF_THE_FIRST_RELEASE = "3cb2f1aac9e32ecc"
 BAD_VALUES: list[tuple[str, Any]] = [
     ("method", "fed-xyz"), ("method", None), ("method", 3),
     ("rounds", 0), ("rounds", -1), ("rounds", 2.0), ("rounds", "2"), ("rounds", True), ("rounds", None),
@@ -25,7 +26,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("clip", [6, 2]), ("clip_mode", "global"),
     ("noise_multiplier", -0.1), ("noise_multiplier", math.nan), ("noise_multiplier", math.inf),
     ("noise_multiplier", "6"), ("noise_multiplier", None), ("noise_multiplier", False),
-    ("noise", "record"), ("noise_at", "wire"),
+    ("noise", "record"), ("noise_at", "wire"), ("noise_slots", "some"), ("weighting", "size"), ("mean_records", 100.0),
     ("clip", "quantile(1, 4)"), ("clip", "quantile(0.5, 0)"), ("clip", "median"),
     ("quantile_noise", 0), ("quantile_noise", -1.0), ("quantile_noise", math.nan), ("quantile_noise", "5"),
     ("quantile_rate", 0), ("quantile_rate", math.inf), ("secure_noise", 1), ("secure_noise", "yes"),
@@ -240,6 +241,7 @@ def plans(draw: st.DrawFn) -> Plan:
         momentum=draw(fraction),
         ema=draw(fraction),
         aggregation=draw(st.sampled_from(["fedsgd", "fedaveraging"])),
+        weighting=draw(st.sampled_from(["equal", "records"])),
         compression=draw(fraction),
         share_fraction=draw(st.floats(0, 1, exclude_min=True)),
         seed=draw(st.integers(0, 2**63 - 1)),
@@ -256,7 +258,10 @@ def test_a_written_plan_gives_back_exactly_the_same_plan(plan):
 @given(plan=plans())
 def test_a_written_plan_consists_of_plain_values(plan):
     written = plan.written()
-    assert set(written) == {field.name for field in dataclasses.fields(Plan)}
+    left_out = {field.name for field in dataclasses.fields(Plan)} - set(written)
+    assert left_out <= {"weighting", "mean_records", "noise_slots"}
+    assert all(getattr(plan, name) == getattr(Plan(), name) for name in left_out)
+    assert Plan(**written) == plan
     assert {type(value) for value in written.values()} <= {str, int, float, bool}
     assert json.loads(json.dumps(written)) == written
 
@@ -318,3 +323,24 @@ def test_the_constructor_takes_every_field_and_says_what_may_be_given() -> None:
     assert wider == {"clip", "learning_rate", "slots"}
     for name in wider:
         assert set(held[name].split(" | ")) <= set(accepted[name].split(" | "))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"weighting": "records", "mean_records": 0.5}, "mean_records: 0.5 is not allowed"),
+        ({"mean_records": 30.0}, "mean_records: it applies to weighting by records only"),
+        ({"noise_slots": "held", "noise": "batch"}, "noise_slots: held applies to example noise"),
+        ({"noise_slots": "held", "method": "fed-sdp"}, "noise_slots: held applies to example noise"),
+    ],
+)
+def test_options_for_unequal_clients_that_make_no_sense_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Plan(**fields)
+
+
+def test_options_added_since_the_first_release_leave_its_digests_alone() -> None:
+    """The digest of the default plan in 0.1.0: checkpoints, ledgers and tasks name it."""
+    assert Plan().digest() == DIGEST_OF_THE_FIRST_RELEASE
+    assert Plan(weighting="records").digest() != DIGEST_OF_THE_FIRST_RELEASE
+    assert Plan(noise_slots="held").digest() != DIGEST_OF_THE_FIRST_RELEASE

@@ -58,6 +58,13 @@ def records_of_step(plan: Plan, federation: Federation, client: int, round_: int
     return [order[position] for position in draw.positions[0][draw.present[0]].tolist()]
 
 
+def mean_records(plan: Plan, federation: Federation) -> float | None:
+    if plan.weighting == "equal":
+        return None
+    sizes = [len(federation.indices(client)) for client in range(federation.clients)]
+    return plan.mean_records or sum(sizes) / len(sizes)
+
+
 def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain: Any) -> naive.Weights:
     setting = naive.Setting(
         **{
@@ -77,6 +84,7 @@ def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain:
             "quantile": getattr(plan.clip, "target", None),
             "quantile_noise": plan.quantile_noise,
             "quantile_rate": plan.quantile_rate,
+            "mean_records": mean_records(plan, federation),
         }
         | plain
     )
@@ -270,6 +278,32 @@ def test_clients_of_different_sizes_equal_the_naive_loop_however_they_are_chunke
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "fields", [{}, {"mean_records": 3.5, "aggregation": "fedaveraging"}], ids=["own mean", "given mean"]
+)
+def test_clients_weighted_by_records_equal_the_naive_loop(small, method, fields):
+    """Weighted before an update is clipped or pruned; one client has a single record."""
+    federation = federation_of(small.inputs, small.targets, [9, 2, 1, 7, 5])
+    plan = small_plan(
+        **METHODS[method], **fields, weighting="records", per_round=4, rounds=2, noise_multiplier=0.3, batch_size=6,
+        compression=0.2,
+    )  # fmt: skip
+    assert_same_training(small.model, federation, plan, sent=shared(plan))
+    equal = simulate(small.model, federation, plan.but(weighting="equal", mean_records=None))
+    weighted = simulate(small.model, federation, plan)
+    assert not torch.allclose(*(next(run.model.parameters()) for run in (equal, weighted)), atol=1e-3)
+
+
+def test_weighting_by_records_takes_one_step_of_the_whole_federation(small):
+    """One local step on all records: the sum of all gradients over the number of all records."""
+    federation = federation_of(small.inputs, small.targets, [9, 2, 1, 7, 5])
+    plan = small_plan(weighting="records", per_round=5, local_steps=1, batch_size=9)
+    union = federation_of(small.inputs, small.targets, [24])
+    together = simulate(small.model, union, plan.but(per_round=1, batch_size=24, weighting="equal"))
+    assert_close(dict(simulate(small.model, federation, plan).model.named_parameters()), naive.trainable(together.model))
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_poisson_clients_equal_the_naive_loop(small, method):
     federation = federation_of(small.inputs, small.targets, SIZES)
     plan = small_plan(**METHODS[method], client_sampling="poisson", rounds=4, per_round=2, noise_multiplier=0.3)
@@ -326,6 +360,7 @@ def plans(draw: st.DrawFn, clients: int) -> Plan:
         server_learning_rate=draw(st.floats(0.1, 2.0)),
         momentum=draw(st.floats(0.0, 0.95)),
         aggregation=draw(st.sampled_from(["fedsgd", "fedaveraging"])),
+        weighting=draw(st.sampled_from(["equal", "records"])),
         seed=draw(st.integers(0, 2**63 - 1)),
     )
 

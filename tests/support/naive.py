@@ -54,6 +54,8 @@ class Setting:
     quantile: float | None = None
     quantile_noise: float = 0.0
     quantile_rate: float = 0.0
+    mean_records: float | None = None
+    """Updates weigh by N_i over it; None: all weigh the same."""
 
 
 def trainable(model: nn.Module) -> Weights:
@@ -190,7 +192,8 @@ def train_client(
             mean = total[name] / min(setting.batch, records)
             velocity[name] = setting.momentum * velocity[name] + mean
         weights = {name: weights[name] - rate * velocity[name] for name in weights}
-    update = {name: weights[name] - start[name] for name in start}
+    weight = 1.0 if setting.mean_records is None else records / setting.mean_records
+    update = {name: weight * (weights[name] - start[name]) for name in start}
     if setting.method == "fed-cdp":
         count += on_sum(setting, setting.quantile_noise) * unit.count(round_, client)
     if setting.method == "fed-sdp" and setting.noise_at == "client":

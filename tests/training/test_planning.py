@@ -100,7 +100,8 @@ def test_more_clients_than_there_are_is_refused(model: nn.Module, federation: fe
 def test_a_step_takes_all_records_of_the_largest_client(model: nn.Module, unequal: fedcdp.Federation) -> None:
     plan, said = recommended_plan(model, unequal)
     assert (plan.batch_size, plan.slots, plan.local_steps) == (200, 200, 1)
-    assert "1 local step on all records (at most 200)" in said
+    assert "1 local step on all 3 to 200 records of a client, clients weighted by records" in said
+    assert (plan.weighting, plan.noise_slots) == ("records", "held")
     rows = privacy_of_plan(plan, unequal, model=model)
     assert 7.9 < rows.row("server", "record").epsilon <= 8
     run = fedcdp.simulate(model, unequal)

@@ -215,6 +215,13 @@ class Records:
     """If not None, this covers all clients with at least `held` records; it bounds the probability that slots overflow."""
     told: bool = False
     """Whether the adversary is assumed to know which records are included when slots overflow (`OverfullPoisson`)."""
+    covered: int | None = None
+    """If not None, this covers all clients with `held` to so many records."""
+
+    @property
+    def most(self) -> int | None:
+        """The most records at a client that this covers; None: there is no limit."""
+        return None if self.overflow is not None else self.covered or self.held
 
     @property
     def rate(self) -> float:
@@ -273,19 +280,44 @@ def sizes_that_count(plan: Plan, population: Population) -> list[Records]:
       smallest sizes above S, and one bound for all others above S, whose rate is that of the smallest among them.
     - In a fixed-size sample, another record can take a record's place only if a client holds more than B records. The list
       therefore includes the smallest size above B.
+
+    With `noise_slots = held` the noise on an example falls with the size, up to S, so all sizes up to S are listed as well.
     """
-    smallest, slots = Records(plan, population.records), plan.slots
+    if plan.noise_slots == "held":
+        return [*_by_slots(plan, population), *_larger(plan, population)]
+    return [Records(plan, population.records), *_larger(plan, population)]
+
+
+_BUCKETS = 24  # of client sizes, where the noise on an example depends on the size
+
+
+def _by_slots(plan: Plan, population: Population) -> list[Records]:
+    """All client sizes up to S and the smallest above, in ascending order.
+
+    Many sizes share a few bounds: each has the rate of its smallest client and the noise of its largest.
+    """
+    if population.sizes is None:
+        return [Records(plan, population.records, covered=max(population.records, plan.slots))]
+    sizes = population.sizes or (population.records,)
+    sizes = sizes[: 1 + sum(size <= plan.slots for size in sizes)]
+    parts = np.array_split(np.array(sizes), min(len(sizes), _BUCKETS))
+    return [Records(plan, int(part[0]), covered=int(part[-1])) for part in parts]
+
+
+def _larger(plan: Plan, population: Population) -> list[Records]:
+    """The sizes above the smallest that may have a larger ε."""
+    slots = plan.slots
     if plan.record_sampling == "partition":
-        return [smallest]
+        return []
     if plan.record_sampling == "fixed":
         sizes = (population.records, plan.batch_size + 1) if population.sizes is None else population.sizes
-        return [smallest, *(Records(plan, size) for size in sizes if size > max(plan.batch_size, population.records))][:2]
+        return [Records(plan, size) for size in sizes if size > max(plan.batch_size, population.records)][:1]
     if population.sizes is None:  # unknown sizes: all above, with the overflow probability in the limit of large clients
         overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
-        return [smallest, Records(plan, max(population.records, slots) + 1, overflow, told=True)]
+        return [Records(plan, max(population.records, slots) + 1, overflow, told=True)]
     above = [size for size in population.sizes if size > max(slots, population.records)]
     exact = [Records(plan, size) for size in above[:_EXACT_SIZES]]
-    return [smallest, *exact, *_all_of(plan, above[_EXACT_SIZES:])]
+    return [*exact, *_all_of(plan, above[_EXACT_SIZES:])]
 
 
 def of_any_size(plan: Plan, population: Population) -> Records:
@@ -295,9 +327,9 @@ def of_any_size(plan: Plan, population: Population) -> Records:
     zeroed record keeps its place in the sample, so it moves the sum by one sensitivity, even for an adversary who knows the
     sample.
     """
-    smallest, *larger = sizes_that_count(plan, population)
+    larger = _larger(plan, population)
     if not larger or plan.record_sampling != "poisson":
-        return smallest
+        return Records(plan, population.records)
     held = population.sizes or (population.records,)
     known = _all_of(plan, [size for size in held if size > plan.slots])
     overflow = max(each.overflow for each in (*larger, *known) if each.overflow is not None)

@@ -81,17 +81,13 @@ class Setting:
         copies = self.population.copies
         return copies if self.plan.client_sampling == "poisson" else min(copies, self.plan.per_round)
 
-    @property
-    def noise_of_a_slot(self) -> float:
-        """The least noise on one example under `example` noise, in units of σC: that of a client that fills all its slots.
+    def noise_of_a_slot(self, held: int | None) -> float:
+        """The noise on one example at a client with `held` records under `example` noise, in units of σC.
 
-        Under `noise_slots = held`, a client with N_i < S records has √(S/N_i) on each. The client with the most records has
-        the least; a client of unknown size has 1.
+        Under `noise_slots = held`, it is √(S/N_i) at a client with N_i < S records. A client of unknown size has 1.
         """
-        largest = self.population.largest
-        if self.plan.noise_slots == "all" or largest is None or largest >= self.plan.slots:
-            return 1.0
-        return math.sqrt(self.plan.slots / largest)
+        slots = self.plan.slots
+        return 1.0 if self.plan.noise_slots == "all" or held is None else math.sqrt(slots / min(slots, held))
 
     def lines(self) -> list[Line]:
         """The lines of the table that apply to this setting."""
@@ -146,7 +142,8 @@ class Amount(NamedTuple):
 
 _ONE = Amount("1", lambda _: 1.0)
 _TWO = Amount("2", lambda _: 2.0)
-_SLOT = Amount("√(S/S_i)", lambda on: on.noise_of_a_slot)
+_SLOT = Amount("√(S/S_i)", lambda on: on.noise_of_a_slot(on.records.most))
+_SLOT_OF_ANY = Amount("√(S/max S_i)", lambda on: on.noise_of_a_slot(on.population.largest))
 _SLOTS = Amount("S", lambda on: float(on.plan.slots))
 _TWICE_SLOTS = Amount("2·S", lambda on: float(2 * on.plan.slots))
 _TWICE_COPIES = Amount("2·R", lambda on: float(2 * on.copies))
@@ -380,7 +377,7 @@ TABLE: tuple[Line, ...] = (
          some_together, _SUM_OF_SOME),
     Line("fed-cdp", "example", "example", "record", "zero-out", _ONE, _SLOT, nothing_in_a_step, always, _SEEN),
     Line("fed-cdp", "example", "example", "record", "replace-one", _TWO, _SLOT, nothing_in_a_step, always, _SEEN),
-    Line("fed-cdp", "example", "example", "unique", "zero-out", _ONE, _SLOT, nothing_in_a_step, copied, _COPIED),
+    Line("fed-cdp", "example", "example", "unique", "zero-out", _ONE, _SLOT_OF_ANY, nothing_in_a_step, copied, _COPIED),
     Line("fed-cdp", "batch", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
     Line("fed-cdp", "cohort", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
     Line("fed-cdp", "any", "server", "client", "zero-out", _SLOTS, _STEP, nothing_of_a_client, always, _GAUSSIAN_STEPS),

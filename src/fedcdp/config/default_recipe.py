@@ -3,7 +3,8 @@
 The paper's defaults (σ = 6, 100 local steps on 5 records) teach a model nothing on a small federation. So where no preset,
 configuration file, noise, local steps or batch size is given, Fed-CDP takes the mechanism of the recommended presets:
 
-- every client in every round, with one local step on all its records, each gradient clipped and noised (`example`);
+- every client in every round, with one local step on all its records, each gradient clipped and noised (`example`), and
+  clients weighted by their records where these differ;
 - one linear layer on fixed features, unless another network is given (`models.networks.resolve`);
 - a small flat clip bound, and a moving average of the model.
 
@@ -17,7 +18,7 @@ What is given wins over every setting here. `docs/recommended.md` says what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ _CHOOSES_A_PLAN = {"noise", "noise_multiplier", "local_steps", "batch_size", "sl
 _ROUNDS = 40
 _CLIP = 0.1
 _EMA, _EMA_OF_FEW = 0.8, 0.5
+_UNEQUAL = {"weighting": "records", "noise_slots": "held"}
 _FEW = 20  # rounds: over fewer, a long moving average would still hold much of the untrained model
 
 
@@ -100,11 +102,27 @@ def plan_settings(clients: int, rounds: int | None = None) -> dict[str, Any]:
     }
 
 
+def for_sizes(plan: Plan, sizes: Sequence[int], given: Container[str] = ()) -> Plan:
+    """The plan for clients that hold `sizes` records: a step takes all records of the largest.
+
+    Where sizes differ, clients weigh by their records, and the noise of a small client lies on the slots that it can fill.
+    Noise of equal size at every client and weights by records add up to one step of the whole federation, and no client's
+    size enters its ε. Fields in `given` were chosen by the user and stay.
+    """
+    chosen: dict[str, Any] = {"batch_size": max(sizes)}
+    if min(sizes) < max(sizes):
+        chosen |= {name: value for name, value in _UNEQUAL.items() if name not in given}
+    return plan.but(**chosen)
+
+
 def learning_rate(plan: Plan, sizes: Sequence[int], on_fixed_features: bool) -> float:
     """The learning rate for a plan whose noise is calibrated, over clients that hold `sizes` records; three digits."""
     pace = _ON_FEATURES if on_fixed_features else _ON_OTHERS
-    # A client divides the noise on its sum by its number of records; the server divides by the number of clients.
-    per_record = math.sqrt(sum(1 / min(size, plan.batch_size) ** 2 for size in sizes) / len(sizes))
+    # A client divides the noise on its sum by its number of records, and weights the result. The server divides by the
+    # number of clients.
+    mean = plan.mean_records or sum(sizes) / len(sizes)
+    shares = [(size / mean if plan.weighting == "records" else 1.0) / min(size, plan.batch_size) for size in sizes]
+    per_record = math.sqrt(sum(share**2 for share in shares) / len(sizes))
     noise = plan.noise_multiplier * plan.noise_on_sum * per_record * math.sqrt(plan.rounds / plan.per_round)
     step = min(pace.drift / noise, pace.step * min(1.0, plan.rounds / _ROUNDS))
     return float(f"{step / plan.clip.start:.3g}")
@@ -113,7 +131,10 @@ def learning_rate(plan: Plan, sizes: Sequence[int], on_fixed_features: bool) -> 
 def describe_recipe(plan: Plan, sizes: Sequence[int], epsilon: float, adversary: str, unit: str) -> str:
     """One line that says what is used."""
     against = "the server" if (adversary, unit) == ("server", "record") else f"{adversary} ({unit})"
-    records = f"all {max(sizes)} records" if min(sizes) == max(sizes) else f"all records (at most {max(sizes)})"
+    records = f"all {max(sizes)} records"
+    if min(sizes) < max(sizes):
+        weights = ", clients weighted by records" if plan.weighting == "records" else ""
+        records = f"all {min(sizes)} to {max(sizes)} records of a client{weights}"
     return (
         f"No plan given: using the recommended recipe for ε = {epsilon:g} against {against} (1 local step on {records}, "
         f"{plan.clip_mode} clip {plan.clip}, noise multiplier {plan.noise_multiplier:.4g}, "

@@ -72,8 +72,10 @@ def plan_experiment(
 
     target = calibrate.Target(target_epsilon, machine.adversary, machine.unit)
     population = population_of(experiment)
-    sizes = population.sizes or (population.records,)
-    plan = experiment.plan.but(batch_size=max(sizes)) if recipe else experiment.plan
+    sizes = population.held or population.sizes or (population.records,)
+    plan = experiment.plan
+    if recipe:
+        plan = default_recipe.for_sizes(plan, sizes, {name for layer in given for name in layer.get("plan", {})})
     find = calibrate.calibrate_slots if pick_slots else calibrate.calibrate
     plan = find(plan, population, target, mode)  # type: ignore[arg-type]
     said = None
@@ -106,7 +108,7 @@ def recommended_plan(
     if per_round is not None:
         settings["per_round"] = per_round
     sizes = federation.sizes(np.arange(federation.clients)).tolist()
-    plan = Plan(**settings, batch_size=max(sizes))
+    plan = default_recipe.for_sizes(Plan(**settings), sizes)
     plan.check_clients(federation.clients)
     plan = calibrate.calibrate(plan, Population.of(federation, Layout.of(model), plan), target)
     plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, trains_fixed_features(model)))

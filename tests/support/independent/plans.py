@@ -169,6 +169,10 @@ def _plan(random: Random, rounds: int, per_round: int, layers: int) -> Plan:
     draws = (
         1.0 if method == "fed-sdp" else {"example": math.sqrt(fields["slots"]), "batch": 1.0, "cohort": 1 / per_round}[noise]
     )
+    if random.random() < 0.4:
+        fields |= {"weighting": "records", "mean_records": random.choice([None, 7.5])}
+    if method.startswith("fed-cdp") and noise == "example" and random.random() < 0.5:
+        fields["noise_slots"] = "held"
     z = math.exp(random.uniform(math.log(0.4), math.log(12)))
     multiplier = z * math.sqrt(layers) / draws
     return Plan(**fields, noise_multiplier=0.0 if random.random() < 0.02 else multiplier)

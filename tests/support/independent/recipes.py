@@ -50,7 +50,9 @@ class Recipes(Rows):
         for who, weight, relation in exposed:
             rows[who, "record", relation] = (
                 "seen",
-                self._for_sizes(lambda size, weight=weight: [self.known(self._steps(size, weight, self._seen))]),
+                self._for_sizes(
+                    lambda size, weight=weight: [self.known(self._steps(size, weight * self.on_a_slot(size), self._seen))]
+                ),
             )
         if not exposed:
             rows["example", "record", "zero-out"] = "none", [[None]]
@@ -62,9 +64,15 @@ class Recipes(Rows):
             if exposed:
                 rows["example", "unique", "zero-out"] = (
                     "unique",
-                    self._for_sizes(lambda size: [self.unique(self._steps(size, 1.0, self._seen))]),
+                    self._for_sizes(lambda size: [self.unique(self._steps(size, self.on_a_slot(size), self._seen))]),
                 )
         return rows
+
+    def on_a_slot(self, size: int) -> float:
+        """The noise on one example, in units of σC: all S slots carry 1, or those that the client can fill carry more."""
+        if self.plan.noise_slots == "all" or size >= self.plan.slots:
+            return 1.0
+        return math.sqrt(self.plan.slots / size)
 
     def record_rate(self, size: int) -> float:
         """q_l."""
@@ -145,7 +153,10 @@ class Recipes(Rows):
         return self.plan.compression > 0
 
     def uneven(self) -> bool:
-        """Whether the noise of a small client, divided by fewer records than B, shows that it took part."""
+        """Whether the noise of a client shows that it took part: that of a small one, divided by fewer records than B; or,
+        where updates weigh by N_i, that of a large one, multiplied by more records than the B that it is divided by."""
+        if self.plan.weighting == "records":
+            return max(self.federation.sizes) > self.plan.batch_size
         return min(self.federation.sizes) < self.plan.batch_size
 
     def cohort_rate(self, size: int) -> float:
