@@ -193,13 +193,13 @@ def sound_cases() -> list[Case]:
 
 def unequal_clients() -> list[Case]:
     """Clients that weigh by their records, and noise on the slots that a small client can fill."""
-    weighted, held = {"weighting": "records"}, {"noise_slots": "held"}
+    weighted, held = {"weighting": "records", "mean_records": 21.0}, {"noise_slots": "held"}
     together = _plan(**weighted, secure_aggregation=True, batch_size=12, noise_multiplier=0.4)
     return [
-        Case("weighted by records, a small client", _plan(**weighted, noise_multiplier=1.5), "server", records=2, others=40),
-        Case("weighted by records, a large client", _plan(**weighted, noise_multiplier=1.5), "server", records=40, others=2),
+        Case("weighted by records, a small client", _plan(**weighted, noise_multiplier=1.5), "server", records=2),
+        Case("weighted by records, a large client", _plan(**weighted, noise_multiplier=1.5), "server", records=40),
         Case("weighted by records, Fed-SDP at the client",
-             _plan(**weighted, method="fed-sdp", noise_at="client"), "server", unit="client", records=40, others=2),
+             _plan(**weighted, method="fed-sdp", noise_at="client"), "server", unit="client", records=40),
         Case("weighted by records, Fed-SDP at the server",
              _plan(**weighted, method="fed-sdp", noise_multiplier=2.0), "model", unit="client", records=40, others=2),
         Case("weighted by records, secure aggregation, all records of a small client", together, "model", records=1,
@@ -254,11 +254,11 @@ def sabotaged_cases() -> list[Case]:
     halved_twice = _plan(method="fed-sdp", noise_multiplier=2.0)
     poisson = _plan(record_sampling="poisson", noise="batch", noise_multiplier=1.5)
     held = _plan(noise_slots="held", batch_size=8, noise_multiplier=1.5)
-    weighted = _plan(weighting="records", noise="batch", noise_multiplier=2.0)
+    weighted = _plan(weighting="records", mean_records=20.0, noise="batch", noise_multiplier=2.0)
     return [
         *caught,
         Case("a small client's slots carry no more noise than others'", held, "example", records=2, fault=scaled(0.5)),
-        Case("noise weighted a second time, at a small client", weighted, "server", records=2, others=40,
+        Case("noise weighted a second time, at a small client", weighted, "server", records=2,
              fault=lambda at: scaled(float(at.client_weights.min()))(at)),
         Case("noise divided by K_t once more: Fed-SDP, noise at the server", halved_twice, "model", "client",
              fault=scaled(0.25)),
