@@ -20,8 +20,8 @@ from typing import Literal
 
 import numpy as np
 
-from fedcdp.accounting.mechanisms import Gaussian, Release, repeated, sequence
-from fedcdp.config.plan import Plan
+from fedcdp.accounting.mechanisms import Gaussian, Nothing, Release, repeated, sequence
+from fedcdp.config.plan import SCALING, Plan
 
 Adversary = Literal["server", "update", "example", "model"]
 Unit = Literal["record", "client", "unique"]
@@ -31,6 +31,9 @@ Relation = Literal["zero-out", "replace-one"]
 # at most this many values, so a long run composes few distinct releases. Rounding down makes the printed ε larger.
 _DISTINCT = 24
 _DISTINCT_GAUSSIANS = 4096  # Gaussian releases add up in closed form
+
+
+_NOTHING = Nothing()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class View:
     """One participation of one client, if `taken` covers several."""
     at_once: int = 1
     """How many clients that hold the unit may take part in one round."""
+    scaling: Release = _NOTHING
+    """What noised means and variances of the inputs show of the unit, if the plan releases them before its first round."""
     fallback: View | None = None
     """An alternative row that also holds; the smaller ε of the two is printed."""
     others: tuple[View, ...] = ()
@@ -75,6 +80,14 @@ class View:
         return _over_rounds(self.participation or self.taken, counted)
 
 
+def scaling_releases(plan: Plan, rounds: int | Iterable[int] | None = None) -> int:
+    """How often noised means and variances were released, if `rounds` lists the releases; at least once in a plan that does
+    so."""
+    if plan.scaling_noise is None:
+        return 0
+    return 1 if rounds is None or isinstance(rounds, int) else max(1, sum(each == SCALING for each in rounds))
+
+
 def noise_multipliers(plan: Plan, rounds: int | Iterable[int] | None = None) -> list[float]:
     """σ_t, noise divided by the clip bound, for each released round.
 
@@ -82,7 +95,7 @@ def noise_multipliers(plan: Plan, rounds: int | Iterable[int] | None = None) -> 
     rounds; the default is all rounds of the plan. A round beyond the plan counts as the costliest.
     """
     rounds = plan.rounds if rounds is None else rounds
-    released = range(rounds) if isinstance(rounds, int) else list(rounds)
+    released = range(rounds) if isinstance(rounds, int) else [each for each in rounds if each != SCALING]
     if plan.noise_follows_clip:
         return [plan.noise_multiplier] * len(released)
     of_round = [plan.noise_scale_at(t) / plan.clip_at(t) for t in range(plan.rounds)]

@@ -21,7 +21,7 @@ from fedcdp.accounting.ledger import Charge, Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import format_epsilon
 from fedcdp.config.experiment import Experiment
-from fedcdp.config.plan import Plan
+from fedcdp.config.plan import SCALING, Plan
 from fedcdp.data.federation import Federation
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Layout
@@ -52,7 +52,8 @@ class Releases:
             if self._ledger.rounds_charged == len(self.charges):  # the same release again, after a crash
                 return
         self.charges.append(self._ledger.charges[-1] if self._ledger else Charge(round_, 0, chosen, bound))
-        self.participations[chosen] += 1
+        if round_ != SCALING:
+            self.participations[chosen] += 1
 
     @property
     def rounds(self) -> tuple[int, ...]:
@@ -66,7 +67,8 @@ class Releases:
 
     def may_go_on(self, round_: int, allows: Allows | None) -> bool:
         """Whether a budget allows the releases so far plus this round; an already charged round costs nothing more."""
-        charged = self._ledger is not None and self._ledger.noise == "seeded" and self._ledger.rounds_charged > round_
+        seeded = self._ledger is not None and self._ledger.noise == "seeded"
+        charged = seeded and round_ in self.rounds
         return allows is None or charged or allows((*self.rounds, round_))
 
 
@@ -155,9 +157,11 @@ class Budget:
         if self._most_rounds is None:
             return True
         plan = self._experiment.plan
-        planned = rounds == tuple(range(len(rounds)))
-        if planned or plan.noise_follows_clip:  # no round is repeated, or all cost the same
-            if len(rounds) <= self._most_rounds:
+        taken = tuple(each for each in rounds if each != SCALING)
+        planned = taken == tuple(range(len(taken)))
+        once = len(rounds) - len(taken) <= 1
+        if once and (planned or plan.noise_follows_clip):  # no round is repeated, or all cost the same
+            if len(taken) <= self._most_rounds:
                 return True
             if self._most_rounds < plan.rounds:
                 return False
@@ -191,7 +195,7 @@ def over_releases(plan: Plan, population: Population, charges: Sequence[Charge])
         return []
     counted = np.zeros((len(charges), population.clients), dtype=np.int64)
     for number, charge in enumerate(charges):
-        counted[number, charge.clients] = 1
+        counted[number, charge.clients] = charge.round != SCALING
     stated = []
     for releases in _places(len(charges)):
         used = np.sort(counted[:releases].sum(0))[::-1][: population.copies]

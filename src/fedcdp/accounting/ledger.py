@@ -5,6 +5,8 @@
 {"round":0,"attempt":0,"clients":[3,17,42],"bound":4.0,"previous":"…","digest":"…"}
 ```
 
+A plan that scales inputs privately has a release before its first round: round −1.
+
 Guarantees:
 - A release whose `charge` has returned is in the ledger after any crash. A release that was charged but never made stays in
   it: a crash may over-count, never under-count.
@@ -29,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedcdp.accounting.journal import Journal, LineError
 from fedcdp.accounting.population import Population
-from fedcdp.config.plan import Plan
+from fedcdp.config.plan import SCALING, Plan
 from fedcdp.errors import RunError
 
 Noise = Literal["seeded", "secure"]
@@ -109,7 +111,10 @@ class Ledger(Journal):
                 if mine[part].get(key) != now.get(key):
                     differs = f"{key} = {mine[part].get(key)!s:.60}, not {now.get(key)!s:.60}"
                     raise RunError(f"{self.path} belongs to another run: its {part} has {differs}")
-        if rounds_done is not None and self._next_round not in (rounds_done, rounds_done + 1):
+        fitting = (
+            (rounds_done, rounds_done + 1, self._first_round if rounds_done == 0 else 0) if rounds_done is not None else ()
+        )
+        if fitting and self._next_round not in fitting:
             raise RunError(f"{self.path} has {self._next_round} rounds and the checkpoint {rounds_done}: they do not match")
 
     # Charging --------------------------------------------------------------------------------------------------------
@@ -157,13 +162,12 @@ class Ledger(Journal):
         return len(self._charges)
 
     def participations(self) -> NDArray[np.int64]:
-        """For each client of the population, the number of charged releases that it took part in."""
+        """For each client of the population, the number of charged rounds that it took part in."""
         if self.population["clients"] > MOST_COUNTED:
             raise RunError(
                 f"{self.path} has {self.population['clients']} clients; at most {MOST_COUNTED} can be counted individually"
             )
-        everyone = [np.empty(0, np.int64), *(charge.clients for charge in self._charges)]
-        return np.bincount(np.concatenate(everyone), minlength=self.population["clients"])
+        return np.bincount(self._takers(), minlength=self.population["clients"])
 
     def most_used(self) -> int:
         """The number of releases that the most-used client took part in."""
@@ -175,11 +179,14 @@ class Ledger(Journal):
         Their sum bounds how often a record stored at any `count` clients was used.
         """
         clients = self.population["clients"]
-        _, counts = np.unique(
-            np.concatenate([np.empty(0, np.int64), *(c.clients for c in self._charges)]), return_counts=True
-        )
+        _, counts = np.unique(self._takers(), return_counts=True)
         used = np.sort(counts)[::-1][: max(count, 0)]
         return np.pad(used, (0, max(0, min(count, clients, MOST_LISTED) - len(used))))
+
+    def _takers(self) -> NDArray[np.int64]:
+        """The clients of all rounds, one after the other. In the release before the first round everybody takes part."""
+        rounds = (charge.clients for charge in self._charges if charge.round != SCALING)
+        return np.concatenate([np.empty(0, np.int64), *rounds])
 
     # Reading lines ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +196,11 @@ class Ledger(Journal):
 
     @property
     def _next_round(self) -> int:
-        return self._charges[-1].round + 1 if self._charges else 0
+        return self._charges[-1].round + 1 if self._charges else self._first_round
+
+    @property
+    def _first_round(self) -> int:
+        return 0 if self.plan.get("scaling_noise") is None else SCALING
 
     def _read_first(self, line: bytes) -> None:
         version = re.match(rb'\{"ledger":([^,]*),', line)

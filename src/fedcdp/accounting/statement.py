@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fedcdp.accounting.adversaries import View, noise_multipliers
-from fedcdp.accounting.mechanisms import Release
+from fedcdp.accounting.adversaries import View, noise_multipliers, scaling_releases
+from fedcdp.accounting.mechanisms import Release, repeated, sequence
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.views import views
 from fedcdp.config.plan import Plan
@@ -214,18 +214,22 @@ def state(
 def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mode = "tight") -> float:
     """The ε of a row after these rounds, before it is known who takes part in them."""
     multipliers = noise_multipliers(plan, rounds)
-    return _epsilon(view, lambda row: row.before(multipliers), plan.delta, mode)
+    return _epsilon(view, lambda row: row.before(multipliers), scaling_releases(plan, rounds), plan.delta, mode)
 
 
-def _epsilon(view: View, release: Callable[[View], Release], delta: float, mode: Mode) -> float:
-    """The ε of a row: the smallest that holds for each client size, and the largest of these over all sizes."""
+def _epsilon(view: View, release: Callable[[View], Release], scalings: int, delta: float, mode: Mode) -> float:
+    """The ε of a row: the smallest that holds for each client size, and the largest of these over all sizes.
+
+    `scalings` counts the releases of noised means and variances, which come on top of those of the rounds.
+    """
     from fedcdp.accounting import pld, rdp
 
     epsilon = pld.epsilon if mode == "tight" else rdp.epsilon
     of_sizes = []
     for row in (view, *view.others):
         rows = [row] if row.fallback is None else [row, row.fallback]
-        of_sizes.append(min(epsilon(release(each), delta) for each in rows))
+        made = [sequence([release(each), repeated(each.scaling, scalings)]) for each in rows]
+        of_sizes.append(min(epsilon(each, delta) for each in made))
     return max(of_sizes)
 
 
@@ -237,16 +241,16 @@ def _row(
     rounds: int | Sequence[int] | None,
     usage: Usage | None,
 ) -> Row:
-    multipliers = noise_multipliers(plan, rounds)
-    worst = _epsilon(view, lambda row: row.worst(multipliers), plan.delta, mode)
+    multipliers, scalings = noise_multipliers(plan, rounds), scaling_releases(plan, rounds)
+    worst = _epsilon(view, lambda row: row.worst(multipliers), scalings, plan.delta, mode)
     used = None
     if usage is not None:
-        charged = noise_multipliers(plan, usage.rounds)
+        charged, often = noise_multipliers(plan, usage.rounds), scaling_releases(plan, usage.rounds)
         participations = sum(usage.participations[: population.copies if view.unit == "unique" else 1])
-        most = _epsilon(view, lambda row: row.worst(charged), plan.delta, mode)
-        used = min(most, _epsilon(view, lambda row: row.used(charged, participations), plan.delta, mode))
+        most = _epsilon(view, lambda row: row.worst(charged), often, plan.delta, mode)
+        used = min(most, _epsilon(view, lambda row: row.used(charged, participations), often, plan.delta, mode))
     # Taking part in every round is the worst case, so its ε holds for all other cases.
-    before = _epsilon(view, lambda row: row.before(multipliers), plan.delta, mode)
+    before = _epsilon(view, lambda row: row.before(multipliers), scalings, plan.delta, mode)
     return Row(view.adversary, view.unit, view.relation, min(worst, before), used, worst, view.assumption)
 
 
@@ -328,6 +332,11 @@ def _notes(plan: Plan, population: Population, rows: tuple[Row, ...], clients: t
         notes.append(
             "ε used can be larger than ε: ε holds over the random selection of clients, and ε used is what the client that "
             "was selected most often has spent, with repeated rounds counted again"
+        )
+    if plan.scaling_noise is not None:
+        notes.append(
+            f"every ε includes the release of noised means and variances of the inputs (noise over sensitivity "
+            f"{plan.scaling_noise:g})"
         )
     if plan.private and plan.compression:
         notes.append("pruning comes after the noise, so it costs no ε; with pruning, other clients' noise is not credited")

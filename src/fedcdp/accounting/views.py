@@ -104,7 +104,26 @@ class Setting:
     def view(self, line: Line) -> View:
         """The row of a line."""
         weight = line.noise.of(self) / line.sensitivity.of(self)
-        return line.sampling(self, line, Mechanism(self.plan, self.population.layers, weight))
+        view = line.sampling(self, line, Mechanism(self.plan, self.population.layers, weight))
+        return view if self.plan.scaling_noise is None else self.with_scaling(view)
+
+    def with_scaling(self, view: View) -> View:
+        """The row with the release of noised means and variances, in which every client takes part.
+
+        The noise of a client's sums is `scaling_noise` times what one record moves them by. Each record carries its share of
+        it, √N_i times less. All N_i records of a client move the sums by N_i records' worth, and a person's copies are in
+        the sums of as many clients.
+        """
+        z, largest = self.plan.scaling_noise, self.population.largest
+        assert z is not None
+        if view.unit == "client" or view.adversary == "example":
+            if largest is None:
+                return replace(view, scaling=Unprotected("the most records that a client holds are unknown"))
+            z /= largest if view.unit == "client" else math.sqrt(largest)
+        z /= 2 if view.relation == "replace-one" else 1
+        copies = self.population.copies if view.unit == "unique" else 1
+        fallback = None if view.fallback is None else self.with_scaling(view.fallback)
+        return replace(view, scaling=repeated(Gaussian(z), copies), fallback=fallback)
 
     def server_row(self, unit: Unit) -> View:
         """The server's row for a unit, which always holds for an adversary who sees only the model."""

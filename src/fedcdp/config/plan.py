@@ -29,9 +29,11 @@ Aggregation = Literal["fedsgd", "fedaveraging"]
 NoiseGenerator = Literal["philox", "chacha20"]
 
 _PAPER_CLIP = "4"
-_ADDED: dict[str, object] = {"weighting": "equal", "mean_records": None, "noise_slots": "all"}
+_ADDED: dict[str, object] = {"weighting": "equal", "mean_records": None, "noise_slots": "all", "scaling_noise": None}
 """Fields that the first release lacked, with their defaults."""
 _ALWAYS = object()
+SCALING = -1
+"""The number, among the rounds of a ledger, of the release before the first round: noised means and variances."""
 _MOST = 10_000_000  # rounds, steps, clients, records: more than any training needs, and small enough to count exactly
 _MOST_STEPS = 1_000_000_000
 _PAPER_DECAY = "linear(6, 2)"
@@ -113,6 +115,11 @@ class Plan:
         "Weighting by records: the public mean number of records at a client; a client with N_i records weighs N_i over it. "
         "Default in a simulation: the federation's.",
     )
+    scaling_noise: float | None = option(
+        None,
+        "Standardise inputs by means and variances from one noised release before the first round; this is the noise on "
+        "their sums over the sensitivity. Inputs must lie in [-1, 1]. The ledger counts the release.",
+    )
     aggregation: Aggregation = option("fedsgd", "Clients send updates (fedsgd) or whole models (fedaveraging).")
     compression: float = option(0.0, "Share of an update's entries, the smallest, that is pruned before sending.")
     share_fraction: float = option(0.1, "DSSGD: share of an update's entries, the largest, that is sent.")
@@ -161,6 +168,7 @@ class Plan:
             ema: float = ...,
             weighting: Weighting = ...,
             mean_records: float | None = ...,
+            scaling_noise: float | None = ...,
             aggregation: Aggregation = ...,
             compression: float = ...,
             share_fraction: float = ...,
@@ -325,6 +333,11 @@ class Plan:
             self._require("mean_records", 1 <= self.mean_records <= _MOST, f"from 1 to {_MOST:,}")
             if self.weighting == "equal":
                 raise PlanError("mean_records: it applies to weighting by records only; also set weighting")
+        if self.scaling_noise is not None:
+            weakest, strongest = _MULTIPLIERS
+            self._require("scaling_noise", weakest <= self.scaling_noise <= strongest, f"from {weakest:g} to {strongest:g}")
+            if not self.private:
+                raise PlanError(f"scaling_noise: it makes no sense with {self.method}, which protects nothing else")
         if self.noise_slots == "held" and not (self.per_example and self.noise == "example"):
             raise PlanError("noise_slots: held applies to example noise of fed-cdp only")
         if isinstance(self.clip, Quantile) and not self.noise_follows_clip:

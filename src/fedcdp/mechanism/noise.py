@@ -86,6 +86,11 @@ class Noise(ABC):
         draw = self._tree("server-noise", round_, _nobody(device), 0, 0, deviation)
         return {name: value[0] for name, value in draw.items()}
 
+    def for_moments(self, client: int, records: int, length: int, deviation: float) -> Tensor:
+        """One draw for each record of a client [records, length], in float64, for the moments of its inputs."""
+        drawn = self._unit("moment-noise", 0, torch.tensor([client]), 0, _WHOLE_SUM, records * length)
+        return drawn[0].double().view(records, length) * deviation
+
     # Noise for a clip bound that follows a quantile: in separate streams, in float64
 
     def for_count(self, round_: int, clients: Tensor, deviation: float) -> Tensor:

@@ -146,7 +146,24 @@ class PeriodicFeatures(nn.Module):
         return torch.cat(waves, dim=1)
 
 
-FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm, PeriodicFeatures)
+class Standardised(nn.Module):
+    """Inputs minus a mean, times a scale, entry by entry. Both are buffers that are set once, before training, from public
+    knowledge or from a release that the ledger counts (`mechanism.moments`)."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("scale", torch.ones(shape))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """See the class."""
+        return (inputs - self.mean) * self.scale
+
+
+FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm, PeriodicFeatures, Standardised)
 """The layers of this module: nothing to train, no randomness, each output a function of its own example alone."""
 
 

@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from fedcdp.config.plan import Plan
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Inputs
-from fedcdp.models.features import OrientedGradients, PeriodicFeatures, UnitNorm
+from fedcdp.models.features import OrientedGradients, PeriodicFeatures, Standardised, UnitNorm
 
 NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "periodic", "fixed-features"]
 ActivationName = Literal["relu", "tanh", "sigmoid"]
@@ -29,6 +30,8 @@ _INSTANCE_NORMS = (
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
     nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
 )  # fmt: skip
+SCALING_LAYER = "scaling"
+"""The name of the layer that standardises a network's inputs."""
 _LEAST_FOR_GRADIENTS = 16  # pixels: a smaller image has too few cells, and the waves of its pixels tell more
 
 
@@ -159,6 +162,15 @@ _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = 
     "oriented-gradients": oriented_gradients,
     "periodic": periodic,
 }
+
+
+def with_scaling(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """The model behind a layer that standardises its inputs, unless it has one; a sequence keeps its parameters' names."""
+    if type(model) is not nn.Sequential:
+        return nn.Sequential(OrderedDict([(SCALING_LAYER, Standardised(shape)), ("model", model)]))
+    if isinstance(dict(model.named_children()).get(SCALING_LAYER), Standardised):
+        return model
+    return nn.Sequential(OrderedDict([(SCALING_LAYER, Standardised(shape)), *model.named_children()]))
 
 
 def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -19,8 +19,9 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tree import Layout
-from fedcdp.models.networks import build, mixing_layers, prepare
+from fedcdp.models.networks import build, mixing_layers, prepare, with_scaling
 from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.scaling import check_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Prepared:
     def of(model: nn.Module, federation: Federation, plan: Plan) -> Prepared:
         """Check that the plan can train this network over this federation, and prepare it. The model is not changed."""
         plan.check_clients(federation.clients)
+        if plan.scaling_noise is not None:
+            check_inputs(federation)
+            model = with_scaling(model, federation.train.shape)
         network = prepare(model, plan, "cpu")
         if (mixing := mixing_layers(model)) and federation.smallest < plan.batch_size:
             raise ModelError(
@@ -89,7 +93,8 @@ def outputs_needed(data: Dataset) -> int:
 
 def network_of(experiment: Experiment, splits: Splits) -> nn.Module:
     """Build the network for the data of an experiment."""
-    return build_network(experiment, splits.train.shape, outputs_needed(splits.train))
+    network = build_network(experiment, splits.train.shape, outputs_needed(splits.train))
+    return network if experiment.plan.scaling_noise is None else with_scaling(network, splits.train.shape)
 
 
 def prepare_experiment(

@@ -6,6 +6,7 @@ RUN/metrics.jsonl            one line per round
 RUN/checkpoint.safetensors   the latest round's state
 RUN/model.safetensors        the trained model, once the run is done
 RUN/ledger.jsonl             releases and participants: written before a release is used
+RUN/scaling.safetensors      what inputs are standardised by, if the plan releases that privately
 RUN/engine.json              the engine: a resumed run keeps it, because another one rounds differently
 RUN/lock                     held by the running process
 ```
@@ -25,6 +26,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import torch
+from torch import Tensor
 
 from fedcdp.errors import RunError, StorageError
 from fedcdp.files.disk import PARTIAL, PRIVATE, not_written, open_unlinked, sync_directory, write_atomically
@@ -64,6 +68,7 @@ class RunDirectory:
         self.model = self.path / "model.safetensors"
         self.ledger = self.path / "ledger.jsonl"
         self.engine = self.path / "engine.json"
+        self.scaling = self.path / "scaling.safetensors"
         self._lock: IO[str] | None = None
 
     def create(self, config: str) -> None:
@@ -144,6 +149,20 @@ class RunDirectory:
         """Write the trained model."""
         with self._at_work():
             save_tensors(self.model, model, {"format": "model-1", "round": rounds}, PRIVATE)
+
+    def save_scaling(self, mean: Tensor, scale: Tensor) -> None:
+        """Write what inputs are standardised by; the ledger has charged its release."""
+        with self._at_work():
+            save_tensors(self.scaling, {"mean": mean, "scale": scale}, {"format": "scaling-1"}, PRIVATE)
+
+    def load_scaling(self) -> tuple[Tensor, Tensor] | None:
+        """What inputs are standardised by: mean and scale; None if nothing was released yet."""
+        if not self.scaling.exists():
+            return None
+        tensors, _ = load_tensors(self.scaling, "scaling-1")
+        if set(tensors) != {"mean", "scale"} or not all(bool(torch.isfinite(each).all()) for each in tensors.values()):
+            raise RunError(f"{self.scaling} does not hold a finite mean and scale")
+        return tensors["mean"], tensors["scale"]
 
     def rounds_done(self) -> int:
         """Number of rounds in the latest state; its tensors are not read."""

@@ -44,6 +44,7 @@ from fedcdp.models.networks import outputs_of, prepare
 from fedcdp.training.evaluation import predictions
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
 from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.scaling import restore_scaling
 from fedcdp.training.simulate import Run
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Trained:
             weights, source = load_tensors(directory.model, "model-1", size_of(expected))[0], directory.model
         elif (state := directory.load_state(most=size_of(model.state_dict()))) is not None:
             weights, source = state.average or state.weights, directory.checkpoint
+            if experiment.plan.scaling_noise is not None:
+                restore_scaling(model, directory)
             expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
         else:
             raise RunError(f"{directory.path} has no model yet: not one round is done")

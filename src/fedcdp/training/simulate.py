@@ -42,6 +42,7 @@ from fedcdp.training.planning import recommended_plan
 from fedcdp.training.prepared import Prepared, prepare_experiment
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import Row, RunDirectory, State
+from fedcdp.training.scaling import scale_inputs
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Mode, Privacy
@@ -285,6 +286,10 @@ def train(
         network = copy.deepcopy(prepared.network).to(device)
         simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
         with _opened(prepared, simulator, fresh, directory=directory, config=config, resume=resume) as (state, releases):
+            if prepared.plan.scaling_noise is not None:  # known only now: what was computed from unscaled inputs is outdated
+                scale_inputs(network, prepared.federation, prepared.plan, releases, directory)
+                computed: EngineName = simulator.local_engine.name  # type: ignore[assignment]
+                simulator, _ = begin(prepared, network, device=device, loss=loss, engine=computed, chunk=simulator.chunk)
             return _rounds(
                 prepared,
                 simulator,

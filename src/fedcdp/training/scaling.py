@@ -1,0 +1,79 @@
+"""Standardise inputs by means and variances that the clients release once, noised, before the first round.
+
+The noised sums are charged to the ledger, as round −1, before they are computed; they are stored before they are used, and
+a resumed run reads them. Under secure noise a repeated release is charged again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedcdp.accounting.budget import Releases
+from fedcdp.config.plan import SCALING, Plan
+from fedcdp.data.federation import Federation
+from fedcdp.errors import DataError, RunError
+from fedcdp.files.tree import Layout
+from fedcdp.mechanism.moments import moment_sensitivity, noised_moments, standardisation
+from fedcdp.mechanism.noise import noise_of
+from fedcdp.models.features import Standardised
+from fedcdp.models.networks import SCALING_LAYER
+from fedcdp.training.rundir import RunDirectory
+
+
+def scale_inputs(
+    network: nn.Module, federation: Federation, plan: Plan, releases: Releases, directory: RunDirectory | None
+) -> None:
+    """Set the network's layer that standardises inputs: from the run directory, or by a release of all clients."""
+    if directory is not None and restore_scaling(network, directory):
+        return
+    mean, scale = _released(federation, plan, releases)
+    if directory is not None:
+        directory.save_scaling(mean, scale)
+    _set(network, mean, scale)
+
+
+def restore_scaling(network: nn.Module, directory: RunDirectory) -> bool:
+    """Set the layer from what the run directory holds; False if it holds nothing yet."""
+    stored = directory.load_scaling()
+    if stored is None:
+        return False
+    if any(each.numel() != _layer(network).mean.numel() for each in stored):
+        raise RunError(f"{directory.scaling} does not fit inputs of {_layer(network).mean.numel()} values")
+    _set(network, *stored)
+    return True
+
+
+def check_inputs(federation: Federation) -> None:
+    """Refuse inputs that have no means and variances."""
+    if isinstance(federation.train.inputs, dict) or not federation.train.inputs.is_floating_point():
+        raise DataError("scaling_noise: inputs are token ids or several tensors; only real-valued inputs are standardised")
+
+
+def _released(federation: Federation, plan: Plan, releases: Releases) -> tuple[Tensor, Tensor]:
+    """Every client sends noised sums of the moments of its inputs; the server adds them up."""
+    inputs, multiplier = federation.train.tensor, plan.scaling_noise
+    assert multiplier is not None
+    everybody = np.arange(federation.clients)
+    features = inputs[0].numel()
+    releases.charge(SCALING, everybody, moment_sensitivity(features))
+    noise = noise_of(plan, Layout({}, ()))
+    total, records = torch.zeros(2 * features, dtype=torch.float64), 0
+    for client in everybody.tolist():
+        held = inputs[torch.from_numpy(federation.indices(client))].cpu()
+        total += noised_moments(held, client, noise, multiplier)
+        records += len(held)
+    return standardisation(total, records, federation.clients, multiplier)
+
+
+def _layer(network: nn.Module) -> Standardised:
+    layer = dict(network.named_children())[SCALING_LAYER]
+    assert isinstance(layer, Standardised)
+    return layer
+
+
+def _set(network: nn.Module, mean: Tensor, scale: Tensor) -> None:
+    layer = _layer(network)
+    layer.mean.copy_(mean.view_as(layer.mean))
+    layer.scale.copy_(scale.view_as(layer.scale))
