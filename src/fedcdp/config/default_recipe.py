@@ -35,6 +35,8 @@ _CHOOSES_A_PLAN = {"noise", "noise_multiplier", "local_steps", "batch_size", "sl
 _ROUNDS = 40
 _CLIP = 0.1
 _EMA, _EMA_OF_FEW = 0.8, 0.5
+SCALING_SHARE = 0.1
+"""The share of the budget that private scaling takes where nobody chose its noise: of the sum of 1/z² over all releases."""
 _UNEQUAL = {"weighting": "records", "noise_slots": "held"}
 _FEW = 20  # rounds: over fewer, a long moving average would still hold much of the untrained model
 

@@ -6,6 +6,7 @@ the largest client, the accountant calibrates the noise, and the learning rate f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,7 +76,10 @@ def plan_experiment(
     sizes = population.held or population.sizes or (population.records,)
     plan = experiment.plan
     if recipe:
-        plan = default_recipe.for_sizes(plan, sizes, {name for layer in given for name in layer.get("plan", {})})
+        chosen = {name for layer in given for name in layer.get("plan", {})}
+        plan = default_recipe.for_sizes(plan, sizes, chosen)
+        if plan.scaling_noise is not None and "scaling_noise" not in chosen:
+            plan = plan.but(scaling_noise=_scaling_noise(target.epsilon, plan.delta))
     find = calibrate.calibrate_slots if pick_slots else calibrate.calibrate
     plan = find(plan, population, target, mode)  # type: ignore[arg-type]
     said = None
@@ -96,6 +100,7 @@ def recommended_plan(
     adversary: str = "server",
     rounds: int | None = None,
     per_round: int | None = None,
+    scale_inputs: bool = False,
 ) -> tuple[Plan, str]:
     """The recipe for a model and a federation of the user's own, and the line that says what it is."""
     if target_epsilon is None:
@@ -110,9 +115,18 @@ def recommended_plan(
     sizes = federation.sizes(np.arange(federation.clients)).tolist()
     plan = default_recipe.for_sizes(Plan(**settings), sizes)
     plan.check_clients(federation.clients)
+    if scale_inputs:
+        plan = plan.but(scaling_noise=_scaling_noise(target_epsilon, plan.delta))
     plan = calibrate.calibrate(plan, Population.of(federation, Layout.of(model), plan), target)
     plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, trains_fixed_features(model)))
     return plan, default_recipe.describe_recipe(plan, sizes, target.epsilon, target.adversary, target.unit)
+
+
+def _scaling_noise(epsilon: float, delta: float) -> float:
+    """The noise of private scaling that takes its share of ε; three digits."""
+    from fedcdp.accounting.calibrate import gaussian_multiplier
+
+    return float(f"{gaussian_multiplier(epsilon, delta) / math.sqrt(default_recipe.SCALING_SHARE):.3g}")
 
 
 def trains_fixed_features(model: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from fedcdp.models.networks import SCALING_LAYER
 from fedcdp.training.rundir import RunDirectory
 
 
-def scale_inputs(
+def set_scaling(
     network: nn.Module, federation: Federation, plan: Plan, releases: Releases, directory: RunDirectory | None
 ) -> None:
     """Set the network's layer that standardises inputs: from the run directory, or by a release of all clients."""

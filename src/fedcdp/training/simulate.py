@@ -42,7 +42,7 @@ from fedcdp.training.planning import recommended_plan
 from fedcdp.training.prepared import Prepared, prepare_experiment
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import Row, RunDirectory, State
-from fedcdp.training.scaling import scale_inputs
+from fedcdp.training.scaling import set_scaling
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Mode, Privacy
@@ -148,6 +148,7 @@ def simulate(
     adversary: str = "server",
     rounds: int | None = None,
     per_round: int | None = None,
+    scale_inputs: bool = False,
     loss: Loss | None = None,
     device: str | torch.device = "cpu",
     engine: EngineName = "auto",
@@ -175,6 +176,8 @@ def simulate(
         adversary: The adversary that this ε is for.
         rounds: Overrides the plan's number of rounds.
         per_round: Overrides the plan's number of clients in a round.
+        scale_inputs: Where no plan is given: standardise inputs, which must lie in [-1, 1], by means and variances from a
+            noised release that takes a tenth of the budget. With a plan, set its `scaling_noise`.
         loss: A function of outputs and targets that returns the mean over a batch, as in `torch.nn.functional`. fedcdp calls
             it with one example at a time. Default: that of the data's task, such as cross-entropy for classification.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
@@ -225,14 +228,20 @@ def simulate(
         if out is not None and not resume:
             RunDirectory(out).require_creatable()  # before a calibration that may take minutes
         plan, said = recommended_plan(
-            model, federation, target_epsilon=target_epsilon, adversary=adversary, rounds=rounds, per_round=per_round
+            model,
+            federation,
+            target_epsilon=target_epsilon,
+            adversary=adversary,
+            rounds=rounds,
+            per_round=per_round,
+            scale_inputs=scale_inputs,
         )
         _LOG.info("%s", said)
     else:
-        if target_epsilon is not None or adversary != "server":
+        if target_epsilon is not None or adversary != "server" or scale_inputs:
             raise PlanError(
-                "target_epsilon and adversary choose the noise where no plan is given; calibrate the plan's noise, or leave "
-                "the plan out"
+                "target_epsilon, adversary and scale_inputs choose the noise where no plan is given; calibrate the plan's "
+                "noise and set its scaling_noise, or leave the plan out"
             )
         changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
         plan = plan.but(**changes) if changes else plan
@@ -287,7 +296,7 @@ def train(
         simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
         with _opened(prepared, simulator, fresh, directory=directory, config=config, resume=resume) as (state, releases):
             if prepared.plan.scaling_noise is not None:  # known only now: what was computed from unscaled inputs is outdated
-                scale_inputs(network, prepared.federation, prepared.plan, releases, directory)
+                set_scaling(network, prepared.federation, prepared.plan, releases, directory)
                 computed: EngineName = simulator.local_engine.name  # type: ignore[assignment]
                 simulator, _ = begin(prepared, network, device=device, loss=loss, engine=computed, chunk=simulator.chunk)
             return _rounds(
