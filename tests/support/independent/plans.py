@@ -10,7 +10,7 @@ from typing import Any
 
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Mode, Privacy, Usage, state
-from fedcdp.config.plan import Plan
+from fedcdp.config.plan import SCALING, Plan
 from fedcdp.errors import PlanError
 from tests.support.independent.recipes import Recipes
 from tests.support.independent.rows import Federation, Figures, Key, Ledger
@@ -173,6 +173,8 @@ def _plan(random: Random, rounds: int, per_round: int, layers: int) -> Plan:
         fields |= {"weighting": "records", "mean_records": random.choice([None, 7.5])}
     if method.startswith("fed-cdp") and noise == "example" and random.random() < 0.5:
         fields["noise_slots"] = "held"
+    if method.startswith("fed") and random.random() < 0.3:
+        fields["scaling_noise"] = math.exp(random.uniform(math.log(0.5), math.log(20)))
     z = math.exp(random.uniform(math.log(0.4), math.log(12)))
     multiplier = z * math.sqrt(layers) / draws
     return Plan(**fields, noise_multiplier=0.0 if random.random() < 0.02 else multiplier)
@@ -203,5 +205,7 @@ def _ledger(random: Random, plan: Plan) -> Ledger:
     done = random.randint(0, plan.rounds)
     again = (3, 1, 2) if random.random() < 0.5 else (1,)
     rounds = tuple(t for t in range(done) for _ in range(random.choice(again)))
-    counts = sorted((random.randint(0, len(rounds)) for _ in range(4)), reverse=True)
+    if plan.scaling_noise is not None:
+        rounds = (SCALING,) * random.choice((1, 1, 2)) + rounds
+    counts = sorted((random.randint(0, sum(round_ >= 0 for round_ in rounds)) for _ in range(4)), reverse=True)
     return Ledger(rounds, tuple(counts))

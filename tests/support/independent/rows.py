@@ -12,7 +12,7 @@ from scipy.stats import binom, hypergeom
 
 from fedcdp.config.plan import Plan
 from tests.support.independent.epsilon import epsilon
-from tests.support.independent.losses import Chance, Release, together
+from tests.support.independent.losses import Chance, Release, Shift, together
 
 Key = tuple[str, str, str]
 Made = Callable[[float], Release]
@@ -76,7 +76,7 @@ class Rows:
         """Every row: the worst over clients of different size; of two rows that both hold, the smaller ε."""
         found: dict[Key, Figures] = {}
         for key, (kind, clients) in self.rows().items():
-            each = [[self._evaluate(row, ledger) for row in alternatives] for alternatives in clients]
+            each = [[self._evaluate(row, ledger, self.scaling(key)) for row in alternatives] for alternatives in clients]
             smallest = [[min(values) for values in zip(*client, strict=True)] for client in each]
             before, spent, worst = (max(values) for values in zip(*smallest, strict=True))
             found[key] = Figures(before, None if ledger is None else spent, worst, kind)
@@ -93,25 +93,44 @@ class Rows:
 
     def released(self, ledger: Ledger) -> list[float]:
         """The noise multiplier of every release in a ledger."""
-        return [self.multiplier(round_) for round_ in ledger.rounds]
+        return [self.multiplier(round_) for round_ in ledger.rounds if round_ >= 0]
 
-    def _evaluate(self, row: Row | None, ledger: Ledger | None) -> tuple[float, float, float]:
-        if row is None:  # nobody who did not take part has spent anything
-            return math.inf, math.inf if ledger and any(ledger.participations[:1]) else 0.0, math.inf
+    def scaling(self, key: Key) -> float:
+        """μ of noised means and variances, which every client releases once: a record's share of the sums over their noise.
+
+        All of a client's records together; one record under its own share of the noise; a person at several clients.
+        """
+        if self.plan.scaling_noise is None:
+            return 0.0
+        who, unit, relation = key
+        most = max(self.federation.sizes)
+        mu = (2.0 if relation == "replace-one" else 1.0) / self.plan.scaling_noise
+        mu *= most if unit == "client" else math.sqrt(most) if who == "example" else 1.0
+        return mu * (math.sqrt(self.federation.copies) if unit == "unique" else 1.0)
+
+    def _evaluate(self, row: Row | None, ledger: Ledger | None, scaling: float) -> tuple[float, float, float]:
+        again = 1 if ledger is None else max(1, sum(round_ < 0 for round_ in ledger.rounds))
+        extra, spent = ([(Shift(scaling), times)] if scaling else [] for times in (1, again))
+        if row is None:  # nobody who did not take part has spent anything but this
+            nothing = self.epsilon(together(spent)) if spent else 0.0
+            return math.inf, math.inf if ledger and any(ledger.participations[:1]) else nothing, math.inf
         rounds = [self.multiplier(t) for t in range(self.plan.rounds)]
-        worst = self._composed(row.every, rounds)
-        before = min(self._composed(row.chosen, rounds), worst)  # to take part in every round is the worst that can happen
+        worst = self._composed(row.every, rounds, extra)
+        # To take part in every round is the worst that can happen.
+        before = min(self._composed(row.chosen, rounds, extra), worst)
         if ledger is None:
             return before, math.nan, worst
         charged = sorted(self.released(ledger))
         if row.hidden:
-            return before, min(self._composed(row.chosen, charged), self._composed(row.every, charged)), worst
+            each = (self._composed(made, charged, spent) for made in (row.chosen, row.every))
+            return before, min(each), worst
         taken = sum(ledger.participations[: row.holders])
         quietest = [sigma for sigma in charged for _ in range(row.most)][:taken]
-        return before, self._composed(row.once, quietest), worst
+        return before, self._composed(row.once, quietest, spent), worst
 
-    def _composed(self, made: Made, sigmas: Sequence[float]) -> float:
-        return self.epsilon(together([(made(sigma), count) for sigma, count in Counter(sigmas).items()]))
+    def _composed(self, made: Made, sigmas: Sequence[float], extra: list[tuple[Release, int]]) -> float:
+        rounds: list[tuple[Release, int]] = [(made(sigma), count) for sigma, count in Counter(sigmas).items()]
+        return self.epsilon(together(rounds + extra))
 
     def epsilon(self, release: Release) -> float:
         """ε of a release at the plan's δ."""

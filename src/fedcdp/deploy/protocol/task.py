@@ -86,6 +86,10 @@ class Task:
             )
         if self.plan.secure_noise == self.reproducible:
             raise PlanError("secure_noise: a deployment takes its noise from the operating system unless it is reproducible")
+        if self.plan.scaling_noise is not None:
+            raise PlanError(
+                "scaling_noise: a deployment has no release before its first round; scale by public ranges instead"
+            )
         if self.plan.weighting == "records" and self.plan.mean_records is None:
             raise PlanError("mean_records: a deployment that weights by records needs it; clients do not know each other's")
         if not 1 <= self.smallest_cohort <= self.plan.per_round:
