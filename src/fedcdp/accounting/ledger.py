@@ -111,10 +111,8 @@ class Ledger(Journal):
                 if mine[part].get(key) != now.get(key):
                     differs = f"{key} = {mine[part].get(key)!s:.60}, not {now.get(key)!s:.60}"
                     raise RunError(f"{self.path} belongs to another run: its {part} has {differs}")
-        fitting = (
-            (rounds_done, rounds_done + 1, self._first_round if rounds_done == 0 else 0) if rounds_done is not None else ()
-        )
-        if fitting and self._next_round not in fitting:
+        begun = rounds_done == 0 and not self._charges  # before the release that precedes the first round
+        if rounds_done is not None and not begun and self._next_round not in (rounds_done, rounds_done + 1):
             raise RunError(f"{self.path} has {self._next_round} rounds and the checkpoint {rounds_done}: they do not match")
 
     # Charging --------------------------------------------------------------------------------------------------------
