@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -11,12 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcdp.data.dataset import Dataset
-from fedcdp.errors import PlanError
+from fedcdp.data.sources import as_dataset, hold_out, joined
+from fedcdp.data.tasks import TaskName
+from fedcdp.errors import DataError, PlanError
+from fedcdp.mechanism.randomness import numpy_generator
 
 Indices = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
 
 CACHE_BYTES = 256 * 2**20
+LONGEST_NAME = 100
 
 
 class Holdings(Protocol):
@@ -90,6 +94,14 @@ class Listed:
     records: Indices
     starts: Indices
 
+    @staticmethod
+    def shuffled(records: Indices, sizes: Indices, seed: int) -> Listed:
+        """The next `sizes[c]` of `records` for each client c, shuffled: a client sorted by class has batches of one class."""
+        owners = np.repeat(np.arange(len(sizes)), sizes)
+        order = numpy_generator(int(seed), "partition", 0).permutation(len(owners))
+        order = order[np.argsort(owners[order], kind="stable")]
+        return Listed(records.astype(np.int64)[order], np.concatenate([[0], np.cumsum(sizes)]))
+
     @property
     def clients(self) -> int:
         return len(self.starts) - 1
@@ -118,7 +130,7 @@ class Listed:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Federation:
-    """A training set and the clients that hold it. `fedcdp.partition` makes one.
+    """A training set and the clients that hold it. `fedcdp.partition` and `Federation.from_datasets` make one.
 
     Guarantees: a client never holds the same record twice. The dataset, the arguments of `partition` and its seed determine
     what a client holds and in which order, whichever clients are asked for, and when.
@@ -150,10 +162,90 @@ class Federation:
     """The client of each validation record, if they came from clients."""
 
     def __post_init__(self) -> None:
-        if self.names is not None and (len(self.names) != self.clients or len(set(self.names)) != len(self.names)):
+        if self.names is None:
+            return
+        if len(self.names) != self.clients or len(set(self.names)) != len(self.names):
             raise PlanError(
                 f"names: {len(self.names)} names for {self.clients} clients; each client needs a name of its own"
             )
+        for name in self.names:
+            if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
+                raise PlanError(
+                    f"names: {str(name)[:LONGEST_NAME]!r} cannot be a client's name, which is a string of 1 to {LONGEST_NAME} "
+                    "printable characters"
+                )
+
+    @classmethod
+    def from_datasets(
+        cls,
+        datasets: Mapping[str, Any],
+        *,
+        task: TaskName | None = None,
+        classes: int | Sequence[str] = 0,
+        inputs: str | Sequence[str] | None = None,
+        label: str | Sequence[str] | None = None,
+        validation: Any = None,
+        validation_fraction: float = 0.2,
+        split_seed: int = 0,
+        seed: int = 0,
+    ) -> Federation:
+        """Make a federation of named clients, each with a dataset of its own, of any size.
+
+        `fedcdp.as_dataset` lists the kinds of datasets. All clients' records are joined in one dataset: each is copied once.
+
+        Args:
+            datasets: The clients' datasets by name.
+            task: What is predicted. Default: the task of a `fedcdp.Dataset`, else classification.
+            classes: The number of classes, or their names in order if labels are text. Default: the largest label + 1.
+            inputs: The columns to use as inputs, where records have named columns. Default: all but the label.
+            label: The label column, where records have named columns. Default: `label`, `labels`, `target`, …
+            validation: Examples for the server: a dataset, or for some clients one each, by name. No ε protects them.
+                Default: records of the clients.
+            validation_fraction: Share of each client's records that become validation examples if `validation` is not
+                given; 0: none. No ε protects them.
+            split_seed: Fixes which records are held out.
+            seed: Fixes the order of a client's records.
+
+        Returns:
+            The federation. `names` has the clients' names, in the order of `datasets`.
+
+        Raises:
+            DataError: A record cannot be read, or differs from the others in shape. The message names client and row.
+            PlanError: A name or another argument is not allowed.
+
+        Examples:
+            >>> import fedcdp, torch
+            >>> def site(rows):
+            ...     return torch.utils.data.TensorDataset(torch.rand(rows, 4), torch.arange(rows) % 2)
+            >>> federation = fedcdp.Federation.from_datasets({"charite": site(400), "jena": site(50)})
+            >>> federation
+            <Federation: 2 clients × 40 to 320 records, clients as given, each record stored at one client at most>
+            >>> federation.name(1), len(federation.validation)
+            ('jena', 90)
+        """
+        if not isinstance(datasets, Mapping) or not datasets:
+            raise PlanError("datasets: it must be a dictionary with the dataset of each client by its name")
+        names = tuple(datasets)
+        train, sizes = joined(datasets, task=task, classes=classes, inputs=inputs, label=label)
+        owners = np.repeat(np.arange(len(names)), sizes)
+        held, held_owners = None, None
+        options: dict[str, Any] = {"task": train.task, "classes": classes or train.classes, "inputs": inputs, "label": label}
+        if validation is None:
+            if not 0 <= validation_fraction < 1:
+                raise PlanError(f"validation_fraction is {validation_fraction}: it must be 0 or more, and below 1")
+            if validation_fraction:
+                train, held, owners, held_owners = hold_out(train, owners, names, validation_fraction, split_seed)
+        elif isinstance(validation, Mapping) and set(validation) <= set(names):
+            held, sizes = joined(validation, **options)
+            held_owners = np.repeat([names.index(name) for name in validation], sizes)
+        else:
+            held = as_dataset(validation, **options)
+        if held is not None and (held.task, held.shape) != (train.task, train.shape):
+            raise DataError(
+                f"validation: inputs of shape {held.shape} for task {held.task}, but clients hold inputs of shape "
+                f"{train.shape} for task {train.task}"
+            )
+        return natural(train, held, None, owners, held_owners, names, seed)
 
     @property
     def clients(self) -> int:
@@ -214,3 +306,32 @@ class Federation:
         if len(outside):
             raise PlanError(f"client {outside[0]} does not exist: clients are numbered 0 to {self.clients - 1}")
         return asked
+
+
+def natural(
+    train: Dataset,
+    validation: Dataset | None,
+    test: Dataset | None,
+    owners: Indices,
+    validation_owners: Indices | None,
+    names: tuple[str, ...] | None,
+    seed: int,
+) -> Federation:
+    """The federation in which each record stays with its owner."""
+    clients = len(names) if names is not None else int(owners.max()) + 1
+    if owners.min() < 0 or owners.max() >= clients:
+        raise PlanError(f"owners is from {owners.min()} to {owners.max()}: clients are numbered 0 to {clients - 1}")
+    sizes = np.bincount(owners, minlength=clients)
+    if not sizes.all():
+        empty = int(np.argmin(sizes))
+        raise PlanError(f"client {names[empty] if names else empty} has no training record")
+    return Federation(
+        train,
+        validation,
+        test,
+        "natural",
+        sentence="clients as given",
+        holdings=Listed.shuffled(np.argsort(owners, kind="stable"), sizes, seed),
+        names=names,
+        validation_clients=validation_owners,
+    )
