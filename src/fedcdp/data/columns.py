@@ -6,7 +6,7 @@ from 0 to 1 with a leading axis for the channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,32 +22,49 @@ Values = NDArray[Any]
 Locate = Callable[[int], str]
 """Names a row by its number among all rows joined: `client 'jena', row 3`."""
 
-_KINDS = {"f": np.dtype(np.float32), "i": np.dtype(np.int64), "u": np.dtype(np.int64), "b": np.dtype(np.bool_)}
-_WIDENS = [np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float32)]
+FLOAT, INTEGER, BOOLEAN = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
+_STORED: dict[str, np.dtype[Any]] = {"f": FLOAT, "i": INTEGER, "u": INTEGER, "b": BOOLEAN}
+_WIDTH = {BOOLEAN: 0, INTEGER: 1, FLOAT: 2}
+_ONE_SHAPE = "pad texts, or resize images, to one shape"
 _PIECE = 2**14
 
 
-def as_values(given: Any, what: str) -> Values:
-    """One value, or a block of them, as an array of numbers or text; a `DataError` starts with `what`."""
+def as_values(given: Any, what: str, first: int | None = None) -> Values:
+    """A value as an array of numbers or text; if `first` is given, a block of values, of which the first has this row.
+
+    A `DataError` starts with `what`, and never shows a value.
+    """
     if isinstance(given, Tensor):
         given = given.detach().cpu()
         if given.dtype in (torch.bfloat16, torch.float16):
             given = given.float()
     try:
         values = np.asarray(given)
-    except (ValueError, TypeError, RuntimeError):
-        raise DataError(
-            f"{what} is no array of numbers; if it has rows of different length, pad them to one length"
-        ) from None
+    except (ValueError, TypeError, RuntimeError):  # lists of different lengths
+        raise DataError(f"{what} {_unevenness(given, first)}") from None
     if values.dtype.kind == "O":
-        if all(isinstance(each, str) for each in values.flat):
+        if values.size and all(isinstance(each, str) for each in values.flat):
             return values.astype(np.str_)
-        uneven = values.ndim == 1 and len({np.shape(each) for each in values}) > 1
-        advice = "has rows of different shape: pad texts, or resize images, to one shape" if uneven else "is not numbers"
-        raise DataError(f"{what} {advice}")
+        raise DataError(f"{what} {_unevenness(values, first)}")
     if values.dtype.kind not in "fiubUS":
         raise DataError(f"{what} is {values.dtype}, which is not numbers")
+    if first is not None and values.ndim == 0:
+        raise DataError(f"{what} is a single value, not one for each row")
     return values
+
+
+def _unevenness(rows: Iterable[Any], first: int | None) -> str:
+    """What is wrong with a value that is no array of numbers."""
+    shapes = []
+    for row in rows if np.iterable(rows) else ():
+        try:
+            shapes.append(np.shape(row))
+        except ValueError:
+            shapes.append((-1,))
+    odd = next((number for number, shape in enumerate(shapes) if shape != shapes[0] or -1 in shape), None)
+    if odd is None:
+        return "is not numbers only"
+    return f"differs in shape at row {first + odd}: {_ONE_SHAPE}" if first is not None else f"is uneven: {_ONE_SHAPE}"
 
 
 class Column:
@@ -64,38 +81,35 @@ class Column:
         pixels = self.images and block.dtype == np.uint8 and block.ndim in (3, 4)
         if pixels:
             block = _channels_first(block)
-        dtype = np.dtype(np.float32) if pixels else _KINDS[block.dtype.kind]
+        dtype = FLOAT if pixels else _STORED[block.dtype.kind]
         if self.values is None:
-            whole = len(block) == self.count and block.dtype == dtype and block.flags.writeable and not self.own
-            if whole and block.flags.c_contiguous:
+            usable = block.dtype == dtype and block.flags.writeable and block.flags.c_contiguous
+            if usable and len(block) == self.count and not self.own:
                 self.values = block
                 return
             self.values = np.empty((self.count, *block.shape[1:]), dtype)
         if block.shape[1:] != self.values.shape[1:]:
             raise DataError(
-                f"{self.locate(start)}: {self.what} has shape {block.shape[1:]}, but {self.values.shape[1:]} in the first row; "
-                "pad texts, or resize images, to one shape"
+                f"{self.locate(start)}: {self.what} has shape {block.shape[1:]}, but {self.values.shape[1:]} in the first "
+                f"row; {_ONE_SHAPE}"
             )
-        if _WIDENS.index(dtype) > _WIDENS.index(self.values.dtype):
+        if _WIDTH[dtype] > _WIDTH[self.values.dtype]:
             self.values = self.values.astype(dtype)
         into = self.values[start : start + len(block)]
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             if pixels:
-                np.divide(block, np.float32(255), out=into, dtype=np.float32)
+                np.divide(block, np.float32(255), out=into, dtype=FLOAT)
             else:
                 into[...] = block
 
-    def finished(self) -> Values:
-        """All values; none of them is a NaN or an infinity."""
+    def finished(self, finite: bool = True) -> Values:
+        """All values; if `finite`, none of them may be a NaN or an infinity."""
         assert self.values is not None
-        if self.values.dtype.kind == "f":
-            for start in range(0, self.count, _PIECE):
-                finite = np.isfinite(self.values[start : start + _PIECE])
-                if not finite.all():
-                    row = start + int(np.argwhere(~finite)[0, 0])
-                    raise DataError(
-                        f"{self.locate(row)}: {self.what} has a missing value, an infinity or one beyond float32"
-                    )
+        for start in range(0, self.count, _PIECE) if finite and self.values.dtype == FLOAT else ():
+            fine = np.isfinite(self.values[start : start + _PIECE])
+            if not fine.all():
+                row = start + int(np.argwhere(~fine)[0, 0])
+                raise DataError(f"{self.locate(row)}: {self.what} has a missing value, an infinity or one beyond float32")
         return self.values
 
 
@@ -118,18 +132,22 @@ def targets_of(values: Values, task: TaskName, classes: int, locate: Locate) -> 
     """The targets in the type that a task needs; a `DataError` names the first row that does not fit."""
     if task == "custom":
         return torch.from_numpy(values)
-    if task in ("multilabel", "regression"):
-        targets = values.astype(np.float32, copy=False)
-        wrong = (targets != 0) & (targets != 1) if task == "multilabel" else np.zeros(0)
-        expected = "a row of zeros and ones"
+    if task == "regression":
+        return torch.from_numpy(values.astype(FLOAT, copy=False))
+    if task == "multilabel":
+        targets = values.astype(FLOAT, copy=False)
+        wrong, expected = (targets != 0) & (targets != 1), "a row of zeros and ones"
     else:
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
         if values.ndim != 1:
             raise DataError(f"labels are {values.dtype} of shape {values.shape}: each example needs one whole number")
-        targets = values.astype(np.int64, copy=False)
+        with np.errstate(invalid="ignore"):
+            targets = values.astype(INTEGER, copy=False)
         most = 1 if task == "binary" else classes - 1 if classes else None
-        wrong = (targets != values) | (targets < 0) | (False if most is None else targets > most)
+        wrong = (targets != values) | (targets < 0)
+        if most is not None:
+            wrong |= targets > most
         expected = "a whole number " + ("of at least 0" if most is None else f"from 0 to {most}")
     if wrong.any():
         row = int(np.argwhere(wrong)[0, 0])

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcdp.data.dataset import Dataset
-from fedcdp.data.sources import as_dataset, hold_out, joined
+from fedcdp.data.sources import as_dataset, hold_out, join_clients
 from fedcdp.data.tasks import TaskName
 from fedcdp.errors import DataError, PlanError
 from fedcdp.mechanism.randomness import numpy_generator
@@ -96,7 +96,7 @@ class Listed:
 
     @staticmethod
     def shuffled(records: Indices, sizes: Indices, seed: int) -> Listed:
-        """The next `sizes[c]` of `records` for each client c, shuffled: a client sorted by class has batches of one class."""
+        """Client c holds the next `sizes[c]` of `records`, shuffled: sorted by class, batches would have one class."""
         owners = np.repeat(np.arange(len(sizes)), sizes)
         order = numpy_generator(int(seed), "partition", 0).permutation(len(owners))
         order = order[np.argsort(owners[order], kind="stable")]
@@ -162,18 +162,12 @@ class Federation:
     """The client of each validation record, if they came from clients."""
 
     def __post_init__(self) -> None:
-        if self.names is None:
-            return
-        if len(self.names) != self.clients or len(set(self.names)) != len(self.names):
-            raise PlanError(
-                f"names: {len(self.names)} names for {self.clients} clients; each client needs a name of its own"
-            )
-        for name in self.names:
-            if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
+        if self.names is not None:
+            if len(self.names) != self.clients or len(set(self.names)) != len(self.names):
                 raise PlanError(
-                    f"names: {str(name)[:LONGEST_NAME]!r} cannot be a client's name, which is a string of 1 to {LONGEST_NAME} "
-                    "printable characters"
+                    f"names: {len(self.names)} names for {self.clients} clients; each client needs a name of its own"
                 )
+            _check_names(self.names)
 
     @classmethod
     def from_datasets(
@@ -226,7 +220,8 @@ class Federation:
         if not isinstance(datasets, Mapping) or not datasets:
             raise PlanError("datasets: it must be a dictionary with the dataset of each client by its name")
         names = tuple(datasets)
-        train, sizes = joined(datasets, task=task, classes=classes, inputs=inputs, label=label)
+        _check_names(names)
+        train, sizes = join_clients(datasets, task=task, classes=classes, inputs=inputs, label=label)
         owners = np.repeat(np.arange(len(names)), sizes)
         held, held_owners = None, None
         options: dict[str, Any] = {"task": train.task, "classes": classes or train.classes, "inputs": inputs, "label": label}
@@ -234,9 +229,11 @@ class Federation:
             if not 0 <= validation_fraction < 1:
                 raise PlanError(f"validation_fraction is {validation_fraction}: it must be 0 or more, and below 1")
             if validation_fraction:
-                train, held, owners, held_owners = hold_out(train, owners, names, validation_fraction, split_seed)
+                train, held, owners, held_owners = hold_out(
+                    train, owners, names, fraction=validation_fraction, seed=split_seed
+                )
         elif isinstance(validation, Mapping) and set(validation) <= set(names):
-            held, sizes = joined(validation, **options)
+            held, sizes = join_clients(validation, **options)
             held_owners = np.repeat([names.index(name) for name in validation], sizes)
         else:
             held = as_dataset(validation, **options)
@@ -245,7 +242,7 @@ class Federation:
                 f"validation: inputs of shape {held.shape} for task {held.task}, but clients hold inputs of shape "
                 f"{train.shape} for task {train.task}"
             )
-        return natural(train, held, None, owners, held_owners, names, seed)
+        return natural(train, owners, names, seed=seed, validation=held, validation_owners=held_owners)
 
     @property
     def clients(self) -> int:
@@ -310,12 +307,13 @@ class Federation:
 
 def natural(
     train: Dataset,
-    validation: Dataset | None,
-    test: Dataset | None,
     owners: Indices,
-    validation_owners: Indices | None,
     names: tuple[str, ...] | None,
+    *,
     seed: int,
+    validation: Dataset | None = None,
+    validation_owners: Indices | None = None,
+    test: Dataset | None = None,
 ) -> Federation:
     """The federation in which each record stays with its owner."""
     clients = len(names) if names is not None else int(owners.max()) + 1
@@ -323,8 +321,8 @@ def natural(
         raise PlanError(f"owners is from {owners.min()} to {owners.max()}: clients are numbered 0 to {clients - 1}")
     sizes = np.bincount(owners, minlength=clients)
     if not sizes.all():
-        empty = int(np.argmin(sizes))
-        raise PlanError(f"client {names[empty] if names else empty} has no training record")
+        without = int(np.argmin(sizes))
+        raise PlanError(f"client {without if names is None else repr(names[without])} has no training record")
     return Federation(
         train,
         validation,
@@ -335,3 +333,12 @@ def natural(
         names=names,
         validation_clients=validation_owners,
     )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
+            raise PlanError(
+                f"names: {str(name)[:LONGEST_NAME]!r} cannot be a client's name, which is a string of 1 to {LONGEST_NAME} "
+                "printable characters"
+            )

@@ -10,10 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedcdp.data.columns import as_values
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.dealing import Deal, DealingRule, Dirichlet, Shards
 from fedcdp.data.federation import Dealt, Federation, Holdings, Listed, natural
-from fedcdp.data.sources import as_dataset, is_pair
+from fedcdp.data.readers import is_pair
+from fedcdp.data.sources import as_dataset
 from fedcdp.data.unequal import UNEQUAL, check_alpha, deal_classes, deal_sizes, unequal_sizes
 from fedcdp.errors import DataError, PlanError
 
@@ -52,20 +54,22 @@ def partition(
     | `natural`           | the records that came from it (`Splits.owners`; the default where these are known)      |
     | `custom`            | the records of its list in `indices`, shuffled                                          |
 
-    flwr-datasets has the same schemes under these names:
+    Most schemes are known from flwr-datasets:
 
-    | scheme              | in flwr-datasets            | what differs here                                           |
-    |---------------------|-----------------------------|-------------------------------------------------------------|
-    | `natural`           | `NaturalIdPartitioner`      | same clients; records are shuffled                          |
-    | `iid`               | `IidPartitioner`            | records are shuffled; all sizes are equal, a remainder is left out |
-    | `linear`            | `LinearPartitioner`         | same sizes; records are shuffled                            |
-    | `square`            | `SquarePartitioner`         | same sizes; records are shuffled                            |
-    | `exponential`       | `ExponentialPartitioner`    | same sizes; records are shuffled                            |
-    | `dirichlet-classes` | `DirichletPartitioner`      | same distribution without `self_balancing`; `smallest` is `min_partition_size` |
-    | `dirichlet`         | `InnerDirichletPartitioner` | equal sizes; `alpha` is multiplied by the class shares; one client after the other |
-    | `dirichlet-sizes`   | (none)                      |                                                             |
-    | `shards`            | `ShardPartitioner`          | `num_shards_per_partition` is `classes_per_client`; no shard has two classes |
-    | `custom`            | (none)                      |                                                             |
+    | scheme              | in flwr-datasets            | what differs here                                        |
+    |---------------------|-----------------------------|----------------------------------------------------------|
+    | `natural`           | `NaturalIdPartitioner`      | nothing                                                  |
+    | `iid`               | `IidPartitioner`            | sizes are equal: a remainder is left out                 |
+    | `linear`            | `LinearPartitioner`         | nothing                                                  |
+    | `square`            | `SquarePartitioner`         | nothing                                                  |
+    | `exponential`       | `ExponentialPartitioner`    | nothing                                                  |
+    | `dirichlet-classes` | `DirichletPartitioner`      | no `self_balancing`; `min_partition_size` is `smallest`  |
+    | `dirichlet`         | `InnerDirichletPartitioner` | sizes are equal; `alpha` is times the data's own shares  |
+    | `shards`            | `ShardPartitioner`          | shards of one class, as large as that takes              |
+    | `dirichlet-sizes`   | none                        |                                                          |
+    | `custom`, `full`    | none                        |                                                          |
+
+    Records are shuffled before they are dealt, and draws come from `seed`, so the clients hold other records than there.
 
     Guarantees: under `shards`, `iid`, `full` and `dirichlet` each client holds exactly `records` records. No two clients
     hold the same record as long as clients · records ≤ len(data). Beyond that the data are dealt again, afresh, for every
@@ -105,7 +109,7 @@ def partition(
         >>> fedcdp.partition(splits, clients=10, scheme="iid")
         <Federation: 10 clients × 42 records, dealt at random, each record stored at one client at most>
         >>> fedcdp.partition(splits, clients=10, scheme="dirichlet-sizes", alpha=1, size_ratio=20)
-        <Federation: 10 clients × 5 to 105 records, sizes ~ Dirichlet(1), each record stored at one client at most>
+        <Federation: 10 clients × 16 to 123 records, sizes ~ Dirichlet(1), each record stored at one client at most>
         >>> two = fedcdp.partition(splits, indices={"charite": range(300), "jena": range(300, 426)})
         >>> two
         <Federation: 2 clients × 126 to 300 records, as listed, each record stored at one client at most>
@@ -116,11 +120,12 @@ def partition(
     splits = data if isinstance(data, Splits) else None
     owners = None if splits is None else splits.owners
     scheme = scheme or ("custom" if indices is not None else "shards" if owners is None else "natural")
+    test = None if splits is None else splits.test
+    validation_owners = None
     if validation is not None:
         validation = as_dataset(validation, task=train.task, classes=train.classes)
     elif splits is not None:
-        validation = splits.validation
-    test = None if splits is None else splits.test
+        validation, validation_owners = splits.validation, splits.validation_owners
     if scheme not in SCHEMES:
         raise PlanError(f"scheme is {scheme!r}: it must be one of {', '.join(SCHEMES)}")
     if (indices is not None) != (scheme == "custom"):
@@ -128,43 +133,68 @@ def partition(
     if scheme == "natural":
         if splits is None or owners is None:
             raise PlanError("scheme is 'natural': the data do not say which client a record belongs to")
-        federation = natural(train, validation, test, owners, splits.validation_owners, splits.owner_names, seed)
-        if records is not None or clients not in (None, federation.clients):
-            raise PlanError(f"scheme is 'natural': the data alone set {federation.clients} clients and their records")
-        return federation
-    names, holdings, sentence = None, None, "as listed"
+        found = natural(
+            train,
+            owners,
+            splits.owner_names,
+            seed=seed,
+            validation=validation,
+            validation_owners=validation_owners,
+            test=test,
+        )
+        if records is not None or clients not in (None, found.clients):
+            raise PlanError(f"scheme is 'natural': the data alone set {found.clients} clients and their records")
+        return found
+    holdings: Holdings
+    names, sentence = None, "as listed"
     if indices is not None:
         if records is not None or clients not in (None, len(indices)):
             raise PlanError(f"indices has {len(indices)} lists, which alone set clients and records; leave those two out")
-        if isinstance(indices, Mapping):
-            names = tuple(indices)
+        names = tuple(indices) if isinstance(indices, Mapping) else None
         holdings = _listed(indices, len(train), seed)
+    elif scheme == "dirichlet-classes":
+        clients = _whole("clients", clients)
+        _leave_out(scheme, records=records, size_ratio=size_ratio)
+        _require_classes(train, scheme)
+        holdings = deal_classes(_labels(train), clients, alpha=alpha, smallest=smallest, seed=seed)
+        sentence = f"each class divided ~ Dirichlet({alpha:g})"
+    elif scheme in UNEQUAL:
+        clients = _whole("clients", clients)
+        _leave_out(scheme, records=records)
+        sizes = unequal_sizes(scheme, len(train), clients, alpha=alpha, smallest=smallest, size_ratio=size_ratio, seed=seed)
+        holdings = deal_sizes(sizes, seed)
+        sentence = f"sizes ~ Dirichlet({alpha:g})" if scheme == "dirichlet-sizes" else f"{scheme} sizes"
     else:
         clients = _whole("clients", clients)
-        if scheme in UNEQUAL:
-            if records is not None:
-                raise PlanError(
-                    f"records is {records!r}: under scheme {scheme!r} clients differ in size, so leave records out"
-                )
-            holdings, sentence = _unequal(train, clients, scheme, alpha, smallest, size_ratio, seed)
-        else:
-            holdings, sentence = _equal(train, clients, scheme, records, classes_per_client, alpha, seed)
+        records = _records_each(len(train), clients, scheme, records)
+        rule, sentence = _rule(train, scheme, records, classes_per_client, alpha)
+        per_copy = len(train) // records
+        holdings = Dealt(Deal(_labels(train), per_copy, records, rule, int(seed)), clients, records, per_copy)
     return Federation(train, validation, test, scheme, sentence=sentence, holdings=holdings, names=names)
 
 
 def _training_set(data: Any) -> Dataset:
     if isinstance(data, Splits):
         return data.train
-    if not is_pair(data):
+    if not is_pair(data) or isinstance(data[0], Mapping):
         return as_dataset(data)
     inputs, targets = data
-    given = np.asarray(targets.cpu() if isinstance(targets, Tensor) else targets)
+    given = as_values(targets, "the labels array")
     with np.errstate(invalid="ignore"):  # NaN is refused below
-        labels = given.astype(np.int64)
-    if given.ndim != 1 or not np.array_equal(labels, given):
+        labels = given.astype(np.int64) if given.dtype.kind in "fiub" else given
+    if given.ndim != 1 or given.dtype.kind not in "fiub" or not np.array_equal(labels, given):
         raise DataError(f"labels are {given.dtype} of shape {given.shape}: each example needs one whole number")
+    numbers = inputs if isinstance(inputs, Tensor) else as_values(inputs, "the inputs array", 0)
+    if isinstance(numbers, np.ndarray) and numbers.dtype.kind not in "fiub":
+        raise DataError(f"inputs are {numbers.dtype}: they must be numbers")
     classes = int(labels.max(initial=-1)) + 1
-    return Dataset(torch.as_tensor(inputs, dtype=torch.float32), torch.from_numpy(labels), classes)
+    return Dataset(torch.as_tensor(numbers, dtype=torch.float32), torch.from_numpy(labels), classes)
+
+
+def _leave_out(scheme: str, **given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise PlanError(f"{name} is {value!r}: it has no meaning under scheme {scheme!r}, so leave it out")
 
 
 def _whole(name: str, value: int | None, most: int | None = None, what: str = "") -> int:
@@ -196,31 +226,6 @@ def _labels(train: Dataset) -> npt.NDArray[np.unsignedinteger]:
     if not train.classes:
         return np.zeros(len(train), dtype=np.uint8)
     return train.targets.cpu().numpy().astype(np.min_scalar_type(train.classes - 1))
-
-
-def _equal(
-    train: Dataset, clients: int, scheme: str, records: int | None, classes_per_client: int, alpha: float, seed: int
-) -> tuple[Holdings, str]:
-    """Holdings of equal size, dealt when asked for, and their description."""
-    records = _records_each(len(train), clients, scheme, records)
-    rule, sentence = _rule(train, scheme, records, classes_per_client, alpha)
-    per_copy = len(train) // records
-    return Dealt(Deal(_labels(train), per_copy, records, rule, int(seed)), clients, records, per_copy), sentence
-
-
-def _unequal(
-    train: Dataset, clients: int, scheme: str, alpha: float, smallest: int, size_ratio: float | None, seed: int
-) -> tuple[Holdings, str]:
-    """Holdings of unequal size, and their description."""
-    if scheme == "dirichlet-classes":
-        _require_classes(train, scheme)
-        if size_ratio is not None:
-            raise PlanError(f"size_ratio is {size_ratio!r}: it is for scheme 'dirichlet-sizes' only")
-        holdings = deal_classes(_labels(train), clients, alpha=alpha, smallest=smallest, seed=seed)
-        return holdings, f"each class divided ~ Dirichlet({alpha:g})"
-    sizes = unequal_sizes(scheme, len(train), clients, alpha=alpha, smallest=smallest, size_ratio=size_ratio, seed=seed)
-    sentence = f"sizes ~ Dirichlet({alpha:g})" if scheme == "dirichlet-sizes" else f"{scheme} sizes"
-    return deal_sizes(sizes, seed), sentence
 
 
 def _rule(

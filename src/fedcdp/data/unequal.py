@@ -13,16 +13,18 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from fedcdp.config.presets import UNEQUAL
 from fedcdp.data.federation import Indices, Listed
 from fedcdp.errors import PlanError
 from fedcdp.mechanism.randomness import numpy_generator
+
+__all__ = ["UNEQUAL", "check_alpha", "class_cuts", "deal_classes", "deal_sizes", "growing_sizes", "unequal_sizes"]
 
 _GROWTH: dict[str, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]] = {
     "linear": lambda number: number,
     "square": np.square,
     "exponential": np.exp,
 }
-UNEQUAL = (*_GROWTH, "dirichlet-sizes", "dirichlet-classes")
 _TRIES = 100
 
 
@@ -39,12 +41,12 @@ def unequal_sizes(
         shares = _dirichlet(clients, alpha, numpy_generator(int(seed), "sizes"))
         if size_ratio is not None:
             shares = np.maximum(shares, shares.max() / size_ratio)
-        return smallest + _apportion(total - clients * smallest, shares)
+        return _apportion(total - clients * smallest, shares) + np.int64(smallest)
     sizes = growing_sizes(scheme, total, clients)
     if sizes.min() < smallest:
         raise PlanError(
-            f"clients is {clients}: under scheme {scheme!r} the smallest of them would hold {sizes.min()} of {total} records, "
-            f"and {smallest} are needed; use fewer clients"
+            f"clients is {clients}: under scheme {scheme!r} the smallest client would hold {sizes.min()} of {total} records "
+            f"instead of at least {smallest}; use fewer clients"
         )
     return sizes
 
@@ -53,7 +55,7 @@ def growing_sizes(scheme: str, total: int, clients: int) -> Indices:
     """Sizes that grow with the client's number 1 to K, rounded down; the last client gets the remainder."""
     with np.errstate(over="ignore", invalid="ignore"):  # e^710 is no float64: no records are left for the others
         units = _GROWTH[scheme](np.linspace(start=1, stop=clients, num=clients))
-        sizes = np.nan_to_num(units / units.sum() * total).astype(np.int64)
+        sizes: Indices = np.nan_to_num(units / units.sum() * total).astype(np.int64)
     sizes[-1] += total - sizes.sum()
     return sizes
 
@@ -119,6 +121,6 @@ def _check_smallest(total: int, clients: int, smallest: int) -> None:
 def _apportion(total: int, shares: npt.NDArray[np.float64]) -> Indices:
     """Whole numbers in proportion to `shares` that add up to `total`, by largest remainder."""
     exact = shares / shares.sum() * total
-    sizes = exact.astype(np.int64)
+    sizes: Indices = exact.astype(np.int64)
     sizes[np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]] += 1
     return sizes
