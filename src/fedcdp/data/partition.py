@@ -89,7 +89,8 @@ def partition(
         records: Records at a client. Default: len(data) // clients. Not for schemes of unequal sizes.
         classes_per_client: Classes at a client, for `shards`.
         alpha: Concentration, for the Dirichlet schemes: the smaller, the more the clients differ.
-        smallest: The fewest records of a client, for the schemes of unequal sizes.
+        smallest: The fewest records of a client, for the schemes of unequal sizes. Under `dirichlet-sizes` each client gets
+            these first; under `dirichlet-classes` the draw is repeated until each client has them.
         size_ratio: How many times as many records the largest client may hold as the smallest, up to rounding, for
             `dirichlet-sizes`. Smaller clients are enlarged. Default: no limit.
         seed: Fixes who holds what.

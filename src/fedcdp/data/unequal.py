@@ -34,9 +34,7 @@ def unequal_sizes(
     """The records of each client under a scheme whose sizes do not depend on the data; all `total` records are dealt."""
     _check_smallest(total, clients, smallest)
     if size_ratio is not None and (scheme != "dirichlet-sizes" or not 1 <= size_ratio < math.inf):
-        raise PlanError(
-            f"size_ratio is {size_ratio!r}: it must be a number of at least 1, and is for 'dirichlet-sizes' only"
-        )
+        raise PlanError(f"size_ratio is {size_ratio!r}: it must be 1 or more, and is for scheme 'dirichlet-sizes' only")
     if scheme == "dirichlet-sizes":
         shares = _dirichlet(clients, alpha, numpy_generator(int(seed), "sizes"))
         if size_ratio is not None:
@@ -104,7 +102,7 @@ def check_alpha(alpha: float) -> None:
 def _dirichlet(clients: int, alpha: float, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     check_alpha(alpha)
     shares = rng.dirichlet(np.full(clients, float(alpha)))
-    if not np.isfinite(shares).all():
+    if not math.isclose(shares.sum(), 1, rel_tol=1e-6):  # under- or overflow; NaN, too
         raise PlanError(f"alpha is {alpha!r}: Dirichlet shares cannot be computed for a number that extreme")
     return shares
 
