@@ -238,6 +238,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "uneven column": (HuggingFace({"ids": [[1], [2, 3]], "y": np.array([0, 1])}), {}, "'ids' differs in shape at row 1"),
     "text as input": ([(PRIVATE, 0)], {}, "row 0: the input is text; turn it into numbers"),
     "objects": ([(X[0], 0), (object(), 0)], {}, "row 1: the input is not numbers only"),
+    "a column of objects": (FRAME.assign(age=[1, 2, None, 4, 5, 6]).astype(object), {}, "row 2: the input has a missing"),
+    "nullable numbers": (
+        FRAME.assign(age=[1, 2, None, 4, 5, 6]).astype({"age": "Int64"}),
+        {},
+        "not a number at row 2|row 2: the",
+    ),
+    "a mixed column": (FRAME.assign(age=[1, 2, PRIVATE, 4, 5, 6]), {}, "'age' has something that is not a number at row 2"),
     "complex": (([1j], [0]), {}, "the inputs array is complex128"),
     "a missing value": ([(X[0], 0), ([1.0, np.nan, 1.0], 0)], {}, "row 1: the input has a missing value"),
     "beyond float32": ((np.array([[1.0], [1e300]]), [0, 1]), {}, "row 1: the input has a missing value, an infinity or"),

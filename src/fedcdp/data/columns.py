@@ -40,12 +40,15 @@ def as_values(given: Any, what: str, first: int | None = None) -> Values:
             given = given.float()
     try:
         values = np.asarray(given)
+        if values.dtype.kind == "O" and values.ndim:  # objects that may be numbers nevertheless
+            numbers = np.asarray(values.tolist())
+            values = numbers if numbers.dtype.kind in "fiub" else values
     except (ValueError, TypeError, RuntimeError):  # lists of different lengths
-        raise DataError(f"{what} {_unevenness(given, first)}") from None
+        raise DataError(f"{what} {_defect(given, first)}") from None
     if values.dtype.kind == "O":
         if values.size and all(isinstance(each, str) for each in values.flat):
             return values.astype(np.str_)
-        raise DataError(f"{what} {_unevenness(values, first)}")
+        raise DataError(f"{what} {_defect(values, first)}")
     if values.dtype.kind not in "fiubUS":
         raise DataError(f"{what} is {values.dtype}, which is not numbers")
     if first is not None and values.ndim == 0:
@@ -53,18 +56,26 @@ def as_values(given: Any, what: str, first: int | None = None) -> Values:
     return values
 
 
-def _unevenness(rows: Iterable[Any], first: int | None) -> str:
-    """What is wrong with a value that is no array of numbers."""
-    shapes = []
-    for row in rows if np.iterable(rows) else ():
-        try:
-            shapes.append(np.shape(row))
-        except ValueError:
-            shapes.append((-1,))
-    odd = next((number for number, shape in enumerate(shapes) if shape != shapes[0] or -1 in shape), None)
-    if odd is None:
-        return "is not numbers only"
-    return f"differs in shape at row {first + odd}: {_ONE_SHAPE}" if first is not None else f"is uneven: {_ONE_SHAPE}"
+def _defect(rows: Iterable[Any], first: int | None) -> str:
+    """What is wrong with a value, or a block of values, that is no array of numbers."""
+    parts = list(rows) if np.iterable(rows) else []
+    shapes = [_shape(part) for part in parts]
+    uneven = next((number for number, shape in enumerate(shapes) if shape is None or shape != shapes[0]), None)
+    if uneven is not None:
+        return f"differs in shape at row {first + uneven}: {_ONE_SHAPE}" if first is not None else f"is uneven: {_ONE_SHAPE}"
+    other = next((number for number, part in enumerate(parts) if np.asarray(part).dtype.kind not in "fiub"), None)
+    return (
+        "is not numbers only"
+        if first is None or other is None
+        else f"has something that is not a number at row {first + other}"
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(np.shape(value))
+    except ValueError:  # it is uneven itself
+        return None
 
 
 class Column:
