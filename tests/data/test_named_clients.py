@@ -165,6 +165,7 @@ def test_validation_examples_can_be_given_for_all_or_by_client() -> None:
         ({"a": site(4)}, {"validation_fraction": 1}, "validation_fraction is 1: .* below 1"),
         ({"a": site(4)}, {"validation_fraction": -0.1}, "validation_fraction is -0.1"),
         ({"a": site(4)}, {"validation": (np.ones((2, 3)), [0, 1])}, r"validation: inputs of shape \(3,\)"),
+        ({"a": site(4)}, {"validation": {}}, "the data: no column is named label"),
         ({"a": site(4)}, {"task": "ranking"}, "task: 'ranking' is not one of"),
         (
             {

@@ -15,6 +15,7 @@ _QUANTILE = "a quantile clip, such as --clip 'quantile(0.5, 4)'"
 # Each setting that only some experiments read: whether this one does, and which do.
 _ONLY_FOR: dict[str, tuple[Applies, str]] = {
     "alpha": (lambda e: e.data.partition.startswith("dirichlet"), "--partition dirichlet, dirichlet-sizes or -classes"),
+    "size_ratio": (lambda e: e.data.partition in UNEQUAL, "--partition dirichlet-sizes"),  # others of these refuse it
     "smallest": (lambda e: e.data.partition in UNEQUAL, "a --partition of unequal sizes"),
     "classes_per_client": (lambda e: e.data.partition == "shards", "--partition shards"),
     "validation_fraction": (lambda e: e.data.file is not None, _OWN_DATA),

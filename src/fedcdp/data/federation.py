@@ -232,7 +232,7 @@ class Federation:
                 train, held, owners, held_owners = hold_out(
                     train, owners, names, fraction=validation_fraction, seed=split_seed
                 )
-        elif isinstance(validation, Mapping) and set(validation) <= set(names):
+        elif isinstance(validation, Mapping) and validation and set(validation) <= set(names):
             held, sizes = join_clients(validation, **options)
             held_owners = np.repeat([names.index(name) for name in validation], sizes)
         else:

@@ -65,7 +65,7 @@ def partition(
     | `exponential`       | `ExponentialPartitioner`    | nothing                                                  |
     | `dirichlet-classes` | `DirichletPartitioner`      | no `self_balancing`; `min_partition_size` is `smallest`  |
     | `dirichlet`         | `InnerDirichletPartitioner` | sizes are equal; `alpha` is times the data's own shares  |
-    | `shards`            | `ShardPartitioner`          | shards of one class, as large as that takes              |
+    | `shards`            | `ShardPartitioner`          | a shard has one class, so shards may differ in size      |
     | `dirichlet-sizes`   | none                        |                                                          |
     | `custom`, `full`    | none                        |                                                          |
 

@@ -48,7 +48,7 @@ def as_dataset(
 
     Inputs: floats become float32, integers int64 (token ids), and images of bytes ([H, W] or [H, W, C]) become float32 from
     0 to 1 of shape [C, H, W]. Several columns of one number each are one table of floats. Other columns are passed to the
-    network by name. All inputs must have one shape, so texts must be padded.
+    network by name. All inputs must have one shape, so texts must be padded. Tensors on a GPU are read into main memory.
 
     A client holds records, not batches. So the batch size, shuffling and `drop_last` of a `DataLoader` have no effect, and a
     sampler that selects or repeats records is refused. A `collate_fn` of its own is called once, with all rows.
