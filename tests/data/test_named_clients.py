@@ -134,6 +134,14 @@ def test_the_task_and_the_names_of_classes_hold_for_all_clients() -> None:
     assert isinstance(Federation.from_datasets({"a": texts, "b": texts}).train.inputs, dict)
 
 
+def test_targets_of_any_shape_are_held_out_by_client_alone() -> None:
+    inputs, _ = site(20)
+    custom = (inputs, np.zeros((20, 2, 3)))
+    federation = Federation.from_datasets({"a": custom, "b": custom}, task="custom", classes=3, validation_fraction=0.25)
+    assert federation.validation_clients is not None
+    assert np.bincount(federation.validation_clients).tolist() == [5, 5]
+
+
 def test_validation_examples_can_be_given_for_all_or_by_client() -> None:
     shared = Federation.from_datasets(sites(), validation=site(9))
     assert shared.validation is not None

@@ -96,7 +96,7 @@ def test_holdings_do_not_depend_on_which_clients_are_asked_for_nor_when(given, r
 
 def test_holdings_survive_the_cache_forgetting_them(mnist, monkeypatch):
     whole = held(partition(mnist, 400, records=500))
-    monkeypatch.setattr("fedcdp.data.federation.CACHE_BYTES", 1)
+    monkeypatch.setattr("fedcdp.data.holdings.CACHE_BYTES", 1)
     forgetful = partition(mnist, 400, records=500)
     for client in (0, 399, 100, 0, 250):
         assert np.array_equal(forgetful.indices(client), whole[client])

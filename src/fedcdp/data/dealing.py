@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fedcdp.data.federation import Indices, Rows
+from fedcdp.data.holdings import Indices, Rows
 from fedcdp.mechanism.randomness import numpy_generator
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from fedcdp.data.columns import as_values
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.dealing import Deal, DealingRule, Dirichlet, Shards
-from fedcdp.data.federation import Dealt, Federation, Holdings, Listed, natural
+from fedcdp.data.federation import Federation, natural
+from fedcdp.data.holdings import Dealt, Holdings, Listed
 from fedcdp.data.readers import is_pair
 from fedcdp.data.sources import as_dataset
 from fedcdp.data.unequal import UNEQUAL, check_alpha, deal_classes, deal_sizes, unequal_sizes

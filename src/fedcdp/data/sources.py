@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fedcdp.data.columns import Column, Values, numbered, targets_of
 from fedcdp.data.dataset import Dataset
-from fedcdp.data.prepare import Indices, stratified_split
+from fedcdp.data.holdings import Indices
+from fedcdp.data.prepare import stratified_split
 from fedcdp.data.readers import ColumnNames, NamedColumns, Reader, reader_of
 from fedcdp.data.tasks import TaskName, task_called
 from fedcdp.errors import DataError
@@ -111,7 +112,7 @@ def hold_out(
 
     The training records are moved together within the memory of `data`, which must not be used afterwards.
     """
-    strata = owners * data.classes + data.targets.numpy() if data.classes else owners
+    strata = owners * data.classes + data.targets.numpy() if data.task in ("classification", "binary") else owners
     count = min(max(round(len(data) * fraction), 1), len(data) - 1)
     train, validation = map(np.sort, stratified_split(strata, count, seed))
     without = np.flatnonzero(np.bincount(owners[train], minlength=len(names)) == 0)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcdp.config.presets import UNEQUAL
-from fedcdp.data.federation import Indices, Listed
+from fedcdp.data.holdings import Indices, Listed
 from fedcdp.errors import PlanError
 from fedcdp.mechanism.randomness import numpy_generator
 
