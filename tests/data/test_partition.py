@@ -322,7 +322,7 @@ def test_labels_that_are_not_classes_are_refused(targets):
         ({"clients": 3, "scheme": "dirichlet", "alpha": 0}, "alpha is 0: .* above 0"),
         ({"clients": 3, "scheme": "dirichlet", "alpha": float("nan")}, "alpha is nan"),
         ({"clients": 3, "scheme": "full", "records": 10}, "records is 10: .* all 30"),
-        ({"clients": 3, "scheme": "random"}, "scheme is 'random': .* shards, iid, full, dirichlet, custom"),
+        ({"clients": 3, "scheme": "random"}, "scheme is 'random': .* shards, iid, full, dirichlet, natural, custom"),
         ({"clients": 3, "scheme": "custom"}, "scheme is 'custom': indices"),
         ({"scheme": "iid", "indices": [[0]]}, "scheme is 'iid': indices"),
         ({"clients": 3, "indices": [[0]]}, "indices has 1 lists"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from fedcdp.config.experiment import Missing, Scaling, TableTask
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import PlanError
+from fedcdp.mechanism.randomness import numpy_generator
 
 Indices = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
@@ -89,6 +92,14 @@ class Listed:
 
     records: Indices
     starts: Indices
+
+    @staticmethod
+    def shuffled(records: Indices, sizes: Indices, seed: int) -> Listed:
+        """Client c holds the next `sizes[c]` of `records`, shuffled: sorted ones would make batches of one class."""
+        owners = np.repeat(np.arange(len(sizes)), sizes)
+        order = numpy_generator(int(seed), "partition", 0).permutation(len(owners))
+        order = order[np.argsort(owners[order], kind="stable")]
+        return Listed(records.astype(np.int64)[order], np.concatenate([[0], np.cumsum(sizes)]))
 
     @property
     def clients(self) -> int:
@@ -214,3 +225,101 @@ class Federation:
         if len(outside):
             raise PlanError(f"client {outside[0]} does not exist: clients are numbered 0 to {self.clients - 1}")
         return asked
+
+    @staticmethod
+    def from_frame(
+        frame: Any,
+        *,
+        client: str,
+        label: str | Sequence[str],
+        task: TableTask = "classification",
+        drop: str | Sequence[str] | None = None,
+        categories: str | Mapping[str, Sequence[Any]] | None = None,
+        ranges: Mapping[str, Sequence[float]] | None = None,
+        columns: Path | str | None = None,
+        classes: str | Sequence[Any] | None = None,
+        missing: Missing = "refuse",
+        scaling: Scaling | None = None,
+        validation_fraction: float = 0.2,
+        split_seed: int = 0,
+        seed: int = 0,
+    ) -> Federation:
+        """Make a federation of a pandas data frame with a column that names the client of each record.
+
+        Args:
+            frame: A data frame, or a mapping of column names to arrays.
+            client: The column of client names. Names are kept; clients are numbered by name.
+            label: The label column, or several for `multilabel` and `regression`.
+            task: What is predicted.
+            drop: Columns that are not used.
+            categories: The public categories of text columns, such as `{"sex": ["f", "m"]}`.
+            ranges: The public ranges of numbers, such as `{"age": (0, 110)}`; see `load_file`.
+            columns: A TOML file with categories and ranges.
+            classes: The classes in order. Default: the distinct labels, which is public.
+            missing: `refuse` missing values, or add an `indicator` input for every input column.
+            scaling: `public`, or `training` (which no ε covers); see `load_file`.
+            validation_fraction: Share of each client's records that is held out. No ε protects these records.
+            split_seed: Fixes which records are held out.
+            seed: Fixes the order of each client's records.
+
+        Returns:
+            The clients and what each holds, with their names.
+
+        Raises:
+            DataError: The frame is not of this form. The message names the record and column, but never quotes a value.
+            PlanError: An argument is not allowed, or contradicts another.
+
+        Examples:
+            >>> import fedcdp
+            >>> made_up = {"ward": list("ABAB") * 25, "age": range(100), "readmitted": [0, 0, 1, 1] * 25}
+            >>> federation = fedcdp.Federation.from_frame(
+            ...     made_up, client="ward", label="readmitted", task="binary", ranges={"age": (0, 110)}
+            ... )
+            >>> federation
+            <Federation: 2 clients × 40 records, clients as given, each record stored at one client at most>
+            >>> federation.names
+            ('A', 'B')
+        """
+        from fedcdp.data.own_files import splits_of_frame
+        from fedcdp.data.table_rules import column_rules
+
+        rules = column_rules(
+            client=client, label=label, drop=drop, task=task, categories=categories, ranges=ranges, columns=columns,
+            classes=classes, missing=missing,
+        )  # fmt: skip
+        splits = splits_of_frame(frame, rules, scaling, split_seed, validation_fraction)
+        assert splits.owners is not None
+        return natural(
+            splits.train, splits.owners, splits.owner_names, seed=seed, validation=splits.validation,
+            validation_owners=splits.validation_owners,
+        )  # fmt: skip
+
+
+def natural(
+    train: Dataset,
+    owners: Indices,
+    names: tuple[str, ...] | None,
+    *,
+    seed: int,
+    validation: Dataset | None = None,
+    validation_owners: Indices | None = None,
+    test: Dataset | None = None,
+) -> Federation:
+    """The federation in which each record stays with its owner."""
+    clients = len(names) if names is not None else int(owners.max()) + 1
+    if owners.min() < 0 or owners.max() >= clients:
+        raise PlanError(f"owners is from {owners.min()} to {owners.max()}: clients are numbered 0 to {clients - 1}")
+    sizes = np.bincount(owners, minlength=clients)
+    if not sizes.all():
+        without = int(np.argmin(sizes))
+        raise PlanError(f"client {without if names is None else repr(names[without])} has no training record")
+    return Federation(
+        train,
+        validation,
+        test,
+        "natural",
+        sentence="clients as given",
+        holdings=Listed.shuffled(np.argsort(owners, kind="stable"), sizes, seed),
+        names=names,
+        validation_clients=validation_owners,
+    )

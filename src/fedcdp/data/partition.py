@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fedcdp.data.dataset import Dataset, Splits
-from fedcdp.data.federation import Dealt, Federation, Indices, Listed, Rows
+from fedcdp.data.federation import Dealt, Federation, Indices, Listed, Rows, natural
 from fedcdp.errors import DataError, PlanError
 from fedcdp.mechanism.randomness import numpy_generator
 
 __all__ = ["SCHEMES", "Federation", "partition"]
 
-SCHEMES = ("shards", "iid", "full", "dirichlet", "custom")
+SCHEMES = ("shards", "iid", "full", "dirichlet", "natural", "custom")
 
 
 def partition(
@@ -42,12 +42,13 @@ def partition(
     | `iid`       | `records` at random                                                                            |
     | `full`      | every record                                                                                   |
     | `dirichlet` | `records` in class proportions ~ Dirichlet(`alpha` · the data's own) (Hsu et al. 2019)         |
+    | `natural`   | the records that the data name it for (`load_file(..., client=...)`), shuffled                 |
     | `custom`    | the records of its list in `indices`, shuffled                                                 |
 
-    Guarantees: under every scheme but `custom` each client holds exactly `records` records. No two clients hold the same
-    record as long as clients · records ≤ len(data). Beyond that the data are dealt again, afresh, for every further
-    len(data) // records clients, so a record is stored at up to `Federation.copies` clients. Under `shards` a client holds
-    at most `classes_per_client` classes, or, where a copy has too few clients for its classes,
+    Guarantees: under every scheme but `natural` and `custom` each client holds exactly `records` records. No two clients
+    hold the same record as long as clients · records ≤ len(data). Beyond that the data are dealt again, afresh, for every
+    further len(data) // records clients, so a record is stored at up to `Federation.copies` clients. Under `shards` a client
+    holds at most `classes_per_client` classes, or, where a copy has too few clients for its classes,
     1 + ⌈(classes − 1) / (clients of a copy)⌉.
 
     The call takes time and memory for the dataset, not for the clients: a client's records are dealt when first asked for.
@@ -55,7 +56,7 @@ def partition(
     Args:
         data: A dataset, splits (of which the training split is distributed), or a pair of arrays: inputs and labels.
         clients: Number of clients. Leave it out with `indices`.
-        scheme: See the table. Default: `shards`, or `custom` with `indices`.
+        scheme: See the table. Default: `custom` with `indices`, `natural` where the data name their clients, else `shards`.
         records: Records at a client. Default: len(data) // clients.
         classes_per_client: Classes at a client, for `shards`.
         alpha: Concentration, for `dirichlet`: the smaller, the more the clients differ.
@@ -80,12 +81,27 @@ def partition(
     """
     train = _training_set(data)
     splits = data if isinstance(data, Splits) else None
-    scheme = scheme or ("shards" if indices is None else "custom")
+    owners = None if splits is None else splits.owners
+    scheme = scheme or ("custom" if indices is not None else "shards" if owners is None else "natural")
     holdings: Dealt | Listed
     if scheme not in SCHEMES:
         raise PlanError(f"scheme is {scheme!r}: it must be one of {', '.join(SCHEMES)}")
     if (indices is not None) != (scheme == "custom"):
         raise PlanError(f"scheme is {scheme!r}: indices must be given with scheme 'custom' and with no other")
+    if scheme == "natural":
+        if records is not None or clients is not None:
+            raise PlanError("scheme is 'natural': the data say which clients there are; leave clients and records out")
+        if splits is None or owners is None:
+            raise PlanError("scheme is 'natural': the data do not name their clients; load them with a client column")
+        return natural(
+            train,
+            owners,
+            splits.owner_names,
+            seed=seed,
+            validation=validation or splits.validation,
+            validation_owners=None if validation else splits.validation_owners,
+            test=splits.test,
+        )
     if indices is not None:
         if records is not None or clients not in (None, len(indices)):
             raise PlanError(f"indices has {len(indices)} lists, which alone set clients and records; leave those two out")
@@ -301,7 +317,7 @@ def _rule(
 
 
 def _listed(indices: Sequence[npt.ArrayLike], total: int, seed: int) -> Listed:
-    """The user's lists, checked and shuffled: a list sorted by class would produce batches of one class."""
+    """The user's lists, checked and shuffled."""
     if not len(indices):
         raise PlanError("indices is empty: it must have one list of record numbers for each client")
     lists = [np.asarray(one) for one in indices]
@@ -317,8 +333,4 @@ def _listed(indices: Sequence[npt.ArrayLike], total: int, seed: int) -> Listed:
         else:
             continue
         raise PlanError(f"indices[{client}] is {wrong}: it must be distinct whole numbers from 0 to {total - 1}")
-    sizes = np.array([len(one) for one in lists])
-    owners = np.repeat(np.arange(len(lists)), sizes)
-    order = numpy_generator(int(seed), "partition", 0).permutation(len(owners))
-    order = order[np.argsort(owners[order], kind="stable")]
-    return Listed(np.concatenate(lists).astype(np.int64)[order], np.concatenate([[0], np.cumsum(sizes)]))
+    return Listed.shuffled(np.concatenate(lists), np.array([len(one) for one in lists]), seed)
