@@ -91,7 +91,7 @@ def remarks(
         if name in options and not applies(experiment):
             yield f"{flag_of(name)} has no effect here: it is for {which}"
     if experiment.data.file is not None and experiment.data.scaling == "training":
-        yield "numbers are scaled by means and deviations of the training records; no ε covers these statistics"
+        yield "numbers without a public range are scaled by statistics of the training records, which no ε covers"
     if calibrated and "noise_multiplier" in options and experiment.plan.private:
         yield "--noise-multiplier is overridden: the noise is chosen for the target ε"
 
