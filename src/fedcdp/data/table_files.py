@@ -203,13 +203,26 @@ def read_frame(frame: Any, rules: ColumnRules, source: str = "the frame") -> Col
     for name, role in roles.items():
         if role == "unused":
             continue
-        column = frame[name]
-        array = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
-        values[name] = as_column(array, rules.is_text(role), f"{source}, column {name!r}", name)
+        where = f"{source}, column {name!r}"
+        values[name] = as_column(_as_array(frame[name], where), rules.is_text(role), where, name)
     lengths = {name: len(column) for name, column in values.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"{source} has columns of different lengths: {', '.join(f'{n} {k}' for n, k in lengths.items())}")
     return Columns(source, values, roles)
+
+
+def _as_array(column: Any, where: str) -> NDArray[Any]:
+    """A column of a frame as an array; a list keeps each value as it is."""
+    if hasattr(column, "to_numpy"):
+        return np.asarray(column.to_numpy())
+    if hasattr(column, "__array__"):
+        return np.asarray(column)
+    if not isinstance(column, Sequence) or isinstance(column, str | bytes):
+        raise DataError(f"{where} is a {type(column).__name__}: a list or an array is needed")
+    array = np.empty(len(column), dtype=object)
+    for number, value in enumerate(column):
+        array[number] = value
+    return array
 
 
 def as_column(values: NDArray[Any], as_text: bool, where: str, name: str, first: int = 0) -> Column:
