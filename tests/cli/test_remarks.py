@@ -30,7 +30,10 @@ NO_EFFECT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"data": {"size_ratio": 3.0}}, "--size-ratio has no effect here: it is for --partition dirichlet-sizes"),
     ({"data": {"standardise": True}}, "--standardise has no effect here: it is for your own data (--data)"),
     ({"data": {"validation_fraction": 0.3}}, "--validation-fraction has no effect here"),
-    ({"data": {"scaling": "public"}}, "--scaling has no effect here: it is for the datasets adult and cancer"),
+    (
+        {"data": {"scaling": "public"}},
+        "--scaling has no effect here: it is for the datasets adult and cancer, and",
+    ),
     ({"plan": {"noise_at": "client"}}, "--noise-at has no effect here: it is for fed-sdp"),
     ({"plan": {"noise": "batch", "method": "fed-sdp"}}, "--noise has no effect here: it is for fed-cdp"),
     ({"plan": {"share_fraction": 0.5}}, "--share-fraction has no effect here: it is for dssgd"),

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcdp.data.own_files import COLOUR_CHANNELS
+from fedcdp.data.array_files import COLOUR_CHANNELS
 from fedcdp.data.tasks import TaskName
 from fedcdp.errors import DataError
 

@@ -52,6 +52,8 @@ class Dataset:
     """The number of classes (classification: default, the largest label + 1; binary: 2); 0 for other tasks."""
     task: TaskName = "classification"
     """What is predicted."""
+    target_range: tuple[float, float] | None = None
+    """The public range [low, high], in the target's own unit, that was mapped to −1 … 1; None: targets are unscaled."""
 
     def __post_init__(self) -> None:
         lengths = {len(value) for value in tensors_in(self.inputs)}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedcdp.config.experiment import Missing, Scaling, TableTask
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.holdings import Holdings, Indices, Listed
 from fedcdp.data.sources import as_dataset, hold_out, join_clients
@@ -20,7 +22,7 @@ LONGEST_NAME = 100
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Federation:
-    """A training set and the clients that hold it. `fedcdp.partition` and `Federation.from_datasets` make one.
+    """A training set and the clients that hold it. `fedcdp.partition`, `from_datasets` and `from_frame` make one.
 
     Guarantees: a client never holds the same record twice. The dataset, the arguments of `partition` and its seed determine
     what a client holds and in which order, whichever clients are asked for, and when.
@@ -119,9 +121,7 @@ class Federation:
             if not 0 <= validation_fraction < 1:
                 raise PlanError(f"validation_fraction is {validation_fraction}: it must be 0 or more, and below 1")
             if validation_fraction:
-                train, held, owners, held_owners = hold_out(
-                    train, owners, names, fraction=validation_fraction, seed=split_seed
-                )
+                train, held, owners, held_owners = hold_out(train, owners, fraction=validation_fraction, seed=split_seed)
         elif isinstance(validation, Mapping) and validation and set(validation) <= set(names):
             held, sizes = join_clients(validation, **options)
             held_owners = np.repeat([names.index(name) for name in validation], sizes)
@@ -133,6 +133,74 @@ class Federation:
                 f"{train.shape} for task {train.task}"
             )
         return natural(train, owners, names, seed=seed, validation=held, validation_owners=held_owners)
+
+    @staticmethod
+    def from_frame(
+        frame: Any,
+        *,
+        client: str,
+        label: str | Sequence[str],
+        task: TableTask = "classification",
+        drop: str | Sequence[str] | None = None,
+        categories: str | Mapping[str, Sequence[Any]] | None = None,
+        ranges: Mapping[str, Sequence[float]] | None = None,
+        columns: Path | str | None = None,
+        classes: str | Sequence[Any] | None = None,
+        missing: Missing = "refuse",
+        scaling: Scaling | None = None,
+        validation_fraction: float = 0.2,
+        split_seed: int = 0,
+        seed: int = 0,
+    ) -> Federation:
+        """Make a federation of a pandas data frame with a column that names the client of each record.
+
+        Args:
+            frame: A data frame, or a mapping of column names to arrays.
+            client: The column of client names. Names are kept; clients are numbered by name.
+            label: The label column, or several for `multilabel` and `regression`.
+            task: What is predicted.
+            drop: Columns that are not used.
+            categories: The public categories of text columns, such as `{"sex": ["f", "m"]}`.
+            ranges: The public ranges of numbers, such as `{"age": (0, 110)}`; see `load_file`.
+            columns: A TOML file with categories and ranges.
+            classes: The classes in order. Default: the distinct labels, which is public.
+            missing: `refuse` missing values, or add an `indicator` input for every input column.
+            scaling: `public`, or `training` (which no ε covers); see `load_file`.
+            validation_fraction: Share of each client's records that is held out. No ε protects these records.
+            split_seed: Fixes which records are held out.
+            seed: Fixes the order of each client's records.
+
+        Returns:
+            The clients and what each holds, with their names.
+
+        Raises:
+            DataError: The frame is not of this form. The message names the record and column, but never quotes a value.
+            PlanError: An argument is not allowed, or contradicts another.
+
+        Examples:
+            >>> import fedcdp
+            >>> made_up = {"ward": list("ABAB") * 25, "age": range(100), "readmitted": [0, 0, 1, 1] * 25}
+            >>> federation = fedcdp.Federation.from_frame(
+            ...     made_up, client="ward", label="readmitted", task="binary", ranges={"age": (0, 110)}
+            ... )
+            >>> federation
+            <Federation: 2 clients × 40 records, clients as given, each record stored at one client at most>
+            >>> federation.names
+            ('A', 'B')
+        """
+        from fedcdp.data.own_files import splits_of_frame
+        from fedcdp.data.table_rules import column_rules
+
+        rules = column_rules(
+            client=client, label=label, drop=drop, task=task, categories=categories, ranges=ranges, columns=columns,
+            classes=classes, missing=missing,
+        )  # fmt: skip
+        splits = splits_of_frame(frame, rules, scaling, split_seed, validation_fraction)
+        assert splits.owners is not None
+        return natural(
+            splits.train, splits.owners, splits.owner_names, seed=seed, validation=splits.validation,
+            validation_owners=splits.validation_owners,
+        )  # fmt: skip
 
     @property
     def clients(self) -> int:

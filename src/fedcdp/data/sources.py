@@ -18,7 +18,7 @@ from torch import Tensor
 from fedcdp.data.columns import Column, Values, numbered, targets_of
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.holdings import Indices
-from fedcdp.data.prepare import stratified_split
+from fedcdp.data.prepare import split_within_clients
 from fedcdp.data.readers import ColumnNames, NamedColumns, Reader, reader_of
 from fedcdp.data.tasks import TaskName, task_called
 from fedcdp.errors import DataError
@@ -102,25 +102,20 @@ def join_clients(
     data = _joined(readers, task, classes, own=True)
     if not classes and declared > data.classes:
         data = replace(data, classes=declared)
+    ranges = {source.target_range if isinstance(source, Dataset) else None for source in sources.values()}
+    if len(ranges) > 1:
+        raise DataError("target_range differs between clients: scale the targets of all clients by one public range")
+    data = replace(data, target_range=ranges.pop())
     return data, np.array([reader.count for reader in readers])
 
 
-def hold_out(
-    data: Dataset, owners: Indices, names: Sequence[str], *, fraction: float, seed: int
-) -> tuple[Dataset, Dataset, Indices, Indices]:
+def hold_out(data: Dataset, owners: Indices, *, fraction: float, seed: int) -> tuple[Dataset, Dataset, Indices, Indices]:
     """Split off validation records, in proportion for each client and class: both parts, and the owners of both.
 
     The training records are moved together within the memory of `data`, which must not be used afterwards.
     """
-    strata = owners * data.classes + data.targets.numpy() if data.task in ("classification", "binary") else owners
-    count = min(max(round(len(data) * fraction), 1), len(data) - 1)
-    train, validation = map(np.sort, stratified_split(strata, count, seed))
-    without = np.flatnonzero(np.bincount(owners[train], minlength=len(names)) == 0)
-    if len(without):
-        raise DataError(
-            f"client {names[without[0]]!r} would have no training record left: lower validation_fraction ({fraction}), or "
-            "give validation examples"
-        )
+    labels = data.targets.numpy() if data.task in ("classification", "binary") else None
+    train, validation = map(np.sort, split_within_clients(owners, labels, fraction, seed))
     held = data.take(torch.from_numpy(validation))
 
     def compact(values: Tensor) -> Tensor:
