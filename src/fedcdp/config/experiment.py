@@ -137,7 +137,7 @@ def assemble(*layers: presets.Settings) -> Experiment:
     elif "dataset" in merged["data"]:
         raise PlanError("data: give either a dataset or a file of your own, not both")
     _settle_scaling(merged["data"])
-    if merged["data"].get("client_column") is not None:
+    if merged["data"].get("file") is not None and merged["data"].get("client_column") is not None:
         merged["data"].setdefault("partition", "natural")
     dataset = merged["data"].get("dataset")
     defaults = presets.population(dataset)

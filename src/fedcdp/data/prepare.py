@@ -55,12 +55,13 @@ def split_within_clients(owners: Indices, labels: Indices | None, fraction: floa
     held_out = np.minimum(_validation_quota(per_client, wanted), per_client - 1)
     if not held_out.sum():
         raise DataError("each client has a single record: none can be held out for validation")
-    kinds = np.zeros(len(owners), dtype=np.int64) if labels is None else labels
-    pairs, groups, sizes = np.unique(np.stack([owners, kinds], axis=1), axis=0, return_inverse=True, return_counts=True)
-    quota = np.concatenate(
-        [_validation_quota(sizes[pairs[:, 0] == client], held_out[client]) for client in range(len(per_client))]
+    kinds = 1 if labels is None else int(labels.max()) + 1
+    pairs, groups, sizes = np.unique(
+        owners * kinds + (0 if labels is None else labels), return_inverse=True, return_counts=True
     )
-    return _cut(order, groups.reshape(-1), sizes, quota)
+    of_client = np.split(sizes, np.searchsorted(pairs // kinds, np.arange(1, len(per_client))))
+    quota = np.concatenate([_validation_quota(*each) for each in zip(of_client, held_out.tolist(), strict=True)])
+    return _cut(order, groups, sizes, quota)
 
 
 def _cut(order: Indices, groups: Indices, sizes: Indices, quota: Indices) -> tuple[Indices, Indices]:
