@@ -18,9 +18,9 @@ import pytest
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.experiment import assemble, read_assignment, read_toml
 from fedcdp.data import load_file
+from fedcdp.data.array_files import checked_member
 from fedcdp.data.fetch import read_unpacked
 from fedcdp.data.formats import read_pickle
-from fedcdp.data.own_files import checked_member
 from fedcdp.errors import DataError, ModelError, RunError
 from fedcdp.files.disk import atomic_write
 from fedcdp.files.untrusted import parse_toml, printable, read_bounded

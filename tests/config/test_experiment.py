@@ -59,6 +59,32 @@ def test_own_data_bring_a_federation_for_few_records() -> None:
 
 
 @pytest.mark.parametrize(
+    ("data", "scaling", "standardise"),
+    [
+        ({"dataset": "adult"}, "training", False),
+        ({"file": "mine.csv"}, None, False),
+        ({"file": "mine.csv", "standardise": True}, "training", True),
+        ({"file": "mine.csv", "scaling": "training"}, "training", True),
+        ({"file": "mine.csv", "scaling": "public"}, "public", False),
+        ({"file": "mine.csv", "scaling": "training", "standardise": False}, None, False),  # as 0.1.0 wrote it
+    ],
+)
+def test_own_data_are_scaled_only_if_asked(data: dict[str, Any], scaling: str | None, standardise: bool) -> None:
+    experiment = assemble({"data": data})
+    assert (experiment.data.scaling, experiment.data.standardise) == (scaling, standardise)
+    assert written_and_read(experiment) == experiment
+
+
+def test_contradicting_scalings_are_refused() -> None:
+    with pytest.raises(PlanError, match="scaling: public contradicts standardise"):
+        assemble({"data": {"file": "mine.csv", "scaling": "public", "standardise": True}})
+
+
+def test_a_client_column_partitions_naturally() -> None:
+    assert assemble({"data": {"file": "mine.csv", "client_column": "site"}}).data.partition == "natural"
+
+
+@pytest.mark.parametrize(
     ("method", "noise", "rate"),
     [
         ("nonprivate", "example", 0.05),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from tools.fuzz import commands, data, deployment, reports, runs, whole_commands
+from tools.fuzz import commands, data, deployment, reports, runs, tables, whole_commands
 from tools.fuzz.watch import MEBIBYTES, SECONDS, Watch
 
 Attempt = Callable[[Random, Path], None]
@@ -27,6 +27,7 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
     **commands.TARGETS,
     **runs.TARGETS,
     **data.TARGETS,
+    **tables.TARGETS,
     **reports.TARGETS,
     **deployment.TARGETS,
 }

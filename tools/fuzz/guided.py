@@ -29,7 +29,8 @@ with atheris.instrument_imports(include=["fedcdp", "pickletools", "tomllib"]):
     from fedcdp.config.experiment import assemble
     from fedcdp.data.datasets.adult import parse_adult
     from fedcdp.data.formats import parse_idx, read_pickle
-    from fedcdp.data.own_files import read_csv
+    from fedcdp.data.table_files import read_csv
+    from fedcdp.data.table_rules import ColumnRules
     from fedcdp.deploy.protocol.task import Task
     from fedcdp.errors import FedcdpError
     from fedcdp.files.tensors import load_tensors
@@ -66,7 +67,7 @@ def targets(place: Path) -> dict[str, tuple[Reader, list[bytes]]]:
         "pickle": (lambda content: read_pickle(content, "batch"), [pickle.dumps(batch, protocol=p) for p in (2, 3, 4)]),
         "idx": (lambda content: parse_idx(content, 3, "images"), [images]),
         "adult": (lambda content: parse_adult(content, "adult.data"), [adult * 2]),
-        "csv": (_of_file(place, read_csv), [b"a,b,label\n1,2,x\n3,4.5,y\n"]),
+        "csv": (_of_file(place, lambda path: read_csv(path, ColumnRules())), [b"a,b,label\n1,2,x\n3,4.5,y\n"]),
         "ledger": (_of_file(place, Ledger.open), [(run / "ledger.jsonl").read_bytes()]),
         "tensors": (
             _of_file(place, lambda path: load_tensors(path, "checkpoint-1")),

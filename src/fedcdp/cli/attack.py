@@ -19,7 +19,7 @@ from fedcdp.config.presets import Settings
 from fedcdp.data.dataset import Splits
 from fedcdp.errors import PlanError, RunError
 from fedcdp.models.networks import resolve
-from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
+from fedcdp.training.prepared import deal_out, load_splits, network_of, stored, with_clients_of_file
 from fedcdp.training.saved_run import Trained
 from fedcdp.training.simulate import Run
 
@@ -194,7 +194,7 @@ def attack(
         if name in ("best", "linear-head"):  # a linear head is observed in all rounds, from the untrained network on
             extra = {"model": network_of(experiment, splits)}
     else:
-        experiment = _with_network(assemble(*given), network, given)
+        experiment = _with_network(assemble(*with_clients_of_file(given)), network, given)
         splits = load_splits(experiment, data_dir, quiet)
         extra = {"model": network_of(experiment, splits), "federation": deal_out(experiment, splits), "at_round": at_round}
         target = experiment.plan

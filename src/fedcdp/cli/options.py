@@ -31,6 +31,7 @@ _FROM_DATASET = {
 }  # fmt: skip
 # Settings that the --help of a command shows; --help-all shows all of them.
 _MECHANISM = {"dataset", "file", "method", "batch_size", "clip", "noise_multiplier"}
+_TABLE = {"client_column", "label_column", "task"}
 _COMMON = _MECHANISM | {"clients", "rounds", "per_round", "local_steps", "delta"}
 _COMMON_IN = {
     "account": _COMMON | {"partition", "records", "client_sampling", "record_sampling"},
@@ -38,7 +39,9 @@ _COMMON_IN = {
     "audit": _COMMON | {"adversary", "unit"},
     "calibrate": _COMMON | {"partition", "records", "adversary", "unit"},
     "init": _COMMON - {"clients", "per_round"} | {"network", "learning_rate", "max_epsilon"},
-    "train": _COMMON | {"network", "learning_rate", "secure_noise", "max_epsilon", "adversary", "device"},
+    "train": _COMMON - {"delta"}
+    | _TABLE
+    | {"network", "learning_rate", "secure_noise", "max_epsilon", "adversary", "device"},
 }
 _PANELS = {"data": DATA, "model": DATA, "plan": "Plan", "run": "Machine"}
 _PRIVACY = {"delta", "max_epsilon", "adversary", "unit"}  # in a panel of their own
@@ -152,10 +155,11 @@ def _layers(chosen: dict[str, Any]) -> list[Settings]:
 
 
 def _make_file_absolute(layer: Settings) -> None:
-    """A run or deployment finds its data file again from any directory. A relative path starts at the current one."""
-    given = layer.get("data", {}).get("file")
-    if isinstance(given, str) and given:  # anything else is refused when the layers are assembled
-        layer["data"]["file"] = str(Path(given).absolute())
+    """A run or deployment finds its data files again from any directory. A relative path starts at the current one."""
+    for name in ("file", "columns"):
+        given = layer.get("data", {}).get(name)
+        if isinstance(given, str) and given:  # anything else is refused when the layers are assembled
+            layer["data"][name] = str(Path(given).absolute())
 
 
 def _whole_number(flag: str, written: str) -> int:

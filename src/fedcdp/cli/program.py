@@ -36,7 +36,7 @@ usage.add_to(
 usage.add_to(
     app,
     "fedcdp train --preset cancer-eps8 --out run",
-    "fedcdp train --data records.csv --clients 20 --target-epsilon 4 --out run",
+    "fedcdp train --data patients.csv --client-column hospital --out run",
     "fedcdp train --resume --out run",
 )(train.train)
 usage.add_to(

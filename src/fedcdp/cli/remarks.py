@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fedcdp.cli.options import flag_of
 from fedcdp.config.experiment import Experiment
-from fedcdp.config.presets import BENCHMARKS, Settings
+from fedcdp.config.presets import BENCHMARKS, UNEQUAL, Settings
 
 Applies = Callable[[Experiment], bool]
 
@@ -14,11 +14,31 @@ _OWN_DATA = "your own data (--data)"
 _QUANTILE = "a quantile clip, such as --clip 'quantile(0.5, 4)'"
 # Each setting that only some experiments read: whether this one does, and which do.
 _ONLY_FOR: dict[str, tuple[Applies, str]] = {
-    "alpha": (lambda e: e.data.partition == "dirichlet", "--partition dirichlet"),
+    "alpha": (lambda e: e.data.partition.startswith("dirichlet"), "--partition dirichlet, dirichlet-sizes or -classes"),
+    "size_ratio": (lambda e: e.data.partition in UNEQUAL, "--partition dirichlet-sizes"),  # others of these refuse it
+    "smallest": (lambda e: e.data.partition in UNEQUAL, "a --partition of unequal sizes"),
     "classes_per_client": (lambda e: e.data.partition == "shards", "--partition shards"),
     "validation_fraction": (lambda e: e.data.file is not None, _OWN_DATA),
     "standardise": (lambda e: e.data.file is not None, _OWN_DATA),
-    "scaling": (lambda e: e.data.dataset in ("adult", "cancer"), "the datasets adult and cancer"),
+    "scaling": (
+        lambda e: e.data.file is not None or e.data.dataset in ("adult", "cancer"),
+        "the datasets adult and cancer, and your own data (--data)",
+    ),
+    **dict.fromkeys(
+        (
+            "client_column",
+            "label_column",
+            "task",
+            "drop_columns",
+            "categories",
+            "columns",
+            "classes",
+            "missing",
+            "delimiter",
+        ),
+        (lambda e: e.data.file is not None, _OWN_DATA),
+    ),
+    "records": (lambda e: e.data.client_column is None, "data without a client column"),
     "clip": (lambda e: e.plan.private, "a private method"),
     "noise_multiplier": (lambda e: e.plan.private, "a private method"),
     "noise": (lambda e: e.plan.per_example, "fed-cdp and fed-cdp-decay"),
@@ -37,7 +57,9 @@ def describe_setting(experiment: Experiment) -> str:
     records = _records(experiment)
     parts = [
         data.file or str(data.dataset),
-        f"{data.clients} clients" + ("" if records is None else f" × {records} records"),
+        f"{data.clients} clients"
+        + ("" if data.client_column is None else f" (by {data.client_column})")
+        + ("" if records is None else f" × {records} records"),
         plan.method,
         f"{plan.rounds} rounds",
         f"K_t = {plan.per_round}",
@@ -70,16 +92,20 @@ def remarks(
     for name, (applies, which) in _ONLY_FOR.items():
         if name in options and not applies(experiment):
             yield f"{flag_of(name)} has no effect here: it is for {which}"
+    if experiment.data.file is not None and experiment.data.scaling == "training":
+        yield "numbers without a public range are scaled by statistics of the training records, which no ε covers"
     if calibrated and "noise_multiplier" in options and experiment.plan.private:
         yield "--noise-multiplier is overridden: the noise is chosen for the target ε"
 
 
 def _records(experiment: Experiment) -> int | None:
-    """Records of a client, as far as the settings say; None for a user's own data, which must be loaded first."""
+    """Records of a client, as far as the settings say; None for unequal sizes and for a user's own data."""
     data = experiment.data
     if data.records is not None:
         return data.records
     benchmark = BENCHMARKS.get(data.dataset or "")
     if benchmark is None:
+        return None
+    if data.partition in UNEQUAL:
         return None
     return benchmark.train if data.partition == "full" else benchmark.train // max(data.clients, 1)

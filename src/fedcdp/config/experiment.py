@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedcdp._version import __version__
 from fedcdp.config import presets
@@ -18,7 +18,9 @@ from fedcdp.errors import PlanError, RunError
 from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
 EngineName = Literal["auto", "kernel", "compiled", "batched", "functional"]
-Scaling = Literal["training", "public"]
+Scaling = Literal["training", "public", "private"]
+TableTask = Literal["classification", "binary", "multilabel", "regression"]
+Missing = Literal["refuse", "indicator"]
 
 DEFAULT_DATASET = "mnist5k"
 
@@ -33,18 +35,35 @@ class DataSettings(_Checked):
     """`[data]`: the examples, and how they are distributed to clients."""
 
     dataset: str | None = option(None, "mnist, cifar10, lfw, adult, cancer, or mnist5k (included; default).")
-    file: str | None = option(None, "Your own FILE.npz (x, y) or FILE.csv (label in `label` or the last column).")
-    partition: str = option("iid", "How records are split: shards, iid, dirichlet, full.")
+    file: str | None = option(None, "Your own FILE.csv, FILE.parquet or FILE.npz (x, y).")
+    client_column: str | None = option(None, "Column of your file that names the client of each record.")
+    label_column: str | None = option(None, "Label column, or several: a,b. Default: label, or the last one.")
+    task: TableTask = option("classification", "What the label of your file is.")
+    drop_columns: str | None = option(None, "Columns of your file that are not used, such as ids: a,b.")
+    categories: str | None = option(None, 'Public categories of text columns: "sex=f|m,smoker=yes|no".')
+    columns: str | None = option(None, "TOML file with the public categories or the public range of each column.")
+    classes: str | None = option(None, 'Public classes of the label, in order: "no|yes". Default: those in the file.')
+    missing: Missing = option("refuse", "Missing values: refuse them, or mark them in an extra input for each column.")
+    delimiter: str | None = option(
+        None, "Delimiter of a .csv file: comma, semicolon or tab. Default: as its header line shows."
+    )
+    partition: str = option(
+        "iid",
+        "How records are split: shards, iid, dirichlet, full; with unequal sizes: linear, square, exponential, "
+        "dirichlet-sizes, dirichlet-classes; natural with a client column.",
+    )
     clients: int = option(100, "Number of clients, K.")
     records: int | None = option(None, "Records per client, N_i. Default: the dataset's, or a disjoint split.")
     classes_per_client: int = option(2, "Classes per client, for shards.")
-    alpha: float = option(0.5, "Concentration parameter, for dirichlet.")
+    alpha: float = option(0.5, "Concentration parameter, for dirichlet, dirichlet-sizes and dirichlet-classes.")
+    smallest: int = option(1, "Fewest records of a client, for unequal sizes.")
+    size_ratio: float | None = option(None, "Records of the largest client over the smallest, for dirichlet-sizes.")
     split_seed: int = option(0, "Fixes which examples are held out for validation.")
-    scaling: Scaling = option(
-        "training", "Adult and cancer: scale by training statistics (which no ε covers) or by public constants."
+    scaling: Scaling | None = option(
+        None, "How numbers are scaled: by training statistics (which no ε covers), or by public constants or ranges."
     )
     validation_fraction: float = option(0.2, "Share of your own examples held out for validation.")
-    standardise: bool = option(False, "Standardise your own examples by training statistics (which no ε covers).")
+    standardise: bool = option(False, "An older name for --scaling training, for your own examples.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +72,7 @@ class ModelSettings(_Checked):
 
     network: str = option(
         "auto",
-        "cnn, mlp, cpl, small, linear, oriented-gradients, periodic, fixed-features, auto, or your own as "
-        "package.module:factory.",
+        "cnn, mlp, cpl, small, linear, oriented-gradients, periodic, fixed-features, auto, or package.module:factory.",
     )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
@@ -118,8 +136,13 @@ def assemble(*layers: presets.Settings) -> Experiment:
         merged["data"].setdefault("dataset", DEFAULT_DATASET)
     elif "dataset" in merged["data"]:
         raise PlanError("data: give either a dataset or a file of your own, not both")
+    _settle_scaling(merged["data"])
+    if merged["data"].get("file") is not None and merged["data"].get("client_column") is not None:
+        merged["data"].setdefault("partition", "natural")
     dataset = merged["data"].get("dataset")
     defaults = presets.population(dataset)
+    if merged["data"].get("partition") in presets.UNEQUAL:
+        defaults.get("data", {}).pop("records", None)
     clients = merged["data"].get("clients")
     if isinstance(clients, int):  # so a small federation need not set per_round as well
         defaults["plan"]["per_round"] = max(1, min(defaults["plan"]["per_round"], clients))
@@ -129,6 +152,24 @@ def assemble(*layers: presets.Settings) -> Experiment:
     if rate is not None:
         merged["plan"].setdefault("learning_rate", rate)
     return Experiment(**{name: kind(**merged[name]) for name, kind in SECTIONS.items()})
+
+
+def _settle_scaling(data: dict[str, Any]) -> None:
+    """Make `scaling` say how numbers are scaled: None for a user's own data that are not, `training` with `standardise`.
+
+    The first release wrote `scaling = "training"` for every file, although only `standardise` scaled a file.
+    """
+    if data.get("file") is None:
+        if data.get("scaling") is None:
+            data["scaling"] = "training"
+    elif data.get("standardise") is True:
+        if data.setdefault("scaling", "training") != "training":
+            raise PlanError(f"scaling: {str(data['scaling'])[:100]} contradicts standardise, which means training")
+    elif data.get("scaling") == "training":
+        if "standardise" in data:
+            data["scaling"] = None
+        else:
+            data["standardise"] = True
 
 
 def read_toml(path: Path | str, *, stream: bool = False) -> presets.Settings:

@@ -75,7 +75,7 @@ class Plan:
     clip: Schedule | Quantile = option(
         None,
         "Clip bound C: a number, linear(6, 2), exponential(6, 2), cosine(6, 2), proportional(4) to the learning rate, or "
-        "quantile(0.5, 4), which starts at 4 and follows the median norm privately. "
+        "quantile(0.5, 4): from 4 to the private median. "
         "Default: 4; fed-cdp-decay: linear(6, 2).",
     )
     clip_mode: ClipMode = option("layer", "Clip each layer to C (as in the paper), or the whole gradient at once (flat).")

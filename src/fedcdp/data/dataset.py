@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcdp.data.tasks import LearningTask, TaskName, task_called
@@ -50,6 +52,8 @@ class Dataset:
     """The number of classes (classification: default, the largest label + 1; binary: 2); 0 for other tasks."""
     task: TaskName = "classification"
     """What is predicted."""
+    target_range: tuple[float, float] | None = None
+    """The public range [low, high], in the target's own unit, that was mapped to −1 … 1; None: targets are unscaled."""
 
     def __post_init__(self) -> None:
         lengths = {len(value) for value in tensors_in(self.inputs)}
@@ -120,3 +124,14 @@ class Splits:
     """The benchmark's test set, if it has one."""
     normalisation: str
     """How raw values became inputs, in a sentence."""
+    owners: NDArray[np.int64] | None = None
+    """The number of the client that each training record came from, if the data name clients."""
+    validation_owners: NDArray[np.int64] | None = None
+    """The number of the client that each validation record came from, if it came from one."""
+    owner_names: tuple[str, ...] | None = None
+    """The clients' names, by number; with `owners` only."""
+
+    def __post_init__(self) -> None:
+        for part, owners in ((self.train, self.owners), (self.validation, self.validation_owners)):
+            if owners is not None and owners.shape != (len(part),):
+                raise DataError(f"owners has shape {owners.shape} for {len(part)} records: each record needs one client")

@@ -74,6 +74,8 @@ def load(
         raise DataError(f"dataset {name!r} is unknown: choose one of {', '.join(DATASETS)}")
     if scaling not in get_args(Scaling):
         raise DataError(f"scaling is {scaling!r}: choose one of {', '.join(get_args(Scaling))}")
+    if scaling == "private":
+        raise DataError("scaling: private is not available for this data")
     storage = Storage.choose(data_dir, download=download, quiet=quiet)
     if name in _TABLES:
         return _TABLES[name](storage, split_seed, scaling)

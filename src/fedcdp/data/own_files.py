@@ -1,247 +1,214 @@
-"""A user's own file as a dataset: `.csv` (a header row, numeric columns, one label column) or `.npz` (two arrays)."""
+"""A user's own data as a dataset: a `.csv`, `.parquet` or `.npz` file, or a data frame."""
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.config.experiment import Missing, Scaling, TableTask
+from fedcdp.data.array_files import as_inputs, npz_records, read_npz
+from fedcdp.data.dataset import Splits
+from fedcdp.data.prepare import random_split, split_within_clients, stratified_split
 from fedcdp.data.prepare import standardise as standardise_by_train
-from fedcdp.data.prepare import stratified_split
-from fedcdp.errors import DataError
-from fedcdp.files.untrusted import most_unpacked
+from fedcdp.data.table_columns import Columns, inputs_of
+from fedcdp.data.table_files import read_csv, read_frame, read_parquet
+from fedcdp.data.table_records import LabelledRecords, as_records, label_texts
+from fedcdp.data.table_rules import ColumnRules, column_rules
+from fedcdp.errors import DataError, PlanError
 
-COLOUR_CHANNELS = (1, 3)
+SUFFIXES = (".npz", ".csv", ".parquet")
 
 
 def load_file(
-    path: Path | str, *, split_seed: int = 0, validation_fraction: float = 0.2, standardise: bool = False
+    path: Path | str,
+    *,
+    client: str | None = None,
+    label: str | Sequence[str] | None = None,
+    task: TableTask = "classification",
+    drop: str | Sequence[str] | None = None,
+    categories: str | Mapping[str, Sequence[Any]] | None = None,
+    ranges: Mapping[str, Sequence[float]] | None = None,
+    columns: Path | str | None = None,
+    classes: str | Sequence[Any] | None = None,
+    missing: Missing = "refuse",
+    delimiter: str | None = None,
+    scaling: Scaling | None = None,
+    split_seed: int = 0,
+    validation_fraction: float = 0.2,
+    standardise: bool = False,
 ) -> Splits:
-    """Load your own `.npz` or `.csv` file and split it into training and validation records.
+    """Load your own `.csv`, `.parquet` or `.npz` file and split it into training and validation records.
 
     | file | holds |
     | --- | --- |
+    | `.csv` | a header row and one line for each record, in UTF-8. Cells are separated by commas, semicolons or tabs |
+    | `.parquet` | the same as a Parquet file; needs `pip install "fedcdp[tables]"` |
     | `.npz` | two arrays: `x` and `y`, `inputs` and `targets`, `images` and `labels`, or `data` and `target` |
-    | `.csv` | a header row, numeric columns and a label column: `label`, `target`, `y` or `class`, else the last one |
 
-    Classes are the distinct labels in order: integers by value, strings alphabetically. Images [N, H, W] get a channel axis.
-    Images [N, H, W, C] with 1 or 3 channels become [N, C, H, W], unless axis 1 already is 1 or 3 long. Images of bytes are
-    divided by 255.
+    A column is a number, or a category from a public list (`categories`), which becomes one input for each category and one
+    for any other value. Categories, ranges and classes are public: they are stored with a run and shown. Without `classes`,
+    the classes are the distinct labels in the file, which is public too: integers by value, strings alphabetically.
+
+    In a `.npz` file, `client` and `label` name arrays; without an array of inputs, every other array is a column. Images
+    [N, H, W] get a channel axis. Images [N, H, W, C] with 1 or 3 channels become [N, C, H, W], unless axis 1 already is 1 or
+    3 long. Images of bytes are divided by 255.
 
     Args:
         path: The file.
-        split_seed: Fixes which records are held out. The split is random, with each class in proportion.
+        client: The column that names the client of each record. Clients are numbered by name: whole numbers by value,
+            other names alphabetically.
+        label: The label column, or several for `multilabel` and `regression`. Default: the column `label`, `target`, `y` or
+            `class`, else the last one.
+        task: `classification`, `binary` (two classes, the first is 0), `multilabel` (columns of 0 and 1) or `regression`.
+        drop: Columns that are not used, such as record ids.
+        categories: The categories of text columns: `{"sex": ["f", "m"]}` or `"sex=f|m"`.
+        ranges: The public range of a number, which is mapped to [−1, 1]: `{"age": (0, 110)}`. Values outside are clipped. A
+            range of a regression target is remembered, so results can be given in the target's unit.
+        columns: A TOML file with a section for each column: `categories = [...]` or `range = [low, high]`.
+        classes: The classes, in order: `["no", "yes"]` or `"no|yes"`. Other labels are refused.
+        missing: What to do with an empty cell, NA, N/A, NaN or null: `refuse`, or `indicator`, which gives every input
+            column an extra input that is 1 where its value is missing; its other inputs are then 0.
+        delimiter: `comma`, `semicolon` or `tab`. Default: the one that the header line shows.
+        scaling: `public` requires a range for every number. `training` standardises the other numbers (of images, each
+            channel) by mean and deviation of the training split; no ε covers these statistics. Default: no scaling but by
+            the ranges.
+        split_seed: Fixes which records are held out. The split is random, with each client and each class in proportion;
+            every client keeps a training record.
         validation_fraction: Share of the records held out for validation.
-        standardise: Standardise each feature (of images, each channel) by its mean and deviation over the training split.
-            No ε covers these statistics.
+        standardise: An older name for `scaling="training"`.
 
     Returns:
-        The training and validation split; there is no test set.
+        The training and validation split; there is no test set. With `client`, `fedcdp.partition` makes its clients of it.
 
     Raises:
-        DataError: The file is missing, damaged, or not of this form. For a `.csv` file the message names the line and
-            column.
+        DataError: The file is missing, damaged, or not of this form. The message names the line and column, but never
+            quotes a value.
+        PlanError: An argument is not allowed, or contradicts another.
 
     Examples:
-        >>> import fedcdp, numpy as np
-        >>> np.savez("table.npz", x=np.random.default_rng(0).normal(size=(100, 4)), y=np.arange(100) % 2)
-        >>> splits = fedcdp.load_file("table.npz")
-        >>> len(splits.train), len(splits.validation), splits.train.classes
-        (80, 20, 2)
+        >>> import fedcdp, pathlib
+        >>> rows = [f"{'AB'[n % 2]};{40 + n};{'fm'[n % 3 > 0]};{n % 5 == 0}" for n in range(100)]
+        >>> _ = pathlib.Path("made_up.csv").write_text("\\n".join(["ward;age;sex;readmitted", *rows]))
+        >>> splits = fedcdp.load_file(
+        ...     "made_up.csv", client="ward", label="readmitted", task="binary",
+        ...     categories={"sex": ["f", "m"]}, ranges={"age": (0, 110)},
+        ... )
+        >>> len(splits.train), len(splits.validation), splits.train.shape
+        (80, 20, (4,))
+        >>> fedcdp.partition(splits).names
+        ('A', 'B')
     """
     path = Path(path)
-    inputs, labels = read_arrays(path)
-    targets, classes = _number_classes(labels, path)
-    inputs, scaling = as_inputs(inputs, path)
-    if len(inputs) != len(targets):
-        raise DataError(f"{path} holds {len(inputs)} inputs but {len(targets)} labels")
-    validation_count = _validation_count(len(targets), validation_fraction, path)
-    train, validation = stratified_split(targets, validation_count, split_seed)
-    train_inputs, validation_inputs = inputs[train], inputs[validation]
-    if standardise:
-        train_inputs, validation_inputs = standardise_by_train(train_inputs, validation_inputs)
-        scaling += (
+    rules = column_rules(
+        client=client, label=label, drop=drop, task=task, categories=categories, ranges=ranges, columns=columns,
+        classes=classes, missing=missing, delimiter=delimiter,
+    )  # fmt: skip
+    scaling = scaling_of(scaling, standardise)
+    return split_records(read_records(path, rules), path.stem, rules, scaling, split_seed, validation_fraction)
+
+
+def splits_of_frame(
+    frame: Any, rules: ColumnRules, scaling: Scaling | None, split_seed: int, validation_fraction: float
+) -> Splits:
+    """A data frame, split into training and validation records."""
+    records = as_records(read_frame(frame, rules), rules)
+    return split_records(records, "frame", rules, scaling_of(scaling), split_seed, validation_fraction)
+
+
+def scaling_of(scaling: Scaling | None, standardise: bool = False) -> Scaling | None:
+    """The scaling that two arguments ask for; a `PlanError` where they contradict each other."""
+    if scaling is not None and scaling not in get_args(Scaling):
+        raise PlanError(f"scaling: {scaling!r} is not one of {', '.join(get_args(Scaling))}")
+    if scaling == "private":
+        raise PlanError("scaling: private is not available for this data")
+    if standardise and scaling == "public":
+        raise PlanError("scaling: public contradicts standardise, which means training")
+    return "training" if standardise else scaling
+
+
+def read_records(path: Path, rules: ColumnRules) -> LabelledRecords:
+    """The records of a file, under the rules."""
+    if _suffix(path) == ".npz":
+        return npz_records(path, rules)
+    return as_records(_read_table(path, rules), rules)
+
+
+def split_records(
+    records: LabelledRecords,
+    name: str,
+    rules: ColumnRules,
+    scaling: Scaling | None,
+    split_seed: int,
+    validation_fraction: float,
+) -> Splits:
+    """Hold out validation records, and scale the inputs."""
+    total = len(records.targets)
+    count = _validation_count(total, validation_fraction, name)
+    labels = records.targets.numpy() if records.classes else None
+    if records.owners is not None:
+        train, validation = split_within_clients(records.owners, labels, validation_fraction, split_seed)
+    elif labels is not None:
+        train, validation = stratified_split(labels, count, split_seed)
+    else:
+        train, validation = random_split(total, count, split_seed)
+    train_inputs, validation_inputs = records.inputs[train], records.inputs[validation]
+    plain, description = records.plain, records.description
+    if scaling == "public" and records.unscaled:
+        raise DataError(f"scaling: public needs a range for {records.unscaled[0]!r}; give it in a file with --columns")
+    if scaling == "training" and plain.any():
+        train_inputs[:, plain], validation_inputs[:, plain] = standardise_by_train(
+            train_inputs[:, plain], validation_inputs[:, plain]
+        )
+        description += (
             "; standardised by the mean and deviation of each feature or channel over the training data, "
             "statistics that are not covered by any ε"
         )
+    if rules.missing == "indicator":
+        train_inputs, validation_inputs = np.nan_to_num(train_inputs), np.nan_to_num(validation_inputs)
+    owners = records.owners
     return Splits(
-        name=path.stem,
-        train=Dataset(torch.from_numpy(train_inputs), torch.from_numpy(targets[train]), classes),
-        validation=Dataset(torch.from_numpy(validation_inputs), torch.from_numpy(targets[validation]), classes),
+        name=name,
+        train=records.dataset(train_inputs, train),
+        validation=records.dataset(validation_inputs, validation),
         test=None,
-        normalisation=scaling,
+        normalisation=description,
+        owners=None if owners is None else owners[train],
+        validation_owners=None if owners is None else owners[validation],
+        owner_names=records.names,
     )
 
 
 def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs and labels as stored in the file."""
+    """Inputs and labels of a deployed client's file. Labels are not numbered: they must mean the same at every client."""
+    rules = ColumnRules()
+    if _suffix(path) == ".npz":
+        inputs, labels, _ = read_npz(path, rules)
+        assert inputs is not None  # because no labels are named
+        return as_inputs(inputs, path)[0], next(iter(labels.values()))
+    table = _read_table(path, rules)
+    return inputs_of(table, rules).values, label_texts(table)
+
+
+def _suffix(path: Path) -> str:
     suffix = path.suffix.lower()
-    if suffix not in (".npz", ".csv"):
-        raise DataError(f"{path} is neither a .npz nor a .csv file")
+    if suffix not in SUFFIXES:
+        raise DataError(f"{path} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
     if not path.is_file():
         raise DataError(f"{path} does not exist or is not a file")
-    return read_npz(path) if suffix == ".npz" else read_csv(path)
+    return suffix
 
 
-def _number_classes(labels: NDArray[Any], path: Path) -> tuple[NDArray[np.int64], int]:
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim != 1:
-        raise DataError(f"{path} holds labels of shape {labels.shape}: each record needs one label")
-    if labels.dtype.kind == "U":
-        labels = integers_if_all(labels)
-    elif labels.dtype.kind == "f" and np.array_equal(labels, np.trunc(labels)) and np.isfinite(labels).all():
-        labels = labels.astype(np.int64)
-    if labels.dtype.kind not in "iubUS":
-        raise DataError(f"{path} holds labels of type {labels.dtype}: they must be integers or strings")
-    distinct, targets = np.unique(labels, return_inverse=True)
-    if len(distinct) < 2:
-        raise DataError(f"{path} holds {len(distinct)} class{'' if len(distinct) == 1 else 'es'}: at least two are needed")
-    return targets.astype(np.int64), len(distinct)
+def _read_table(path: Path, rules: ColumnRules) -> Columns:
+    return read_csv(path, rules) if _suffix(path) == ".csv" else read_parquet(path, rules)
 
 
-def integers_if_all(labels: NDArray[np.str_]) -> NDArray[Any]:
-    """The labels as whole numbers if all of them are, else unchanged."""
-    try:
-        return np.array([int(label) for label in labels], dtype=np.int64)
-    except (ValueError, OverflowError):
-        return labels
-
-
-def as_inputs(values: NDArray[Any], path: Path) -> tuple[NDArray[np.float32], str]:
-    """Finite float32 values in the shape that networks expect, and a description of the conversion."""
-    if values.dtype.kind not in "iufb":
-        raise DataError(f"{path} holds inputs of type {values.dtype}: they must be numbers")
-    if values.ndim < 2 or 0 in values.shape:
-        raise DataError(f"{path} holds inputs of shape {values.shape}: there must be records of at least one value")
-    if values.ndim == 3:
-        values = values[:, None]
-    elif values.ndim == 4 and values.shape[3] in COLOUR_CHANNELS and values.shape[1] not in COLOUR_CHANNELS:
-        values = values.transpose(0, 3, 1, 2)
-    with np.errstate(over="ignore"):
-        inputs = np.array(values, dtype=np.float32, order="C")
-    if not np.isfinite(inputs).all():
-        record = int(np.argwhere(~np.isfinite(inputs))[0, 0])
-        raise DataError(f"{path} holds a NaN, an infinity or a value beyond float32 in the inputs of record {record}")
-    if values.dtype == np.uint8 and values.ndim == 4:
-        return inputs / np.float32(255), "pixels divided by 255, so inputs lie in [0, 1]"
-    return inputs, "inputs as in the file"
-
-
-def _validation_count(count: int, fraction: float, path: Path) -> int:
+def _validation_count(count: int, fraction: float, name: str) -> int:
     if not 0 < fraction < 1:
         raise DataError(f"validation_fraction is {fraction}: it must lie between 0 and 1")
     if count < 2:
-        raise DataError(f"{path} holds {count} record: at least two are needed, one for each split")
+        raise DataError(f"{name} holds {count} record: at least two are needed, one for each split")
     return min(max(round(count * fraction), 1), count - 1)
-
-
-LONGEST_LABEL = 100
-LABEL_COLUMNS = ("label", "target", "y", "class")
-
-
-def read_csv(path: Path) -> tuple[NDArray[np.float32], NDArray[np.str_]]:
-    """Inputs [N, D] and labels [N] as written in the file.
-
-    The label column is the one named label, target, y or class in upper or lower case (the first of these names that
-    occurs), else the last column. Empty lines are skipped. A `DataError` names the line and column of a defect.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return _parse(file, path)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as a .csv file: {error}") from error
-
-
-def _parse(file: TextIO, path: Path) -> tuple[NDArray[np.float32], NDArray[np.str_]]:
-    reader = csv.reader(file)
-    header = [name.strip() for name in next(reader, [])]
-    if len(header) < 2:
-        raise DataError(f"{path} needs a header row with at least one input column and one label column")
-    label_column = _label_column(header)
-    names = header[:label_column] + header[label_column + 1 :]
-    inputs, labels = [], []
-    for cells in reader:
-        if not cells:
-            continue
-        where = f"{path}, line {reader.line_num}"
-        if len(cells) != len(header):
-            raise DataError(f"{where}: {len(cells)} values instead of {len(header)}")
-        label = cells.pop(label_column).strip()
-        if not label:
-            raise DataError(f"{where}, column {header[label_column]!r}: the label is empty")
-        if len(label) > LONGEST_LABEL:  # because every label takes as much memory as the longest
-            raise DataError(f"{where}, column {header[label_column]!r}: the label has more than {LONGEST_LABEL} characters")
-        labels.append(label)
-        record = _numbers(cells)
-        if record is None:
-            column = next(name for name, cell in zip(names, cells, strict=True) if _numbers([cell]) is None)
-            raise DataError(f"{where}, column {column!r}: there is no finite number")  # without the cell, private data
-        inputs.append(record)
-    if not inputs:
-        raise DataError(f"{path} has a header row but no records")
-    return np.stack(inputs), np.array(labels)
-
-
-def _label_column(header: list[str]) -> int:
-    names = [name.lower() for name in header]
-    return next((names.index(name) for name in LABEL_COLUMNS if name in names), len(names) - 1)
-
-
-def _numbers(cells: list[str]) -> NDArray[np.float32] | None:
-    """The cells as float32, or None if one of them is not a finite number."""
-    if "_" in "".join(cells):  # Python reads 1_000 as a number; in a table it is a mistake
-        return None
-    try:
-        with np.errstate(over="ignore"):
-            values = np.array([float(cell) for cell in cells], dtype=np.float32)
-    except ValueError:
-        return None
-    return values if np.isfinite(values).all() else None
-
-
-_HEADERS: dict[tuple[int, int], Callable[[Any], Any]] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
-PAIRS = (("x", "y"), ("inputs", "targets"), ("images", "labels"), ("data", "target"))
-
-
-def checked_member(arrays: Any, name: str, most: int) -> NDArray[Any]:
-    """An array of an open `.npz` file, whose size is checked before it is unpacked or memory is allocated for it."""
-    file = arrays.zip
-    member = next(each for each in file.namelist() if each.removesuffix(".npy") == name)
-    with file.open(member) as content:
-        shape, _, kind = _HEADERS[np.lib.format.read_magic(content)](content)
-        promised, room = math.prod(shape) * kind.itemsize, file.getinfo(member).file_size - content.tell()
-    if not kind.hasobject:  # NumPy itself refuses object arrays
-        if promised > most:
-            raise DataError(f"the array {name} unpacks to {promised:,} bytes; at most {most:,} are read: do not compress it")
-        if promised != room:
-            raise DataError(f"the array {name} declares {promised} bytes in its header but holds {room}")
-    found: NDArray[Any] = arrays[name]
-    return found
-
-
-def read_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The first of `PAIRS` that the file holds (upper or lower case), unchanged. Pickled arrays are refused."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            stored = {name.lower(): name for name in arrays.files}
-            pair = next((pair for pair in PAIRS if pair[0] in stored and pair[1] in stored), None)
-            if pair is None:
-                known = ", ".join("/".join(pair) for pair in PAIRS)
-                raise DataError(f"{path} holds the arrays {', '.join(arrays.files) or '(none)'}: name them {known}")
-            inputs, labels = (checked_member(arrays, stored[name], most_unpacked(path.stat().st_size)) for name in pair)
-    except DataError as error:
-        raise error if str(path) in str(error) else DataError(f"{path}: {error}") from None
-    except Exception as error:  # np.load passes on all errors of zipfile, zlib and its own header parser
-        raise DataError(f"{path} cannot be read as a .npz file: {' '.join(str(error).split())}") from error
-    return inputs, labels

@@ -41,12 +41,35 @@ def stratified_split(labels: NDArray[np.int64], validation_count: int, seed: int
     _check_sizes(len(labels), validation_count)
     order = seeded_order(len(labels), seed)
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    quota = _validation_quota(sizes, validation_count)
-    # A record's rank within its class, in random order: the first `quota` records of a class are for validation.
-    by_class = order[np.argsort(classes[order], kind="stable")]
+    return _cut(order, classes, sizes, _validation_quota(sizes, validation_count))
+
+
+def split_within_clients(owners: Indices, labels: Indices | None, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Training and validation indices: each client's records in proportion and, if there are labels, its classes too.
+
+    Each client keeps at least one training record, so a client with one record has none for validation.
+    """
+    order = seeded_order(len(owners), seed)
+    per_client = np.bincount(owners)
+    wanted = max(1, round(len(owners) * fraction))
+    held_out = np.minimum(_validation_quota(per_client, wanted), per_client - 1)
+    if not held_out.sum():
+        raise DataError("each client has a single record: none can be held out for validation")
+    kinds = 1 if labels is None else int(labels.max()) + 1
+    pairs, groups, sizes = np.unique(
+        owners * kinds + (0 if labels is None else labels), return_inverse=True, return_counts=True
+    )
+    of_client = np.split(sizes, np.searchsorted(pairs // kinds, np.arange(1, len(per_client))))
+    quota = np.concatenate([_validation_quota(*each) for each in zip(of_client, held_out.tolist(), strict=True)])
+    return _cut(order, groups, sizes, quota)
+
+
+def _cut(order: Indices, groups: Indices, sizes: Indices, quota: Indices) -> tuple[Indices, Indices]:
+    """Cut each group: the first `quota` of its records, in random order, are for validation."""
+    by_group = order[np.argsort(groups[order], kind="stable")]
     rank = np.empty_like(order)
-    rank[by_class] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    chosen = (rank < quota[classes])[order]
+    rank[by_group] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chosen = (rank < quota[groups])[order]
     return order[~chosen], order[chosen]
 
 
@@ -81,11 +104,13 @@ def standardise(
     """Both arrays minus the mean and divided by the deviation of `train`, for each entry of axis 1 (a feature, a channel).
 
     Guarantees: `validation` has no influence on the training result. A feature that is constant in training is
-    centred but not scaled.
+    centred but not scaled. NaN stands for a missing value: it is left out of the statistics and stays NaN.
     """
     axes = (0, *range(2, train.ndim))
-    mean = train.mean(axis=axes, dtype=np.float64, keepdims=True)
-    deviation = train.std(axis=axes, dtype=np.float64, keepdims=True)
+    known = ~np.isnan(train)
+    everywhere = {} if known.all() else {"where": known | ~known.any(axis=axes, keepdims=True)}
+    mean = train.mean(axis=axes, dtype=np.float64, keepdims=True, **everywhere)
+    deviation = train.std(axis=axes, dtype=np.float64, keepdims=True, **everywhere)
     # Rounding gives a constant feature a tiny deviation rather than zero, and dividing by it would blow up.
     deviation[deviation <= 1e-12 * np.abs(mean)] = 1.0
     return ((train - mean) / deviation).astype(np.float32), ((validation - mean) / deviation).astype(np.float32)

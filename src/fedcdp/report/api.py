@@ -22,7 +22,7 @@ from fedcdp.attacks.per_layer import LayerLeaks
 from fedcdp.attacks.presence import Presence
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS
-from fedcdp.data.own_files import checked_member
+from fedcdp.data.array_files import checked_member
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.tree import Layout

@@ -23,6 +23,7 @@ from fedcdp.data.federation import Federation
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Layout
 from fedcdp.models.features import OrientedGradients, UnitNorm
+from fedcdp.training.prepared import with_clients_of_file
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def plan_experiment(
         target_epsilon: The ε that shall not be exceeded, against the adversary and unit of the settings.
         mode: How ε is computed. In `paper` mode, which guarantees nothing, there is no recipe.
     """
+    given = with_clients_of_file(given)
     recipe = mode in ("tight", "rdp") and default_recipe.recipe_applies(given)
     if target_epsilon is None and not recipe:
         return Planned(assemble(*given))

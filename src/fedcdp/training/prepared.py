@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import nn
 
 from fedcdp.accounting.population import Population
 from fedcdp.config import consent
 from fedcdp.config.default_recipe import FIXED_FEATURES
-from fedcdp.config.experiment import DEFAULT_DATASET, Experiment, assemble, read_toml
+from fedcdp.config.experiment import DEFAULT_DATASET, DataSettings, Experiment, assemble, read_toml
 from fedcdp.config.plan import Plan
-from fedcdp.config.presets import BENCHMARKS, Settings
+from fedcdp.config.presets import BENCHMARKS, UNEQUAL, Settings
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
+from fedcdp.data.unequal import unequal_sizes
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import build, mixing_layers, prepare, with_scaling
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.scaling import check_inputs
+
+# The arguments of `load_file`, and the settings they come from.
+_FILE_OPTIONS = {
+    "client": "client_column", "label": "label_column", "task": "task", "drop": "drop_columns",
+    "categories": "categories", "columns": "columns", "classes": "classes", "missing": "missing",
+    "delimiter": "delimiter", "scaling": "scaling", "split_seed": "split_seed",
+    "validation_fraction": "validation_fraction",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +67,51 @@ class Prepared:
 def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quiet: bool = False) -> Splits:
     """Load the data of an experiment."""
     settings = experiment.data
+    if settings.scaling == "private":
+        raise PlanError("scaling: private is not available for this data")
     if settings.file is not None:
-        return load_file(
-            settings.file,
-            split_seed=settings.split_seed,
-            validation_fraction=settings.validation_fraction,
-            standardise=settings.standardise,
-        )
+        return _own_splits(settings)
     name = settings.dataset or DEFAULT_DATASET
-    return load(name, data_dir, split_seed=settings.split_seed, scaling=settings.scaling, quiet=quiet)
+    return load(name, data_dir, split_seed=settings.split_seed, scaling=settings.scaling or "training", quiet=quiet)
+
+
+def _own_splits(settings: DataSettings) -> Splits:
+    """A user's own file. The splits that were read last are kept, as long as neither file nor settings change."""
+    options = {name: getattr(settings, setting) for name, setting in _FILE_OPTIONS.items()}
+    stamps = []
+    for path in filter(None, (settings.file, settings.columns)):
+        with suppress(OSError, ValueError):  # a missing file is refused when it is read
+            found = Path(path).stat()
+            stamps.append((found.st_mtime_ns, found.st_size))
+    return _read_own(str(settings.file), tuple(options.items()), tuple(stamps))
+
+
+@lru_cache(maxsize=1)
+def _read_own(path: str, options: tuple[tuple[str, Any], ...], stamps: tuple[tuple[int, int], ...]) -> Splits:  # noqa: ARG001
+    return load_file(path, **dict(options))
+
+
+def with_clients_of_file(given: Sequence[Settings]) -> list[Settings]:
+    """The settings over one more layer, if they name a client column: as many clients as it names, all in every round."""
+    data = assemble(*({"data": layer["data"]} for layer in given if "data" in layer)).data
+    if data.file is None or data.client_column is None:
+        return list(given)
+    names = _own_splits(data).owner_names or ()
+    return [{"data": {"clients": len(names)}, "plan": {"per_round": len(names)}}, *given]
 
 
 def deal_out(experiment: Experiment, splits: Splits) -> Federation:
     """Partition the data among clients."""
     settings = experiment.data
+    if splits.owners is not None:
+        named = len(splits.owner_names or ())
+        if settings.partition != "natural":
+            raise PlanError(
+                f"partition: {settings.partition} is not allowed with a client column, which says who holds what"
+            )
+        if settings.clients != named:
+            raise PlanError(f"clients: {settings.clients} is not allowed; {settings.client_column} names {named}")
+        return partition(splits, scheme="natural", seed=experiment.plan.seed)
     return partition(
         splits,
         clients=settings.clients,
@@ -75,6 +119,8 @@ def deal_out(experiment: Experiment, splits: Splits) -> Federation:
         records=settings.records,
         classes_per_client=settings.classes_per_client,
         alpha=settings.alpha,
+        smallest=settings.smallest,
+        size_ratio=settings.size_ratio,
         seed=experiment.plan.seed,
     )
 
@@ -140,6 +186,8 @@ def population_of(
     if layers is None:
         raise PlanError(f"layers: give the number of layers of {experiment.model.network} with --layers")
     held = records or data.records
+    if data.partition in UNEQUAL and records is None:
+        return _unequal_population(experiment, benchmark.train, copies or 1, layers)
     if data.partition == "full" and held in (None, benchmark.train):
         return Population(data.clients, benchmark.train, copies or data.clients, layers)
     if held is None:
@@ -147,3 +195,22 @@ def population_of(
     if not 1 <= held <= benchmark.train:
         raise PlanError(f"records: {held} is not allowed; {data.dataset} has {benchmark.train} records to distribute")
     return Population(data.clients, held, copies or -(-data.clients // (benchmark.train // held)), layers)
+
+
+def _unequal_population(experiment: Experiment, total: int, copies: int, layers: int) -> Population:
+    """The population of clients of unequal size. Where their sizes depend on the labels, the data are loaded."""
+    data, plan = experiment.data, experiment.plan
+    if data.partition == "dirichlet-classes" or data.records is not None:  # records: refused as in training
+        return replace(prepare_experiment(experiment).population, copies=copies, layers=layers)
+    sizes = np.unique(
+        unequal_sizes(
+            data.partition,
+            total,
+            data.clients,
+            alpha=data.alpha,
+            smallest=data.smallest,
+            size_ratio=data.size_ratio,
+            seed=plan.seed,
+        )
+    ).tolist()
+    return Population(data.clients, sizes[0], copies, layers, tuple(sizes) if len(sizes) > 1 else ())

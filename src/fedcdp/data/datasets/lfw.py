@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedcdp.data.array_files import checked_member
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.fetch import Storage
-from fedcdp.data.own_files import checked_member
 from fedcdp.data.prepare import PIXELS_TO_UNIT, stratified_split, unit_pixels
 from fedcdp.errors import DataError
 from fedcdp.files.disk import atomic_write

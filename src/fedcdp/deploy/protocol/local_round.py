@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from fedcdp.config.plan import Plan
 from fedcdp.data import load
 from fedcdp.data.dataset import Dataset
-from fedcdp.data.own_files import as_inputs, integers_if_all, read_arrays
+from fedcdp.data.own_files import read_arrays
 from fedcdp.data.partition import partition
+from fedcdp.data.table_records import integers_if_all
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.engine import Engine, Loss
 from fedcdp.engine.batched import engines_for
@@ -84,9 +85,7 @@ def _part(config: NodeConfig) -> Dataset:
 
 
 def _file(path: Path) -> Dataset:
-    inputs, labels = read_arrays(path)
-    values, _ = as_inputs(inputs, path)
-    return _checked(values, labels)
+    return _checked(*read_arrays(path))
 
 
 def _checked(inputs: Inputs, labels: Inputs) -> Dataset:
