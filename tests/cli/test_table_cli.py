@@ -65,7 +65,7 @@ def test_a_run_over_named_clients_is_resumed(cli: Cli) -> None:
 def test_the_recipe_takes_all_clients_of_the_table(cli: Cli) -> None:
     found = cli("calibrate", *READ, "--target-epsilon", 8, "--json")
     assert found.status == 0, found.stderr
-    assert "1 local step on all records (at most 48)" in found.stderr
+    assert "1 local step on all 8 to 48 records of a client, clients weighted by records" in found.stderr
     assert 7.9 < json.loads(found.stdout)["epsilon"] <= 8
 
 
@@ -85,7 +85,6 @@ def test_an_attack_reads_the_table(cli: Cli) -> None:
         ((*READ, "--clients", "7"), "clients: 7 is not allowed; site names 3"),
         ((*READ, "--partition", "iid"), "partition: iid is not allowed with a client column"),
         ((*READ, "--per-round", "4"), "per_round: 4 clients a round cannot be chosen from 3"),
-        ((*READ, "--scaling", "private"), "scaling: private is not available for this data"),
         ((*READ, "--task", "ranking"), "task: 'ranking' is not one of classification, binary, multilabel, regression"),
         ((*READ, "--missing", "mean"), "missing: 'mean' is not one of refuse, indicator"),
         ((*READ, "--delimiter", "|"), "delimiter: '|' is not one of comma, semicolon, tab"),

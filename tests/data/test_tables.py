@@ -270,7 +270,7 @@ def test_images_of_bytes_are_scaled_by_public_constants(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scaling": "private"}, "scaling: private is not available for this data"),
+        ({"scaling": "private"}, "scaling: private happens in training"),
         ({"scaling": "own"}, "scaling: 'own' is not one of training, public, private"),
         ({"scaling": "public", "standardise": True}, "scaling: public contradicts standardise"),
     ],

@@ -82,7 +82,7 @@ def test_the_target_and_the_adversary_are_those_given(model: nn.Module, federati
 def test_a_plan_and_a_target_are_refused_together(
     model: nn.Module, federation: fedcdp.Federation, given: dict[str, Any]
 ) -> None:
-    with pytest.raises(PlanError, match="calibrate the plan's noise, or leave the plan out"):
+    with pytest.raises(PlanError, match="calibrate the plan's noise and set its scaling_noise, or leave the plan out"):
         fedcdp.simulate(model, federation, Plan(per_round=5), **given)
 
 

@@ -21,7 +21,7 @@ _ONLY_FOR: dict[str, tuple[Applies, str]] = {
     "validation_fraction": (lambda e: e.data.file is not None, _OWN_DATA),
     "standardise": (lambda e: e.data.file is not None, _OWN_DATA),
     "scaling": (
-        lambda e: e.data.file is not None or e.data.dataset in ("adult", "cancer"),
+        lambda e: e.data.file is not None or e.data.dataset in ("adult", "cancer") or e.data.scaling == "private",
         "the datasets adult and cancer, and your own data (--data)",
     ),
     **dict.fromkeys(

@@ -23,6 +23,8 @@ TableTask = Literal["classification", "binary", "multilabel", "regression"]
 Missing = Literal["refuse", "indicator"]
 
 DEFAULT_DATASET = "mnist5k"
+SCALING_NOISE = 10.0
+"""The noise of private scaling, over its sensitivity, where neither a user nor the recommended recipe chooses it."""
 
 
 class _Checked:
@@ -60,7 +62,9 @@ class DataSettings(_Checked):
     size_ratio: float | None = option(None, "Records of the largest client over the smallest, for dirichlet-sizes.")
     split_seed: int = option(0, "Fixes which examples are held out for validation.")
     scaling: Scaling | None = option(
-        None, "How numbers are scaled: by training statistics (which no ε covers), or by public constants or ranges."
+        None,
+        "How numbers are scaled: by training statistics, which no ε covers (training); by public constants or ranges "
+        "(public); or, on top of these, by means and variances from a noised release that every ε includes (private).",
     )
     validation_fraction: float = option(0.2, "Share of your own examples held out for validation.")
     standardise: bool = option(False, "An older name for --scaling training, for your own examples.")
@@ -137,6 +141,8 @@ def assemble(*layers: presets.Settings) -> Experiment:
     elif "dataset" in merged["data"]:
         raise PlanError("data: give either a dataset or a file of your own, not both")
     _settle_scaling(merged["data"])
+    if merged["data"].get("scaling") == "private":
+        merged["plan"].setdefault("scaling_noise", SCALING_NOISE)
     if merged["data"].get("file") is not None and merged["data"].get("client_column") is not None:
         merged["data"].setdefault("partition", "natural")
     dataset = merged["data"].get("dataset")

@@ -75,7 +75,9 @@ def load(
     if scaling not in get_args(Scaling):
         raise DataError(f"scaling is {scaling!r}: choose one of {', '.join(get_args(Scaling))}")
     if scaling == "private":
-        raise DataError("scaling: private is not available for this data")
+        raise DataError(
+            "scaling: private happens in training; load with scaling='public', and pass scale_inputs=True to simulate"
+        )
     storage = Storage.choose(data_dir, download=download, quiet=quiet)
     if name in _TABLES:
         return _TABLES[name](storage, split_seed, scaling)

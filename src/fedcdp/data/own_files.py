@@ -124,7 +124,9 @@ def scaling_of(scaling: Scaling | None, standardise: bool = False) -> Scaling | 
     if scaling is not None and scaling not in get_args(Scaling):
         raise PlanError(f"scaling: {scaling!r} is not one of {', '.join(get_args(Scaling))}")
     if scaling == "private":
-        raise PlanError("scaling: private is not available for this data")
+        raise PlanError(
+            "scaling: private happens in training; load with scaling='public', and pass scale_inputs=True to simulate"
+        )
     if standardise and scaling == "public":
         raise PlanError("scaling: public contradicts standardise, which means training")
     return "training" if standardise else scaling
