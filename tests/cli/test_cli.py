@@ -53,7 +53,8 @@ def same_model(one: Path | str, other: Path | str) -> bool:
 @pytest.mark.parametrize("method", METHODS)
 def test_training_prints_one_json_line_and_leaves_a_run_directory(cli: Cli, method: str) -> None:
     result = summary(cli(*CANCER, "--method", method, "--json", "--out", "run"))
-    assert list(result) == ["accuracy", "rounds", "seconds", "us_per_client_step", "epsilon"]
+    assert list(result) == ["accuracy", "rounds", "seconds", "us_per_client_step", "metrics", "epsilon"]
+    assert set(result["metrics"]) == {"balanced_accuracy", "macro_f1", "auroc", "loss"}
     assert result["rounds"] == 3
     assert {row["adversary"] for row in result["epsilon"]} == {"server", "update", "example", "model"}
     assert 0 < result["seconds"] < 60
@@ -68,7 +69,8 @@ def test_a_run_directory_holds_safetensors_and_texts_and_nothing_pickled(cli: Cl
     assert cli(*CANCER, "--quiet", "--out", "run").status == 0
     files = {path.name for path in Path("run").iterdir()}
     assert files - {"lock"} == {
-        "config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoint.safetensors", "model.safetensors", "engine.json"
+        "config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoint.safetensors", "model.safetensors", "engine.json",
+        "scores.json",
     }  # fmt: skip
     with safe_open("run/checkpoint.safetensors", "pt") as checkpoint:
         assert json.loads(checkpoint.metadata()["fedcdp"])["round"] == 3
@@ -200,7 +202,9 @@ def test_own_arrays_are_trained_and_evaluated(cli: Cli, own_npz: Path) -> None:
     trained = summary(cli("train", "--data", own_npz.name, *options, "--json", "--quiet", "--out", "run"))
     assert trained["accuracy"] > 0.7
     evaluated = summary(cli("evaluate", "run", "--json"))
-    assert evaluated == {"split": "validation", "examples": 24, "accuracy": trained["accuracy"]}
+    assert (evaluated["split"], evaluated["examples"]) == ("validation", 24)
+    assert evaluated["accuracy"] == trained["accuracy"]
+    assert evaluated["metrics"] == pytest.approx(trained["metrics"])
 
 
 def test_own_table_is_trained_over_a_dirichlet_partition(cli: Cli) -> None:
