@@ -271,7 +271,9 @@ def test_metrics_are_json_for_every_reader_even_when_training_diverges(cli: Cli)
 
 def test_evaluation_of_the_validation_split_is_the_last_rounds_figure(cli: Cli, run: Path) -> None:
     result = summary(cli("evaluate", run, "--json"))
-    assert result == {"split": "validation", "examples": 143, "accuracy": metrics(run)[-1]["accuracy"]}
+    last, metrics_of_split = metrics(run)[-1], result.pop("metrics")
+    assert result == {"split": "validation", "examples": 143, "accuracy": last["accuracy"]}
+    assert metrics_of_split["loss"] == pytest.approx(last["loss"])
 
 
 def test_evaluation_on_training_data_warns_where_the_run_was_private(cli: Cli, run: Path) -> None:

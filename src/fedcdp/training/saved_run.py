@@ -95,7 +95,7 @@ class Trained:
         if ledger.population["clients"] != federation.clients:
             raise RunError(f"{self.directory.ledger} has {ledger.population['clients']} clients, not {federation.clients}")
         metrics, released = self.directory.read_metrics(), Releases(federation.clients, ledger)
-        scores, client_scores = self.directory.read_scores(self.directory.rounds_done())
+        scores, client_scores = self.directory.read_scores(metrics[-1]["round"] if metrics else 0)
         plan = self.experiment.plan
         return Run(
             plan=plan,
