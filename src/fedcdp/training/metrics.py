@@ -77,11 +77,14 @@ def task_metrics(data: Dataset, outputs: Tensor, threshold: float) -> Figures:
     if data.task == "binary":
         true = targets.numpy() == 1
         return figures | {"f1": _f1(predicted.numpy() == 1, true), "auroc": _auroc(given.flatten().numpy(), true)}
-    scores = torch.stack([-given.flatten(), given.flatten()], 1) if single else given.softmax(-1)
-    kinds = range(data.classes)
+    if data.classes == 2:  # one class against the rest is the other one mirrored
+        scores = given.reshape(-1, 1) if single else given[:, 1:2] - given[:, :1]
+    else:
+        scores = given.softmax(-1)[:, : data.classes]
+    kinds = [1] if data.classes == 2 else range(data.classes)
     return figures | {
         "macro_f1": _macro_f1(predicted.numpy(), targets.numpy()),
-        "auroc": _mean([_auroc(scores[:, kind].numpy(), targets.numpy() == kind) for kind in kinds]),
+        "auroc": _mean([_auroc(scores[:, at].numpy(), targets.numpy() == kind) for at, kind in enumerate(kinds)]),
     }
 
 
