@@ -237,7 +237,7 @@ class RunDirectory:
             stored = parse_json(read_bounded(self.scores, MOST_JSON))
             metrics, clients = stored["metrics"], stored["clients"]
             named = [{**row, "client": None} for row in clients if type(row["client"]) is str]
-            if not all(map(_is_figures, [metrics, *named])) or len(named) != len(clients):
+            if type(clients) is not list or len(named) != len(clients) or not all(map(_is_figures, [metrics, *named])):
                 raise ValueError
         except OSError as error:
             raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
