@@ -7,6 +7,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file as load_tensors
 
 import fedcdp
+from fedcdp.cli import terminal
+from fedcdp.cli.train import _show_run, _summary
 from fedcdp.files.installation import install_command
 from fedcdp.models.networks import build
+from fedcdp.training.prepared import deal_out
 
 METHODS = ["nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd"]
 TINY = ["--clients", "8", "--per-round", "4", "--rounds", "3", "--local-steps", "2"]
@@ -289,6 +293,38 @@ def test_evaluation_shows_a_person_how_accuracy_spreads_over_clients(cli: Cli, r
     assert outcome.status == 0
     for shown in ("accuracy", "client mean", "client min", "client p10", "client median", "client p90", "client max"):
         assert shown in outcome.stderr, shown
+
+
+def test_evaluation_lists_clients_by_name(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, owners = tuple(f"site {letter}" for letter in "abcdefgh"), np.arange(143) % 8
+
+    def named(*arguments: Any) -> fedcdp.Federation:
+        return replace(deal_out(*arguments), names=names, validation_clients=owners)
+
+    monkeypatch.setattr("fedcdp.training.saved_run.deal_out", named)
+    outcome = cli("evaluate", run, "--per-client")
+    assert all(name in outcome.stdout for name in (*names, "balanced accuracy", "AUROC")), outcome.stdout
+    assert "guarantee" not in outcome.stderr  # only validation records were used
+    found = summary(cli("evaluate", run, "--per-client", "--json"))
+    assert [row["client"] for row in found["clients"]] == list(names)
+    assert sum(row["accuracy"] * row["examples"] for row in found["clients"]) == pytest.approx(143 * found["accuracy"])
+
+
+def test_a_person_reads_the_metrics_of_a_regression(capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = torch.linspace(-1, 1, 60).reshape(20, 3)
+    data = fedcdp.Dataset(inputs, 500 * inputs.sum(1), task="regression")
+    federation = fedcdp.partition(data, clients=2, scheme="iid", validation=data)
+    plan = fedcdp.Plan(method="nonprivate", rounds=2, per_round=2, local_steps=1)
+    with terminal.training_progress(plan, quiet=False) as progress:
+        run = fedcdp.simulate(torch.nn.Linear(3, 1), federation, plan, progress=progress)
+    _show_run(run, None)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"round 2/2 MAE {run.scores['mae']:.4g}" in shown
+    assert f"validation MAE │ {run.scores['mae']:.4g}" in shown
+    assert "accuracy" not in shown
+    found = _summary(run, None)
+    assert found["accuracy"] is None
+    assert found["metrics"] == run.scores
 
 
 def test_per_client_figures_are_numbers_where_a_class_is_not_held_out(cli: Cli) -> None:

@@ -44,6 +44,10 @@ def only_one(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.reshape(2) - targets.reshape(2)).square().mean()
 
 
+def tiny(outputs: Tensor, targets: Tensor) -> Tensor:
+    return squares(outputs, targets) * 1e-3
+
+
 def only_many(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).var(dim=1)[3]
 
@@ -64,14 +68,15 @@ BROKEN: dict[str, tuple[Callable[[], Dataset], int, Any, str]] = {
     "outputs [N, 1] against targets [N]": (
         numbers, 1, squares,
         r"the loss of a batch is .* where the mean of its examples' losses is .*, on made-up outputs of shape "
-        r"\[7, 1\] and targets of shape \[7\]: does the loss broadcast"),
+        r"\[3, 1\] and targets of shape \[3\]: does the loss broadcast"),
+    "the same with small values": (numbers, 1, tiny, "does the loss broadcast"),
     "a sum": (
         lambda: numbers((2,)), 2, lambda o, t: (o - t).square().sum(), "is the sum of .* it must be their mean"),
     "weights of classes that cancel": (classes, 3, weighted, "weigh examples by the rest of the batch"),
     "examples compared with each other": (lambda: numbers((2,)), 2, to_the_median, "weigh examples by the rest"),
     "a single example only": (
         lambda: own(torch.float32), 2, only_one,
-        r"accepts a single example but fails on a batch, outputs of shape \[7, 2\] .*; it must return the mean"),
+        r"accepts a single example but fails on a batch, outputs of shape \[3, 2\] .*; it must return the mean"),
     "a whole batch only": (
         lambda: own(torch.float32), 2, only_many,
         r"the loss fails on a single example, with float32 outputs of shape \[1, 2\] and float32 targets of shape \[1, 2\]"),

@@ -21,7 +21,7 @@ from fedcdp.report.comparison import which_networks
 from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
 from fedcdp.report.wording import epsilon, result_heading
-from fedcdp.training.metrics import metric_title
+from fedcdp.training.metrics import SHARES, metric_title
 from fedcdp.training.simulate import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"
@@ -111,9 +111,9 @@ def _show_table(subjects: list[Subject]) -> None:
         shown.add_column(f"{heading}{two}", no_wrap=True)
     shown.add_column("model", no_wrap=True)
     for subject in subjects:
-        reached = "-" if subject.result is None else f"{subject.result[1]:.3f}"
-        if subject.result is not None and metric == "result":
-            reached = f"{metric_title(subject.result[0])} {reached}"
+        main, value = subject.result or ("", None)
+        reached = "-" if value is None else f"{value:.3f}" if main in SHARES else f"{value:.4g}"
+        reached = f"{metric_title(main)} {reached}" if main and metric == "result" else reached
         clients = None if subject.run is None else subject.run.clients
         name = escape(subject.name) if clients is None else f"{escape(subject.name)}\n[dim]{clients:,} clients[/]"
         cells = [name, reached]

@@ -146,10 +146,7 @@ class Trained:
         result["metrics"] = found
         if per_client:
             rows = self._clients(split, data, outputs, loss)
-            main = [value for _, value in filter(None, map(main_figure, rows))]
-            result["per_client"] = {"mean": float(np.mean(main))} | {
-                name: float(np.quantile(main, q)) for name, q in _QUANTILES.items()
-            }
+            result["per_client"] = _spread([value for _, value in filter(None, map(main_figure, rows))])
             if self.federation.names is not None:
                 result["clients"] = rows
         return result
@@ -260,6 +257,13 @@ def _loss_on(data: Dataset, outputs: Tensor) -> Loss:
     if data.classes == 2 and is_binary(outputs):
         return on_targets(F.binary_cross_entropy_with_logits)
     return on_targets(loss_for(data, None))
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    """The mean and some quantiles; empty if there are no values."""
+    if not values:
+        return {}
+    return {"mean": float(np.mean(values))} | {name: float(np.quantile(values, q)) for name, q in _QUANTILES.items()}
 
 
 def _accuracies(right: Tensor, data: Dataset, federation: Federation, own_records: bool) -> NDArray[np.float64]:
