@@ -20,7 +20,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.engine import FunctionalEngine
 from fedcdp.errors import PlanError
 from fedcdp.training.evaluation import evaluate, no_better_than_guessing
-from fedcdp.training.metrics import main_figure, metric_title, original_unit, task_metrics
+from fedcdp.training.metrics import main_figure, metric_text, metric_title, original_unit, task_metrics
 
 seeds = st.integers(0, 10_000)
 
@@ -111,14 +111,9 @@ def test_undefined_metrics_are_none() -> None:
     assert task_metrics(own, torch.zeros(3, 4, 4), 0.0) == {}
 
 
-class Ranged(Dataset):
-    """Targets that were mapped from 0 to 100 to −1 to 1."""
-
-    target_range = (0.0, 100.0)
-
-
 def test_errors_are_in_the_unit_of_the_targets() -> None:
-    data = Ranged(nothing(2), torch.tensor([-1.0, 1.0]), task="regression")
+    data = Dataset(nothing(2), torch.tensor([-1.0, 1.0]), task="regression")
+    object.__setattr__(data, "target_range", (0.0, 100.0))  # mapped to −1 to 1
     assert original_unit(data, data.targets).tolist() == [0.0, 100.0]
     found = task_metrics(data, torch.tensor([[-0.9], [0.9]]), 0.0)
     assert (found["mae"], found["rmse"], found["r2"]) == (pytest.approx(5), pytest.approx(5), pytest.approx(0.99))
@@ -130,6 +125,8 @@ def test_the_main_metric_of_figures() -> None:
     assert main_figure({"accuracy": None, "loss": 1.0}) == ("loss", 1.0)
     assert main_figure({"round": 1}) is None
     assert [metric_title(name) for name in ("mae", "r2", "within_5")] == ["MAE", "R²", "within_5"]
+    assert [metric_text(value) for value in (0.00012341, 55.174, -118.117)] == ["0.0001234", "55.17", "-118.1"]
+    assert metric_text(10410.4) == "10,410"
 
 
 # In a training -----------------------------------------------------------------------------------------------------------

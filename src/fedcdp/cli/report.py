@@ -21,7 +21,7 @@ from fedcdp.report.comparison import which_networks
 from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
 from fedcdp.report.wording import epsilon, result_heading
-from fedcdp.training.metrics import SHARES, metric_title
+from fedcdp.training.metrics import SHARES, metric_text, metric_title
 from fedcdp.training.simulate import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"
@@ -112,7 +112,7 @@ def _show_table(subjects: list[Subject]) -> None:
     shown.add_column("model", no_wrap=True)
     for subject in subjects:
         main, value = subject.result or ("", None)
-        reached = "-" if value is None else f"{value:.3f}" if main in SHARES else f"{value:.4g}"
+        reached = "-" if value is None else f"{value:.3f}" if main in SHARES else metric_text(value)
         reached = f"{metric_title(main)} {reached}" if main and metric == "result" else reached
         clients = None if subject.run is None else subject.run.clients
         name = escape(subject.name) if clients is None else f"{escape(subject.name)}\n[dim]{clients:,} clients[/]"

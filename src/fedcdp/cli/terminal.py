@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from fedcdp.config.plan import Plan
-from fedcdp.training.metrics import main_figure, metric_title
+from fedcdp.training.metrics import main_figure, metric_text, metric_title
 from fedcdp.training.rundir import Row
 from fedcdp.training.simulate import Progress as Report
 
@@ -147,7 +147,7 @@ def figure(value: float | None) -> str:
     """A metric: four decimals, or four digits of a large one; a dash if it is undefined."""
     if value is None:
         return "-"
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:.4f}" if abs(value) < 10 else metric_text(value)
 
 
 def table(title: str, rows: dict[str, str]) -> None:

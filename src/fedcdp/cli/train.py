@@ -99,7 +99,7 @@ def evaluate(
         typer.echo(json.dumps(result))
         return
     found = {"accuracy": result["accuracy"]} | result["metrics"]
-    clients = {f"client {name}": f"{value:.4f}" for name, value in result.get("per_client", {}).items()}
+    clients = {f"client {name}": terminal.figure(value) for name, value in result.get("per_client", {}).items()}
     terminal.table(f"{split}, {result['examples']} examples", _shown_figures(found) | clients)
     if named := result.get("clients"):
         headings = [metric_title(name) for name in named[0]]

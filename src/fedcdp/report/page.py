@@ -16,7 +16,7 @@ from fedcdp.report import comparison, wording
 from fedcdp.report.charts import Series, coincident, data_uri, keys, line_chart
 from fedcdp.report.facts import Example, LeakFacts, RunFacts
 from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
-from fedcdp.training.metrics import metric_title
+from fedcdp.training.metrics import metric_text, metric_title
 
 _VALUES = 10  # of each line, in the table behind a chart
 
@@ -191,7 +191,7 @@ def _clients(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else metric_text(value)
 
 
 def _norms(subjects: Sequence[Subject]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from fedcdp.accounting.statement import VACUOUS, format_epsilon
 from fedcdp.report.facts import METHOD_NAMES, LeakFacts, RunFacts
-from fedcdp.training.metrics import SHARES, metric_title
+from fedcdp.training.metrics import SHARES, metric_text, metric_title
 
 NBSP = "\u00a0"
 """A space at which no line breaks: between a number and its unit."""
@@ -72,7 +72,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 def measured(name: str, value: float) -> str:
     """The value of a metric: a share of right answers in per cent, anything else as a number."""
-    return percent(value) if name in SHARES else f"{value:.4g}"
+    return percent(value) if name in SHARES else metric_text(value)
 
 
 def result_heading(names: Iterable[str]) -> str:

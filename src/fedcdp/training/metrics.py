@@ -54,6 +54,11 @@ def metric_title(name: str) -> str:
     return _TITLES.get(name, name)
 
 
+def metric_text(value: float) -> str:
+    """A metric's value for people: four digits, or all digits before the point of a large one."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
 def main_figure(figures: Mapping[str, float | None]) -> tuple[str, float] | None:
     """The name and value of the task's main metric among some figures; None where it was not measured."""
     return next(((name, value) for name in MAIN_METRICS if (value := figures.get(name)) is not None), None)

@@ -49,7 +49,7 @@ from fedcdp.files.tensors import check_tensors
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import resolve
 from fedcdp.training.evaluation import evaluate, no_better_than_guessing
-from fedcdp.training.metrics import MAIN_METRICS, main_figure
+from fedcdp.training.metrics import main_figure
 from fedcdp.training.prepared import build_network, deal_out, load_splits
 from fedcdp.training.rundir import Row, RunDirectory, State
 
@@ -303,7 +303,7 @@ class _Server:
             row["seconds"] = round(time.perf_counter() - started, 4)
         self._directory.append_metrics(row)
         self._directory.save_state(strategy.state, self._job.plan.digest())
-        told = {name: row[name] for name in ("clients", *MAIN_METRICS) if row.get(name) is not None}
+        told = {name: row[name] for name in ("clients",) if name in row} | dict(filter(None, [main_figure(row)]))
         _LOG.info("round %d of %d: %s", number, self._job.plan.rounds, ", ".join(f"{k} {v:.4g}" for k, v in told.items()))
         return moved is not None
 
