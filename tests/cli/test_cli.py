@@ -7,6 +7,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file as load_tensors
 
 import fedcdp
+from fedcdp.cli import terminal
+from fedcdp.cli.train import _show_run, _summary
 from fedcdp.files.installation import install_command
 from fedcdp.models.networks import build
+from fedcdp.training.prepared import deal_out
 
 METHODS = ["nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd"]
 TINY = ["--clients", "8", "--per-round", "4", "--rounds", "3", "--local-steps", "2"]
@@ -53,7 +57,8 @@ def same_model(one: Path | str, other: Path | str) -> bool:
 @pytest.mark.parametrize("method", METHODS)
 def test_training_prints_one_json_line_and_leaves_a_run_directory(cli: Cli, method: str) -> None:
     result = summary(cli(*CANCER, "--method", method, "--json", "--out", "run"))
-    assert list(result) == ["accuracy", "rounds", "seconds", "us_per_client_step", "epsilon"]
+    assert list(result) == ["accuracy", "rounds", "seconds", "us_per_client_step", "metrics", "epsilon"]
+    assert set(result["metrics"]) == {"balanced_accuracy", "macro_f1", "auroc", "loss"}
     assert result["rounds"] == 3
     assert {row["adversary"] for row in result["epsilon"]} == {"server", "update", "example", "model"}
     assert 0 < result["seconds"] < 60
@@ -68,7 +73,8 @@ def test_a_run_directory_holds_safetensors_and_texts_and_nothing_pickled(cli: Cl
     assert cli(*CANCER, "--quiet", "--out", "run").status == 0
     files = {path.name for path in Path("run").iterdir()}
     assert files - {"lock"} == {
-        "config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoint.safetensors", "model.safetensors", "engine.json"
+        "config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoint.safetensors", "model.safetensors", "engine.json",
+        "scores.json",
     }  # fmt: skip
     with safe_open("run/checkpoint.safetensors", "pt") as checkpoint:
         assert json.loads(checkpoint.metadata()["fedcdp"])["round"] == 3
@@ -200,7 +206,9 @@ def test_own_arrays_are_trained_and_evaluated(cli: Cli, own_npz: Path) -> None:
     trained = summary(cli("train", "--data", own_npz.name, *options, "--json", "--quiet", "--out", "run"))
     assert trained["accuracy"] > 0.7
     evaluated = summary(cli("evaluate", "run", "--json"))
-    assert evaluated == {"split": "validation", "examples": 24, "accuracy": trained["accuracy"]}
+    assert (evaluated["split"], evaluated["examples"]) == ("validation", 24)
+    assert evaluated["accuracy"] == trained["accuracy"]
+    assert evaluated["metrics"] == pytest.approx(trained["metrics"])
 
 
 def test_own_table_is_trained_over_a_dirichlet_partition(cli: Cli) -> None:
@@ -267,7 +275,9 @@ def test_metrics_are_json_for_every_reader_even_when_training_diverges(cli: Cli)
 
 def test_evaluation_of_the_validation_split_is_the_last_rounds_figure(cli: Cli, run: Path) -> None:
     result = summary(cli("evaluate", run, "--json"))
-    assert result == {"split": "validation", "examples": 143, "accuracy": metrics(run)[-1]["accuracy"]}
+    last, metrics_of_split = metrics(run)[-1], result.pop("metrics")
+    assert result == {"split": "validation", "examples": 143, "accuracy": last["accuracy"]}
+    assert metrics_of_split["loss"] == pytest.approx(last["loss"])
 
 
 def test_evaluation_on_training_data_warns_where_the_run_was_private(cli: Cli, run: Path) -> None:
@@ -283,6 +293,38 @@ def test_evaluation_shows_a_person_how_accuracy_spreads_over_clients(cli: Cli, r
     assert outcome.status == 0
     for shown in ("accuracy", "client mean", "client min", "client p10", "client median", "client p90", "client max"):
         assert shown in outcome.stderr, shown
+
+
+def test_evaluation_lists_clients_by_name(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, owners = tuple(f"site {letter}" for letter in "abcdefgh"), np.arange(143) % 8
+
+    def named(*arguments: Any) -> fedcdp.Federation:
+        return replace(deal_out(*arguments), names=names, validation_clients=owners)
+
+    monkeypatch.setattr("fedcdp.training.saved_run.deal_out", named)
+    outcome = cli("evaluate", run, "--per-client")
+    assert all(name in outcome.stdout for name in (*names, "balanced accuracy", "AUROC")), outcome.stdout
+    assert "guarantee" not in outcome.stderr  # only validation records were used
+    found = summary(cli("evaluate", run, "--per-client", "--json"))
+    assert [row["client"] for row in found["clients"]] == list(names)
+    assert sum(row["accuracy"] * row["examples"] for row in found["clients"]) == pytest.approx(143 * found["accuracy"])
+
+
+def test_a_person_reads_the_metrics_of_a_regression(capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = torch.linspace(-1, 1, 60).reshape(20, 3)
+    data = fedcdp.Dataset(inputs, 500 * inputs.sum(1), task="regression")
+    federation = fedcdp.partition(data, clients=2, scheme="iid", validation=data)
+    plan = fedcdp.Plan(method="nonprivate", rounds=2, per_round=2, local_steps=1)
+    with terminal.training_progress(plan, quiet=False) as progress:
+        run = fedcdp.simulate(torch.nn.Linear(3, 1), federation, plan, progress=progress)
+    _show_run(run, None)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"round 2/2 MAE {run.scores['mae']:.4g}" in shown
+    assert f"validation MAE │ {run.scores['mae']:.4g}" in shown
+    assert "accuracy" not in shown
+    found = _summary(run, None)
+    assert found["accuracy"] is None
+    assert found["metrics"] == run.scores
 
 
 def test_per_client_figures_are_numbers_where_a_class_is_not_held_out(cli: Cli) -> None:

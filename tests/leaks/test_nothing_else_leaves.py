@@ -147,7 +147,7 @@ def test_without_holding_it_only_the_release_differs(run_twice: RunTwice, change
     chosen = plan(**changes)
     released = {"file run/checkpoint.safetensors", "file run/model.safetensors"}
     # Accuracy and loss on public data, a warning that the accuracy is poor, and a bound that follows a quantile.
-    measured = {"file run/metrics.jsonl", "console", "log"}
+    measured = {"file run/metrics.jsonl", "file run/scores.json", "console", "log"}
     if chosen.quantile is not None:
         measured.add("file run/ledger.jsonl")
     one, other = run_twice(train(chosen), neighbours("client")[:2], hold=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedcdp.config.plan import Plan
 from fedcdp.config.schedules import quantile
 from fedcdp.data.partition import Federation, partition
-from fedcdp.files.tree import Layout
+from fedcdp.files.tree import Inputs, Layout, each_tensor
 from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.mechanism.sampling import choose_clients, choose_records
 from fedcdp.training.simulate import simulate
@@ -65,6 +65,10 @@ def mean_records(plan: Plan, federation: Federation) -> float | None:
     return plan.mean_records or sum(sizes) / len(sizes)
 
 
+def record_of(inputs: Inputs, record: int) -> Inputs:
+    return each_tensor(inputs, lambda value: value[record])
+
+
 def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain: Any) -> naive.Weights:
     setting = naive.Setting(
         **{
@@ -95,7 +99,7 @@ def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain:
             steps = []
             for step in range(plan.local_steps):
                 chosen = records_of_step(plan, federation, client, round_, step)
-                steps.append([(data.inputs[record], data.targets[record]) for record in chosen])
+                steps.append([(record_of(data.inputs, record), data.targets[record]) for record in chosen])
             held = len(federation.indices(client))
             update, count = naive.train_client(model, weights, steps, held, setting, unit, round_, client)
             updates.append(update)

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Weights = dict[str, Tensor]
-Example = tuple[Tensor, Tensor]
+Example = tuple[Tensor | dict[str, Tensor], Tensor]
+ExampleLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Setting:
     quantile_rate: float = 0.0
     mean_records: float | None = None
     """Updates weigh by N_i over it; None: all weigh the same."""
+    loss: ExampleLoss | None = None  # of one example's outputs and target; default: cross-entropy
 
 
 def trainable(model: nn.Module) -> Weights:
@@ -77,7 +79,26 @@ def layers_of(model: nn.Module) -> list[list[str]]:
     return layers
 
 
-def gradient(model: nn.Module, weights: Weights, example: Example) -> Weights:
+def entropy(outputs: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of one example."""
+    return F.cross_entropy(outputs.unsqueeze(0), target.unsqueeze(0))
+
+
+def answer(network: nn.Module, inputs: Tensor | dict[str, Tensor]) -> Tensor:
+    """A network's outputs for one example: several inputs are its keywords, and `logits` of an object are its outputs."""
+
+    def alone(value: Tensor) -> Tensor:
+        return (value.double() if value.is_floating_point() else value).unsqueeze(0)
+
+    if isinstance(inputs, dict):
+        returned = network(**{name: alone(value) for name, value in inputs.items()})
+    else:
+        returned = network(alone(inputs))
+    outputs: Tensor = returned if isinstance(returned, Tensor) else returned.logits
+    return outputs[0]
+
+
+def gradient(model: nn.Module, weights: Weights, example: Example, loss: ExampleLoss | None = None) -> Weights:
     """The gradient of one example's loss at some weights."""
     network = copy.deepcopy(model).double()
     parameters = dict(network.named_parameters())
@@ -85,7 +106,7 @@ def gradient(model: nn.Module, weights: Weights, example: Example) -> Weights:
         for name, value in weights.items():
             parameters[name].copy_(value)
     inputs, target = example
-    F.cross_entropy(network(inputs.double().unsqueeze(0)), target.unsqueeze(0)).backward()
+    (loss or entropy)(answer(network, inputs), target).backward()
     found = {}
     for name in weights:
         slope = parameters[name].grad
@@ -179,7 +200,7 @@ def train_client(
     for step, examples in enumerate(steps):
         total = {name: torch.zeros_like(value) for name, value in start.items()}
         for example in examples:
-            found = gradient(model, weights, example)
+            found = gradient(model, weights, example, setting.loss)
             if setting.method == "fed-cdp":
                 if step == 0:
                     count += indicator(found, groups, bound)

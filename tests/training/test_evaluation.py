@@ -106,7 +106,7 @@ def test_the_threshold_follows_from_the_loss(name: str):
     loss, threshold, _ = LOSSES[name]
     engine = FunctionalEngine(nn.Linear(1, 1), loss)
     for outputs in (torch.zeros(4), torch.zeros(4, 1)):
-        assert threshold_of(engine.loss, outputs) == threshold
+        assert threshold_of(engine.loss, outputs, torch.zeros(4, dtype=torch.int64)) == threshold
 
 
 def test_predictions_of_every_shape():
@@ -141,8 +141,16 @@ def test_a_loaded_model_and_membership_score_a_single_logit(shape: str):
     with torch.no_grad():
         network[0].weight.copy_(torch.tensor([[3.0, 0, 0, 0]]))
     trained = Trained(None, None, Splits("points", data, data, None, ""), network)  # type: ignore[arg-type]
-    assert trained.evaluate("train") == {"split": "train", "examples": 40, "accuracy": 1.0}
-    assert trained.correct(replace(data, targets=1 - data.targets)).sum() == 0
+    found = trained.evaluate("train")
+    assert (found["examples"], found["accuracy"]) == (40, 1.0)
+    assert found["metrics"] == {
+        "balanced_accuracy": 1.0,
+        "macro_f1": 1.0,
+        "auroc": 1.0,
+        "loss": pytest.approx(0.0136, abs=1e-4),
+    }
+    flipped = replace(data, targets=1 - data.targets)
+    assert replace(trained, splits=Splits("points", flipped, flipped, None, "")).evaluate("train")["accuracy"] == 0
     # Members are those whose label the network gives; the others are the same points under the other label.
     assert infer_membership(network, data, replace(data, targets=1 - data.targets)).auc.value == 1.0
 
@@ -153,13 +161,13 @@ def test_a_loaded_model_and_membership_score_a_single_logit(shape: str):
 def test_an_accuracy_at_the_share_of_the_largest_class_is_warned_of() -> None:
     data = two_classes(1000, 1)  # four fifths in class 0
     for accuracy in (0.2, 0.8, 0.805):
-        said = no_better_than_guessing(accuracy, data)
+        said = no_better_than_guessing({"accuracy": accuracy}, data)
         assert said is not None
         assert said.startswith(f"validation accuracy {accuracy:.3f} is no better than always predicting the most frequent")
         assert "(0.800)" in said
-    assert no_better_than_guessing(0.806, data) is None
+    assert no_better_than_guessing({"accuracy": 0.806}, data) is None
 
 
 def test_without_validation_there_is_nothing_to_warn_of() -> None:
-    assert no_better_than_guessing(None, two_classes(10, 1)) is None
-    assert no_better_than_guessing(0.1, None) is None
+    assert no_better_than_guessing({"accuracy": None}, two_classes(10, 1)) is None
+    assert no_better_than_guessing({"accuracy": 0.1}, None) is None

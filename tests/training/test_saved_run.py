@@ -67,7 +67,9 @@ def spread(accuracies: list[float]) -> dict[str, float]:
 def test_accuracy_is_the_share_of_right_answers(trained: Trained, split: str) -> None:
     answers = right(trained, split)
     result = trained.evaluate(split)
-    assert result == {"split": split, "examples": len(answers), "accuracy": pytest.approx(np.mean(answers))}
+    assert (result["split"], result["examples"]) == (split, len(answers))
+    assert result["accuracy"] == pytest.approx(np.mean(answers))
+    assert set(result["metrics"]) == {"balanced_accuracy", "macro_f1", "auroc", "loss"}
     assert 0.5 < result["accuracy"] < 1.0
 
 

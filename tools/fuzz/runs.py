@@ -8,6 +8,7 @@ import math
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +19,8 @@ from fedcdp.config.experiment import assemble, read_toml
 from fedcdp.errors import FedcdpError
 from fedcdp.files.tensors import load_tensors
 from fedcdp.models.networks import build
+from fedcdp.report.api import read_run
+from fedcdp.report.page import render
 from fedcdp.training.autotune import _read as read_choice
 from fedcdp.training.prepared import deal_out, load_splits, stored
 from fedcdp.training.rundir import RunDirectory
@@ -170,6 +173,26 @@ def metrics(place: Path) -> Attempt:
     return attempt
 
 
+def scores(place: Path) -> Attempt:
+    """The metrics of the final model and of its clients, as they are read and shown."""
+    sound = finished_run(place)
+    stored_scores = json.loads((sound / "scores.json").read_bytes())
+    stored_scores["clients"] = [{"client": "site a", "examples": 3} | stored_scores["metrics"]]
+    facts = read_run(sound)
+    run = place / "scores-run"
+    run.mkdir(exist_ok=True)
+
+    def attempt(case: Random, _place: Path) -> None:
+        changed = mutate_value(case, stored_scores)
+        hostile = mutate_bytes(case, as_json(stored_scores)) if case.random() < 0.4 else as_json(changed)
+        (run / "scores.json").write_bytes(hostile)
+        found, clients = RunDirectory(run).read_scores(facts.rounds)
+        if case.random() < 0.05:  # slow
+            render([replace(facts, scores=found, client_scores=clients)], [])
+
+    return attempt
+
+
 def configuration(place: Path) -> Attempt:
     """A configuration file, given or in a run directory, up to the population that it describes."""
     sound = finished_run(place)
@@ -218,5 +241,6 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
     "checkpoint.safetensors": checkpoint,
     "model.safetensors": model,
     "metrics.jsonl": metrics,
+    "scores.json": scores,
     "engine cache": engine_cache,
 }

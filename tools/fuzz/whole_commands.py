@@ -17,7 +17,7 @@ from tools.fuzz.mutations import mutate_bytes
 from tools.fuzz.runs import finished_run
 
 SECONDS = 120
-_FILES = ("config.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors")
+_FILES = ("config.toml", "ledger.jsonl", "metrics.jsonl", "scores.json", "checkpoint.safetensors", "model.safetensors")
 _CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
 
 

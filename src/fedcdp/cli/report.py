@@ -20,7 +20,8 @@ from fedcdp.report import api
 from fedcdp.report.comparison import which_networks
 from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
-from fedcdp.report.wording import epsilon
+from fedcdp.report.wording import epsilon, result_heading
+from fedcdp.training.metrics import SHARES, metric_text, metric_title
 from fedcdp.training.simulate import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"
@@ -99,20 +100,23 @@ def report(
 
 
 def _show_table(subjects: list[Subject]) -> None:
-    """One row for each subject: accuracy, what each adversary reconstructed, and ε. Below: what the figures refer to."""
+    """One row for each subject: main metric, what each adversary reconstructed, and ε. Below: what the figures refer to."""
     networks = which_networks(subjects)
     one, two = ("¹", "²") if networks else ("", "")
     shown = Table(title=_TITLE, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("method", no_wrap=True)
-    shown.add_column(f"accuracy{one}", justify="right", no_wrap=True)
+    metric = result_heading(each.result[0] for each in subjects if each.result)
+    shown.add_column(f"{metric}{one}", justify="right", no_wrap=True)
     for heading in ("type-2", "type-1", "type-0"):
         shown.add_column(f"{heading}{two}", no_wrap=True)
     shown.add_column("model", no_wrap=True)
     for subject in subjects:
-        accuracy = None if subject.run is None else subject.run.accuracy
+        main, value = subject.result or ("", None)
+        reached = "-" if value is None else f"{value:.3f}" if main in SHARES else metric_text(value)
+        reached = f"{metric_title(main)} {reached}" if main and metric == "result" else reached
         clients = None if subject.run is None else subject.run.clients
         name = escape(subject.name) if clients is None else f"{escape(subject.name)}\n[dim]{clients:,} clients[/]"
-        cells = [name, "-" if accuracy is None else f"{accuracy:.3f}"]
+        cells = [name, reached]
         for cell in subject.cells:
             got = cell.verdict
             style = {"leaks": "bold red", "failed": "default", "unknown": "dim"}[got.kind]

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from fedcdp.config.plan import Plan
+from fedcdp.training.metrics import main_figure, metric_text, metric_title
 from fedcdp.training.rundir import Row
 from fedcdp.training.simulate import Progress as Report
 
@@ -31,7 +32,7 @@ _SECONDS_BETWEEN_LINES = 10.0  # of progress, without a terminal
 def training_progress(
     plan: Plan, quiet: bool, done: int = 0, epsilon_after: Callable[[int], str] = lambda _: ""
 ) -> Iterator[Report | None]:
-    """A bar with the round, the accuracy, ε so far and the time left; without a terminal, a line per round."""
+    """A bar with the round, the task's main metric, ε so far and the time left; without a terminal, a line per round."""
     if quiet:
         yield None
         return
@@ -61,8 +62,8 @@ def training_progress(
 
 
 def _round_facts(row: Row, plan: Plan, epsilon_after: Callable[[int], str]) -> list[str]:
-    accuracy = row.get("accuracy")
-    parts = [f"round {row['round']}/{plan.rounds}", "" if accuracy is None else f"accuracy {accuracy:.4f}"]
+    main = main_figure(row)
+    parts = [f"round {row['round']}/{plan.rounds}", "" if main is None else f"{metric_title(main[0])} {figure(main[1])}"]
     return [part for part in (*parts, epsilon_after(row["round"])) if part]
 
 
@@ -140,6 +141,13 @@ def say_recipe(planned: Planned) -> None:
     """Say in one line, where nobody chose a plan, which one is used."""
     if planned.recipe is not None:
         console.print(planned.recipe, markup=False, highlight=False, soft_wrap=True)
+
+
+def figure(value: float | None) -> str:
+    """A metric: four decimals, or four digits of a large one; a dash if it is undefined."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 10 else metric_text(value)
 
 
 def table(title: str, rows: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.errors import PlanError, StoppedError, StorageError
+from fedcdp.training.metrics import Figures, main_figure, metric_title
 from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import Prepared, prepare_experiment, stored
 from fedcdp.training.rundir import RunDirectory
@@ -36,6 +37,7 @@ DataDir = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")]
+_SHOWN_CLIENTS = 50
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)]
 
 
@@ -84,21 +86,28 @@ def train(
 def evaluate(
     run: RunPath,
     split: Annotated[str, typer.Option("--split", help="Data split: train, validation or test.")] = "validation",
-    per_client: Annotated[bool, typer.Option("--per-client", help="Also show how accuracy varies over clients.")] = False,
+    per_client: Annotated[bool, typer.Option("--per-client", help="Also show how clients differ, by name.")] = False,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the accuracy of a run's model on a data split."""
+    """Compute the metrics of a run's model on a data split."""
     trained = Trained.load(run, data_dir)
     result = trained.evaluate(split, per_client)
-    # A client's own figure, on any split, is weighted by the classes that the client holds.
-    if (split == "train" or per_client) and trained.experiment.plan.private:
+    if trained.reads_training_records(split, per_client) and trained.experiment.plan.private:
         terminal.note("computed from training data, so no privacy guarantee covers this figure")
     if as_json:
         typer.echo(json.dumps(result))
         return
-    clients = {f"client {name}": f"{value:.4f}" for name, value in result.get("per_client", {}).items()}
-    terminal.table(f"{split}, {result['examples']} examples", {"accuracy": f"{result['accuracy']:.4f}"} | clients)
+    found = {"accuracy": result["accuracy"]} | result["metrics"]
+    clients = {f"client {name}": terminal.figure(value) for name, value in result.get("per_client", {}).items()}
+    terminal.table(f"{split}, {result['examples']} examples", _shown_figures(found) | clients)
+    if named := result.get("clients"):
+        headings = [metric_title(name) for name in named[0]]
+        rows = [[terminal.figure(value) if isinstance(value, float | None) else str(value) for value in row.values()]
+                for row in named[:_SHOWN_CLIENTS]]  # fmt: skip
+        terminal.figures_table("Each client", headings, rows)
+        if len(named) > _SHOWN_CLIENTS:
+            terminal.note(f"the table shows {_SHOWN_CLIENTS} of {len(named)} clients; --json prints all")
 
 
 def export(
@@ -166,18 +175,28 @@ def _summary(run: Run, privacy: Privacy | None) -> dict[str, object]:
         "rounds": run.rounds,
         "seconds": None if run.plan.hides_cohort else round(run.seconds, 3),
         "us_per_client_step": None if speed is None else round(speed, 2),
+        "metrics": {name: value for name, value in run.scores.items() if name != "accuracy"},
         "epsilon": None if privacy is None else privacy.as_json()["rows"],
     }
+
+
+def _shown_figures(found: Figures) -> dict[str, str]:
+    """Metrics by their names for people, the task's main one first; those that are undefined are left out."""
+    main = main_figure(found)
+    order = sorted((name for name in found if found[name] is not None), key=lambda name: main is None or name != main[0])
+    return {metric_title(name): terminal.figure(found[name]) for name in order}
 
 
 def _show_run(run: Run, privacy: Privacy | None) -> None:
     speed = "" if run.us_per_client_step is None else f", {run.us_per_client_step:.0f} µs per client step"
     ended = "" if run.rounds == run.plan.rounds else f" of {run.plan.rounds}: another round would exceed the maximum ε"
+    (main, value), *others = _shown_figures(run.scores).items() or [("accuracy", "-")]
     rows = {
         "federation": run.federation.describe(),
         "method": run.plan.method,
         "rounds": f"{run.rounds}{ended}",
-        "validation accuracy": "-" if run.accuracy is None else f"{run.accuracy:.4f}",
+        f"validation {main}": value,
+        **({"other metrics": ", ".join(f"{name} {figure}" for name, figure in others)} if others else {}),
         "time": "not shown: it would reveal how many clients took part"
         if run.plan.hides_cohort
         else f"{run.seconds:.1f} s{speed}",

@@ -190,7 +190,10 @@ def _plain(model: nn.Module, loss: Loss, tried: Batch) -> None:
                 answer = list(outputs.shape)
                 if outputs.dim() == 2 and targets.dim() == 1 and int(targets.max()) >= answer[1]:
                     raise _MistakeError(f"the loss fails on a label beyond the network's {answer[1]} outputs") from None
-                raise _MistakeError(f"the loss fails on {several}, with outputs of shape {answer}", error) from None
+                kinds = (str(each.dtype).removeprefix("torch.") for each in (outputs, targets))
+                came = "{} outputs of shape {} and {} targets of shape {}"
+                told = came.format(next(kinds), answer, next(kinds), list(targets.shape))
+                raise _MistakeError(f"the loss fails on {several}, with {told}", error) from None
             if not isinstance(value, torch.Tensor):
                 raise _MistakeError(f"the loss returns {type(value).__name__}, not a tensor")
             if value.dim() != 0:

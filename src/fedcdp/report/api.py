@@ -86,9 +86,11 @@ def read_run(path: Path) -> RunFacts:
     else:
         spending = over_releases(plan, population, ledger.charges)
     privacy = spending[-1][1] if spending else None
+    metrics = directory.read_metrics()
+    scores, client_scores = directory.read_scores(metrics[-1]["round"] if metrics else 0)
     return RunFacts(
-        path.resolve().name, plan, settings, directory.read_metrics(), privacy, missing, spending,
-        directory.model.exists(),
+        path.resolve().name, plan, settings, metrics, privacy, missing, spending, directory.model.exists(), scores,
+        client_scores,
     )  # fmt: skip
 
 
@@ -237,7 +239,9 @@ def facts_of_run(run: Run) -> RunFacts:
     privacy = spending[-1][1] if spending else None
     missing = "" if privacy else "nothing was released" if accounting_is_installed() else NO_ACCOUNTING
     # A run that a budget ended early is finished, too: its model is the requested one.
-    return RunFacts(name, run.plan, settings, run.metrics, privacy, missing, spending, True)
+    return RunFacts(
+        name, run.plan, settings, run.metrics, privacy, missing, spending, True, run.scores, run.client_scores
+    )  # fmt: skip
 
 
 def facts_of_leak(found: Found, method: str) -> LeakFacts:

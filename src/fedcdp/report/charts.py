@@ -213,6 +213,8 @@ def _linear_ticks(low: float, high: float, whole: bool = False) -> list[float]:
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
     step = max(1.0, math.ceil(step)) if whole else step
     first, last = math.floor(low / step + 1e-9), (math.floor if whole else math.ceil)(high / step - (0 if whole else 1e-9))
+    if first == last and not whole:  # all values are one round number: a scale needs a second label
+        first, last = (first - 1, last) if first > 0 else (first, last + 1)
     return [number * step for number in range(first, last + 1)]
 
 

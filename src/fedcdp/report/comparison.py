@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from fedcdp.accounting.statement import VACUOUS
 from fedcdp.report.subjects import Subject
-from fedcdp.report.wording import epsilon, equation, listed, network_name, percent
+from fedcdp.report.wording import capital, epsilon, equation, listed, measured, network_name
+from fedcdp.training.metrics import SHARES, metric_title
 
 _LINEAR = ("oriented-gradients", "linear")
 
@@ -17,8 +18,7 @@ def headline(subjects: Sequence[Subject]) -> str:
     leaky = [each for each in attacked if any(cell.verdict.kind == "leaks" for cell in each.cells)]
     resistant = [each for each in attacked if each not in leaky]
     if not attacked:
-        reached = [_reached(each) for each in subjects if each.run is not None and each.run.accuracy is not None]
-        return f"Accuracy is {listed(reached)}." if reached else "These runs have not been evaluated yet."
+        return _results(subjects, " is") or "These runs have not been evaluated yet."
     if not leaky:
         sentence = f"The attacks on this page reconstruct no training example under {_names(resistant)}"
     else:
@@ -42,26 +42,39 @@ def _most(subjects: Sequence[Subject]) -> str:
 
 
 def _price(resistant: Sequence[Subject], subjects: Sequence[Subject]) -> str:
-    """Accuracy and ε of the methods that withstood the attacks, next to that of training without privacy."""
-    reached = [each.run.accuracy for each in resistant if each.run is not None and each.run.accuracy is not None]
-    if not reached or len(reached) < len(resistant):
+    """Result and ε of the methods that withstood the attacks, next to that of training without privacy."""
+    reached = [each.result for each in resistant if each.result is not None]
+    if not reached or len(reached) < len(resistant) or len({name for name, _ in reached}) > 1:
         return ""
-    shares = listed(list(dict.fromkeys(map(percent, reached))))
-    words = f", which {'reaches' if len(reached) == 1 else 'reach'} {shares} accuracy"
+    metric = reached[0][0]
+    values = listed(list(dict.fromkeys(measured(name, value) for name, value in reached)))
+    verb = "reaches" if len(reached) == 1 else "reach"
+    title = metric_title(metric)
+    words = f", which {verb} {f'{values} {title}' if metric in SHARES else f'{title} {values}'}"
     held = {guarantee(each) for each in resistant}
     if len(held) == 1 and (only := held.pop()):
         words += f" at {only}"
-    plain = [each.run.accuracy for each in subjects if each.method == "nonprivate" and each.run is not None]
+    plain = [each.result for each in subjects if each.method == "nonprivate" and each.run is not None]
     if len(plain) == 1 and plain[0] is not None and all(each.method != "nonprivate" for each in resistant):
-        words += f"; non-private training reaches {percent(plain[0])}"
+        words += f"; non-private training reaches {measured(*plain[0])}"
     return words
 
 
-def _reached(subject: Subject) -> str:
-    run = subject.run
-    accuracy = 0.0 if run is None or run.accuracy is None else run.accuracy
-    words = f"{percent(accuracy)} under {subject.name}"
+def _reached(subject: Subject, with_name: bool) -> str:
+    assert subject.result is not None
+    name, value = subject.result
+    words = f"{metric_title(name)} {measured(name, value)}" if with_name else measured(name, value)
+    words += f" under {subject.name}"
     return f"{words} ({held})" if (held := guarantee(subject)) else words
+
+
+def _results(subjects: Sequence[Subject], verb: str) -> str:
+    """The result of every run, with the ε that it was reached at. Empty where nothing was measured."""
+    told = [each for each in subjects if each.result is not None]
+    names = {each.result[0] for each in told if each.result}
+    if len(names) == 1:
+        return f"{capital(metric_title(names.pop()))}{verb} {listed([_reached(each, False) for each in told])}."
+    return f"Results: {listed([_reached(each, True) for each in told])}." if told else ""
 
 
 def guarantee(subject: Subject) -> str:
@@ -75,9 +88,8 @@ def guarantee(subject: Subject) -> str:
 
 
 def what_it_costs(subjects: Sequence[Subject]) -> str:
-    """Accuracy, with the ε that it was reached at."""
-    told = [_reached(each) for each in subjects if each.run is not None and each.run.accuracy is not None]
-    return f"Accuracy: {listed(told)}." if told else ""
+    """Accuracy, or the main metric of another task, with the ε that it was reached at."""
+    return _results(subjects, ":")
 
 
 def which_networks(subjects: Sequence[Subject]) -> tuple[str, str, str] | None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcdp.config.plan import Plan
+from fedcdp.training.metrics import main_figure
 from fedcdp.training.rundir import Row
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ class RunFacts:
     spending: list[tuple[int, Privacy]] = field(repr=False)
     """The statement after some of the releases, ascending."""
     finished: bool
+    scores: Row = field(default_factory=dict, repr=False)
+    """All metrics of the final model on the validation split; empty where they were not stored."""
+    client_scores: list[Row] = field(default_factory=list, repr=False)
+    """The same for each client, by name, where they are known."""
 
     @property
     def rounds(self) -> int:
@@ -56,9 +61,20 @@ class RunFacts:
         return int(self.metrics[-1]["round"]) if self.metrics else 0
 
     @property
+    def figures(self) -> Row:
+        """All metrics of the final model; where they were not stored, those of the last round that was evaluated."""
+        return self.scores or next((row for row in reversed(self.metrics) if main_figure(_numbers(row))), {})
+
+    @property
+    def result(self) -> tuple[str, float] | None:
+        """The task's main metric on the validation split, and its value."""
+        return main_figure(_numbers(self.figures))
+
+    @property
     def accuracy(self) -> float | None:
-        """On the validation split, after the last round that was evaluated."""
-        return next((row["accuracy"] for row in reversed(self.metrics) if row.get("accuracy") is not None), None)
+        """On the validation split; None for a task that has none."""
+        accuracy: float | None = self.figures.get("accuracy")
+        return accuracy
 
     @property
     def network(self) -> str | None:
@@ -202,7 +218,7 @@ def _example(arrays: dict[str, Array], victim: int, example: int, low: float, hi
         if originals.shape[1] != order.shape[1]:  # one dummy for a whole batch: compare it with the nearest original
             which = int(((originals[victim] - shown(found)) ** 2).reshape(len(originals[victim]), -1).sum(1).argmin())
         original = shown(originals[victim, which])
-        label = None if labels is None else int(labels[victim, which])
+        label = int(labels[victim, which]) if labels is not None and labels.ndim == 2 and labels.dtype.kind in "iu" else None
     frames = {0: shown(arrays["seed"][victim, dummy])}
     snapshots = arrays.get("snapshot")
     if snapshots is not None and victim < snapshots.shape[1]:
@@ -224,6 +240,10 @@ def _guessed_range(arrays: dict[str, Array]) -> tuple[float, float]:
     if truth is None or (truth.min() >= 0 and truth.max() <= 1):
         return 0.0, 1.0
     return float(truth.min()), float(truth.max())
+
+
+def _numbers(row: Row) -> Row:
+    return {name: value for name, value in row.items() if is_number(value)}
 
 
 def _name(value: object) -> str | None:

@@ -16,6 +16,7 @@ from fedcdp.report import comparison, wording
 from fedcdp.report.charts import Series, coincident, data_uri, keys, line_chart
 from fedcdp.report.facts import Example, LeakFacts, RunFacts
 from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
+from fedcdp.training.metrics import metric_text, metric_title
 
 _VALUES = 10  # of each line, in the table behind a chart
 
@@ -62,13 +63,19 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
         pictures=_pictures(subjects),
         positions=positions,
         players=_players(subjects, positions),
+        result_heading=wording.result_heading(each.result[0] for each in subjects if each.result),
         charts=_charts(subjects),
+        all_metrics=_metrics(subjects),
+        each_client=_clients(subjects),
         spending=_spending(subjects),
         norms=_norms(subjects),
         attacks=[_figures(leak) for leak in leaks],
         e=wording.epsilon,
         equation=wording.equation,
         percent=wording.percent,
+        measured=wording.measured,
+        capital=wording.capital,
+        metric_title=metric_title,
         unbroken=wording.unbroken,
         strength=wording.strength,
         vacuous=VACUOUS,
@@ -150,8 +157,41 @@ def _players(subjects: Sequence[Subject], positions: list[int]) -> list[dict[str
 
 
 def _charts(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
-    series = [Series(each.name, each.style, each.run.over_rounds("accuracy"), each.mark) for each in subjects if each.run]
-    return _chart(series, "Accuracy on held-out data, by round", "accuracy")
+    """The main metric by round: one chart for each that the runs have."""
+    charts = []
+    for metric in dict.fromkeys(each.result[0] for each in subjects if each.result):
+        runs = [(each, each.run) for each in subjects if each.run and each.result and each.result[0] == metric]
+        series = [Series(each.name, each.style, run.over_rounds(metric), each.mark) for each, run in runs]
+        title = wording.capital(metric_title(metric))
+        charts += _chart(series, f"{title} on held-out data, by round", metric_title(metric))
+    return charts
+
+
+def _metrics(subjects: Sequence[Subject]) -> dict[str, Any] | None:
+    """All metrics of all runs, if any run has more than its main one."""
+    rows = [(each, each.run.scores) for each in subjects if each.run and each.run.scores]
+    names = list(dict.fromkeys(name for _, scores in rows for name in scores))
+    if not rows:
+        return None
+    return {"headings": [wording.capital(metric_title(name)) for name in names],
+            "rows": [(each, [_number(scores.get(name)) for name in names]) for each, scores in rows]}  # fmt: skip
+
+
+def _clients(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
+    """The metrics of each client, by name, for the runs that have them."""
+    shown = []
+    for subject in subjects:
+        rows = [] if subject.run is None else subject.run.client_scores
+        if rows:
+            names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "client"]
+            cells = [(row["client"], [_number(row.get(name)) for name in names]) for row in rows]
+            headings = [wording.capital(metric_title(name)) for name in names]
+            shown.append({"subject": subject, "headings": headings, "rows": cells})
+    return shown
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else metric_text(value)
 
 
 def _norms(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
@@ -165,6 +205,7 @@ def _chart(series: list[Series], title: str, y_label: str, *, log: bool = False)
         return []
     together = [wording.together([each.name for each in group]) for group in coincident(shown, log=log)]
     return [{"title": title, "svg": line_chart(shown, title, "round", y_label, log=log), "rows": _values(shown),
+             "figure": wording.capital(y_label),
              "keys": [(each, picture, each.points[-1][1]) for each, picture in keys(shown, log=log)],
              "together": together}]  # fmt: skip
 

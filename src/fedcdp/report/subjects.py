@@ -54,6 +54,11 @@ class Subject:
         ]
 
     @property
+    def result(self) -> tuple[str, float] | None:
+        """The main metric of the run, and its value."""
+        return None if self.run is None else self.run.result
+
+    @property
     def model_epsilon(self) -> float | None:
         """ε spent on a record against anyone who sees only the model."""
         return spent(self.row("model"))

@@ -10,6 +10,7 @@ from typing import Literal
 
 from fedcdp.accounting.statement import VACUOUS, format_epsilon
 from fedcdp.report.facts import METHOD_NAMES, LeakFacts, RunFacts
+from fedcdp.training.metrics import SHARES, metric_text, metric_title
 
 NBSP = "\u00a0"
 """A space at which no line breaks: between a number and its unit."""
@@ -67,6 +68,22 @@ def unbroken(text: str) -> str:
 def percent(share: float, digits: int = 1) -> str:
     """A share in per cent, kept on one line."""
     return f"{100 * share:.{digits}f}{NBSP}%"
+
+
+def measured(name: str, value: float) -> str:
+    """The value of a metric: a share of right answers in per cent, anything else as a number."""
+    return percent(value) if name in SHARES else metric_text(value)
+
+
+def result_heading(names: Iterable[str]) -> str:
+    """What a column of results is called: the metric, where all have the same."""
+    found = set(names)
+    return metric_title(found.pop()) if len(found) == 1 else "result" if found else "accuracy"
+
+
+def capital(words: str) -> str:
+    """The words with a capital letter at the beginning."""
+    return words[:1].upper() + words[1:]
 
 
 def strength(value: float) -> str:

@@ -5,6 +5,7 @@ RUN/config.toml              the settings: enough to run it again
 RUN/metrics.jsonl            one line per round
 RUN/checkpoint.safetensors   the latest round's state
 RUN/model.safetensors        the trained model, once the run is done
+RUN/scores.json              its metrics on the validation split, also of each client where they are known
 RUN/ledger.jsonl             releases and participants: written before a release is used
 RUN/scaling.safetensors      what inputs are standardised by, if the plan releases that privately
 RUN/engine.json              the engine: a resumed run keeps it, because another one rounds differently
@@ -34,7 +35,7 @@ from fedcdp.errors import RunError, StorageError
 from fedcdp.files.disk import PARTIAL, PRIVATE, not_written, open_unlinked, sync_directory, write_atomically
 from fedcdp.files.tensors import MOST_TENSORS, load_tensors, read_about, save_tensors
 from fedcdp.files.tree import Tree
-from fedcdp.files.untrusted import MOST_LINES, parse_json, read_bounded
+from fedcdp.files.untrusted import MOST_JSON, MOST_LINES, parse_json, read_bounded
 
 Row = dict[str, Any]
 _MOST_ENGINE = 1000
@@ -66,6 +67,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.model = self.path / "model.safetensors"
+        self.scores = self.path / "scores.json"
         self.ledger = self.path / "ledger.jsonl"
         self.engine = self.path / "engine.json"
         self.scaling = self.path / "scaling.safetensors"
@@ -239,6 +241,29 @@ class RunDirectory:
                     raise RunError(f"{self.metrics}, line {number}, is damaged") from None
         return rows
 
+    def save_scores(self, rounds: int, metrics: Row, clients: list[Row]) -> None:
+        """Write all metrics of the model after `rounds` rounds; nothing if there are none."""
+        if metrics:
+            written = json.dumps({"round": rounds, "metrics": metrics, "clients": clients}, allow_nan=False)
+            with self._at_work():
+                write_atomically(self.scores, written.encode() + b"\n", PRIVATE)
+
+    def read_scores(self, rounds: int) -> tuple[Row, list[Row]]:
+        """The metrics of the model after `rounds` rounds, and those of each client; empty where none are stored."""
+        if not self.scores.exists():
+            return {}, []
+        try:
+            stored = parse_json(read_bounded(self.scores, MOST_JSON))
+            metrics, clients = stored["metrics"], stored["clients"]
+            named = [{**row, "client": None} for row in clients if type(row["client"]) is str]
+            if type(clients) is not list or len(named) != len(clients) or not all(map(_is_figures, [metrics, *named])):
+                raise ValueError
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, TypeError, KeyError):
+            raise RunError(f"{self.scores} is damaged") from None
+        return (metrics, clients) if stored.get("round") == rounds else ({}, [])
+
     def forget_metrics_after(self, rounds: int) -> list[Row]:
         """Drop the lines of rounds that the checkpoint does not have, to avoid duplicates."""
         rows = [row for row in self.read_metrics() if row["round"] <= rounds]
@@ -253,9 +278,13 @@ def _as_row(line: bytes) -> Row:
     row = parse_json(line)
     if not isinstance(row, dict) or type(row.get("round")) is not int or not 0 <= row["round"] < 2**31:
         raise ValueError
-    if not all(_NAME.fullmatch(name) and _is_figure(value) for name, value in row.items()):
+    if not _is_figures(row):
         raise ValueError
     return row
+
+
+def _is_figures(row: object) -> bool:
+    return isinstance(row, dict) and all(_NAME.fullmatch(name) and _is_figure(value) for name, value in row.items())
 
 
 def _left_by_a_killed_start(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Read back a run directory: the trained model, its accuracy and exports, and the privacy budget spent.
+"""Read back a run directory: the trained model, its metrics and exports, and the privacy budget spent.
 
 `spent` computes ε from the ledger alone, also on a machine other than the one that trained. With another run's ledger the
 statement would be false, so `check_ledger` compares first:
@@ -16,14 +16,17 @@ config and ledger are enough on another machine.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -34,14 +37,18 @@ from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
+from fedcdp.engine import Loss
+from fedcdp.engine.functional import on_targets
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.installation import install_command
 from fedcdp.files.tensors import check_tensors, load_tensors, read_about, save_tensors, size_of
-from fedcdp.files.tree import Layout
+from fedcdp.files.tree import Inputs, Layout, each_tensor
 from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, parse_json, parse_toml, read_bounded
 from fedcdp.models.networks import outputs_of, prepare
-from fedcdp.training.evaluation import predictions
+from fedcdp.training.evaluation import figures, figures_of_clients, is_binary, predictions, threshold_for
+from fedcdp.training.loss_contract import loss_for
+from fedcdp.training.metrics import main_figure
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.scaling import restore_scaling
@@ -86,11 +93,12 @@ class Trained:
 
     def as_run(self) -> Run:
         """The run as training would have returned it, except for the time it took."""
-        federation = deal_out(self.experiment, self.splits)
+        federation = self.federation
         ledger = Ledger.open(self.directory.ledger)
         if ledger.population["clients"] != federation.clients:
             raise RunError(f"{self.directory.ledger} has {ledger.population['clients']} clients, not {federation.clients}")
         metrics, released = self.directory.read_metrics(), Releases(federation.clients, ledger)
+        scores, client_scores = self.directory.read_scores(metrics[-1]["round"] if metrics else 0)
         plan = self.experiment.plan
         return Run(
             plan=plan,
@@ -103,6 +111,8 @@ class Trained:
             charges=tuple(released.charges),
             participations=released.participations,
             directory=self.directory.path,
+            scores=scores,
+            client_scores=client_scores,
         )
 
     def split(self, name: str) -> Dataset:
@@ -113,27 +123,55 @@ class Trained:
             raise RunError(f"split: {self.splits.name} has {', '.join(names)}, not {name!r}")
         return found
 
-    def correct(self, data: Dataset) -> Tensor:
-        """Which examples the model classifies correctly."""
+    @cached_property
+    def federation(self) -> Federation:
+        """The clients among whom the data are partitioned."""
+        return deal_out(self.experiment, self.splits)
+
+    def outputs(self, data: Dataset) -> Tensor:
+        """The model's outputs for all examples."""
         with torch.no_grad():
-            answers = [predictions(outputs_of(self.model, inputs)) for inputs, _ in data.batches(_BATCH)]
-        return torch.cat(answers) == data.targets
+            return torch.cat([outputs_of(self.model, inputs) for inputs, _ in data.batches(_BATCH)])
 
     def evaluate(self, split: str = "validation", per_client: bool = False) -> dict[str, Any]:
-        """Accuracy on a split; with `per_client` also its distribution over clients.
+        """The metrics of the data's task on a split; with `per_client` also those of the clients.
 
-        A client's accuracy on the training split is that on its own records. On a split that is not partitioned among
-        clients, it is the accuracy per class, weighted by how often the client holds that class.
+        `accuracy` is None where the task has none; `metrics` holds the others. `per_client` has the distribution of the main
+        metric over clients, and `clients`, where they have names, the figures of each. A client is judged on its own records
+        in the split: in `train`, and in `validation` if its records came from clients. On any other split its accuracy is
+        the accuracy per class, weighted by how often the client holds that class.
         """
         data = self.split(split)
-        correct = self.correct(data)
-        result: dict[str, Any] = {"split": split, "examples": len(data), "accuracy": correct.double().mean().item()}
+        outputs = self.outputs(data)
+        loss = _loss_on(data, outputs)
+        found = figures(loss, outputs, data)
+        result: dict[str, Any] = {"split": split, "examples": len(data), "accuracy": found.pop("accuracy", None)}
+        result["metrics"] = found
         if per_client:
-            clients = _per_client(correct, data, deal_out(self.experiment, self.splits), split == "train")
-            result["per_client"] = {"mean": float(clients.mean())} | {
-                name: float(np.quantile(clients, q)) for name, q in _QUANTILES.items()
-            }
+            rows = self._clients(split, data, outputs, loss)
+            result["per_client"] = _spread([value for _, value in filter(None, map(main_figure, rows))])
+            if self.federation.names is not None:
+                result["clients"] = rows
         return result
+
+    def reads_training_records(self, split: str, per_client: bool) -> bool:
+        """Whether `evaluate` computes figures from training records, which no ε covers."""
+        return split == "train" or (per_client and not self._has_own(split))
+
+    def _has_own(self, split: str) -> bool:
+        """Whether it is known which records of a split are a client's own."""
+        return split == "train" or (split == "validation" and self.federation.validation_clients is not None)
+
+    def _clients(self, split: str, data: Dataset, outputs: Tensor, loss: Loss) -> list[dict[str, Any]]:
+        """The figures of each client, with its name."""
+        federation, own = self.federation, self._has_own(split)
+        if own and (federation.names is not None or not data.classes):
+            return figures_of_clients(loss, outputs, data, federation, split)
+        if not data.classes:
+            raise RunError(f"per_client: the records of split {split} are nobody's; split train shows each client's own")
+        right = predictions(outputs, threshold_for(loss, outputs, data)) == data.targets
+        shares = zip(range(federation.clients), _accuracies(right, data, federation, own), strict=True)
+        return [{"client": federation.name(client), "accuracy": share} for client, share in shares if not math.isnan(share)]
 
     def export(self, form: str, to: Path) -> Path:
         """Write the model, or its training metrics, in another format."""
@@ -151,23 +189,39 @@ class Trained:
             raise RunError(f"{to} cannot be written: {error.strerror}") from error
         return to
 
-    def _no_records(self, count: int) -> Tensor:
-        """Inputs of the right shape for formats that trace a model: such a format may also keep the inputs."""
-        return torch.zeros_like(self.splits.validation.tensor[:1]).repeat(count, *(1 for _ in self.splits.validation.shape))
+    def _no_records(self, count: int) -> Inputs:
+        """Inputs of the right shape and type for formats that trace a model: such a format may also keep the inputs."""
+        inputs = self.splits.validation.inputs
+        return each_tensor(inputs, lambda value: torch.zeros_like(value[:1]).repeat(count, *(1 for _ in value.shape[1:])))
+
+    def _traceable(self, count: int) -> tuple[nn.Module, dict[str, Tensor]]:
+        """The model as a function of tensors that returns a tensor, with inputs by name; several are in the data's order."""
+        inputs = self._no_records(count)
+        with torch.no_grad():
+            plain = isinstance(inputs, Tensor) and isinstance(self.model(inputs), Tensor)
+        if isinstance(inputs, dict):
+            return _Positional(self.model, tuple(inputs)), inputs
+        return self.model if plain else _Positional(self.model, ()), {"inputs": inputs}
 
     def _export_safetensors(self, to: Path) -> None:
         save_tensors(to, self.model.state_dict(), {"format": "model-1"})
 
     def _export_torchscript(self, to: Path) -> None:
-        buffer = torch.jit.trace(self.model, self._no_records(1)).save_to_buffer()
-        write_atomically(to, buffer)
+        model, inputs = self._traceable(1)
+        write_atomically(to, torch.jit.trace(model, tuple(inputs.values())).save_to_buffer())
 
     def _export_onnx(self, to: Path) -> None:
         import onnx  # noqa: F401  (named in the error if it is missing)
         import onnxscript  # noqa: F401
 
-        batch = {0: torch.export.Dim("batch")}
-        program = torch.onnx.export(self.model, (self._no_records(2),), dynamo=True, dynamic_shapes=(batch,), verbose=False)
+        model, inputs = self._traceable(2)
+        batch = torch.export.Dim("batch")
+        axes = tuple({0: batch} for _ in inputs)
+        program = torch.onnx.export(
+            model, tuple(inputs.values()), dynamo=True, verbose=False,
+            dynamic_shapes=axes if model is self.model else (axes,),
+            input_names=list(inputs) if len(inputs) > 1 else None,
+        )  # fmt: skip
         write_atomically(to, program.model_proto.SerializeToString())  # type: ignore[union-attr]
 
     def _export_csv(self, to: Path) -> None:
@@ -190,19 +244,44 @@ class Trained:
                         writer.add_scalar(name, value, row["round"])
 
 
-def _per_client(correct: Tensor, data: Dataset, federation: Federation, own_records: bool) -> NDArray[np.float64]:
+class _Positional(nn.Module):
+    """A model as a function of tensors, one for each of its named inputs, that returns a tensor."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return outputs_of(self.model, dict(zip(self.names, inputs, strict=True)) if self.names else inputs[0])
+
+
+def _loss_on(data: Dataset, outputs: Tensor) -> Loss:
+    """The loss of the data's task; that of a logit where a network has a single output for two classes."""
+    if data.classes == 2 and is_binary(outputs):
+        return on_targets(F.binary_cross_entropy_with_logits)
+    return on_targets(loss_for(data, None))
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    """The mean and some quantiles; empty if there are no values."""
+    if not values:
+        return {}
+    return {"mean": float(np.mean(values))} | {name: float(np.quantile(values, q)) for name, q in _QUANTILES.items()}
+
+
+def _accuracies(right: Tensor, data: Dataset, federation: Federation, own_records: bool) -> NDArray[np.float64]:
+    """The accuracy of each client, on its own records or weighted by its classes; NaN where it has none."""
     accuracies = []
     classes = data.classes
-    by_class = torch.bincount(data.targets[correct], minlength=classes) / torch.bincount(data.targets, minlength=classes)
-    scores = (correct.double() if own_records else by_class.double()[federation.train.targets]).numpy()
+    by_class = torch.bincount(data.targets[right], minlength=classes) / torch.bincount(data.targets, minlength=classes)
+    scores = (right.double() if own_records else by_class.double()[federation.train.targets]).numpy()
     for clients in np.array_split(np.arange(federation.clients), -(-federation.clients // _BATCH)):
         table, sizes = federation.table(clients)
         held = np.arange(table.shape[1]) < sizes[:, None]
         # A class without examples in the split has no accuracy; it counts neither for nor against a client.
         counted = held & np.isfinite(scores[table])
-        scored = np.where(counted, scores[table], 0.0).sum(1)
-        judged = counted.any(1)
-        accuracies.append(scored[judged] / counted[judged].sum(1))
+        scored, judged = np.where(counted, scores[table], 0.0).sum(1), counted.sum(1)
+        accuracies.append(np.where(judged > 0, scored / np.maximum(judged, 1), np.nan))
     return np.concatenate(accuracies)
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
@@ -27,7 +26,7 @@ from fedcdp.accounting.population import Population
 from fedcdp.config import consent
 from fedcdp.config.experiment import EngineName, Experiment
 from fedcdp.config.plan import Plan
-from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss, engines_for
 from fedcdp.engine.frozen import split
@@ -37,7 +36,9 @@ from fedcdp.files.tensors import check_tensors, size_of
 from fedcdp.files.tree import Tree, each_tensor
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.training.autotune import choose_engine
-from fedcdp.training.evaluation import is_binary, no_better_than_guessing
+from fedcdp.training.evaluation import no_better_than_guessing, score, try_own_metrics
+from fedcdp.training.loss_contract import check_loss, check_outputs, loss_for
+from fedcdp.training.metrics import Figures, OwnMetrics, check_own_metrics
 from fedcdp.training.planning import recommended_plan
 from fedcdp.training.prepared import Prepared, prepare_experiment
 from fedcdp.training.rounds import ClientData, Simulator
@@ -77,7 +78,7 @@ class Run:
     population: Population = field(repr=False)
     """The facts about the federation and the network that the accountant needs."""
     metrics: list[Row] = field(repr=False)
-    """One dictionary for each round: its number, and the accuracy and loss where it was evaluated."""
+    """One dictionary for each round: its number, and where it was evaluated the task's main metric and the loss."""
     seconds: float
     """Time spent in this process."""
     client_steps: int
@@ -92,6 +93,11 @@ class Run:
     """The engine that computed the gradients in this process."""
     chunk: int = 1
     """How many clients it trained at once."""
+    scores: Figures = field(default_factory=dict)
+    """All metrics of the final model on the validation split, by name: those of the task, the loss, and your own."""
+    client_scores: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """The same for each client on its own validation records, where it is known which they are: its name (`client`), their
+    number (`examples`), and the metrics."""
 
     @property
     def releases(self) -> int:
@@ -105,14 +111,16 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """Accuracy on the validation split after the last evaluated round; None without a validation split."""
+        """Accuracy of the final model on the validation split; None without one, and for a task without classes."""
+        if "accuracy" in self.scores:
+            return self.scores["accuracy"]
         measured = [row["accuracy"] for row in self.metrics if row.get("accuracy") is not None]
         return measured[-1] if measured else None
 
     @property
     def warning(self) -> str | None:
-        """What is wrong with the result: an accuracy that guessing reaches, too. None: nothing that validation shows."""
-        return no_better_than_guessing(self.accuracy, self.federation.validation)
+        """What is wrong with the result: a constant answer is as good. None: nothing that validation shows."""
+        return no_better_than_guessing({"accuracy": self.accuracy} | self.scores, self.federation.validation)
 
     def privacy(self, mode: Mode = "tight") -> Privacy:
         """State ε against every adversary for the releases of this run.
@@ -150,6 +158,7 @@ def simulate(
     per_round: int | None = None,
     scale_inputs: bool = False,
     loss: Loss | None = None,
+    metrics: OwnMetrics | None = None,
     device: str | torch.device = "cpu",
     engine: EngineName = "auto",
     chunk: int | None = None,
@@ -178,8 +187,13 @@ def simulate(
         per_round: Overrides the plan's number of clients in a round.
         scale_inputs: Where no plan is given: standardise inputs, which must lie in [-1, 1], by means and variances from a
             noised release that takes a tenth of the budget. With a plan, set its `scaling_noise`.
-        loss: A function of outputs and targets that returns the mean over a batch, as in `torch.nn.functional`. fedcdp calls
-            it with one example at a time. Default: that of the data's task, such as cross-entropy for classification.
+        loss: A function of outputs and targets that returns one number: the mean, over a batch of any size, of a loss that
+            each example has for itself, as in `torch.nn.functional`. fedcdp trains with one example at a time, outputs
+            [1, ...] and targets [1, ...], and refuses a loss that breaks this contract. Default: that of the data's task,
+            such as cross-entropy for classification.
+        metrics: Metrics of your own, by name: functions of all outputs and all targets of the validation split that return
+            one number. They are computed for the final model, with those of the task, into `run.scores`. For a regression
+            they get outputs in the shape of the targets, and both in the targets' original unit.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
         engine: How gradients are computed. `auto` measures in a long training which engine is fastest, within a bounded
             amount of memory. A resumed run keeps its engine. The choice does not change the result beyond rounding.
@@ -195,11 +209,11 @@ def simulate(
         progress: Called after each round with its metrics.
 
     Returns:
-        The trained network, the metrics of each round, and all releases, for `run.privacy()`.
+        The trained network, its metrics (`run.scores`), those of each round, and all releases, for `run.privacy()`.
 
     Raises:
         PlanError: The plan does not fit the federation, or an argument is not allowed.
-        ModelError: The network cannot be trained under this method, or has too few outputs.
+        ModelError: The network cannot be trained under this method, has too few outputs, or its loss breaks the contract.
         RunError: The run directory exists already, or cannot be resumed or written.
 
     Examples:
@@ -223,6 +237,21 @@ def simulate(
         True
         >>> round(run.privacy().row("server").epsilon, 1)
         2.0
+
+        A regression, with a loss and a metric of your own:
+
+        >>> import torch
+        >>> inputs = torch.linspace(-1, 1, 120).reshape(60, 2)
+        >>> data = fedcdp.Dataset(inputs, inputs.sum(1), task="regression")
+        >>> federation = fedcdp.partition(data, clients=4, scheme="iid", validation=data)
+        >>> plan = fedcdp.Plan(method="nonprivate", rounds=20, per_round=4, local_steps=3, learning_rate=0.2)
+        >>> def distance(outputs, targets):
+        ...     return (outputs.squeeze(1) - targets).abs().mean()
+        >>> def within_a_tenth(outputs, targets):
+        ...     return ((outputs - targets).abs() < 0.1).float().mean()
+        >>> run = fedcdp.simulate(nn.Linear(2, 1), federation, plan, loss=distance, metrics={"near": within_a_tenth})
+        >>> run.accuracy is None, sorted(run.scores), run.scores["r2"] > 0.9
+        (True, ['loss', 'mae', 'near', 'r2', 'rmse'], True)
     """
     if plan is None:
         if out is not None and not resume:
@@ -248,6 +277,7 @@ def simulate(
     run = train(
         Prepared.of(model, federation, plan),
         loss=loss,
+        metrics=metrics,
         device=device,
         engine=engine,
         chunk=chunk,
@@ -269,6 +299,7 @@ def train(
     prepared: Prepared,
     *,
     loss: Loss | None = None,
+    metrics: OwnMetrics | None = None,
     device: str | torch.device = "cpu",
     engine: EngineName = "auto",
     chunk: int | None = None,
@@ -290,10 +321,13 @@ def train(
     directory = None if out is None else RunDirectory(out)
     if resume and directory:
         engine, chunk = _kept_engine(directory, device, engine, chunk)
-    loss = loss_for(prepared.federation.train, loss)
+    loss, own = loss_for(prepared.federation.train, loss), metrics or {}
+    check_own_metrics(own, prepared.federation.validation)
     with deferred_interrupts(), products(tf32):
         network = copy.deepcopy(prepared.network).to(device)
         simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
+        if simulator.data.validation is not None:
+            try_own_metrics(own, simulator.engine, fresh.weights, simulator.data.validation, device)
         with _opened(prepared, simulator, fresh, directory=directory, config=config, resume=resume) as (state, releases):
             if prepared.plan.scaling_noise is not None:  # known only now: what was computed from unscaled inputs is outdated
                 set_scaling(network, prepared.federation, prepared.plan, releases, directory)
@@ -308,6 +342,7 @@ def train(
                 releases=releases,
                 budget=budget if most_releases is None else _at_most(most_releases, budget),
                 every=evaluate_every,
+                own=own,
                 progress=progress,
             )
 
@@ -370,7 +405,9 @@ def begin(
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
     tried = each_tensor(data.first_batch().inputs, lambda value: value[0])
-    _check_outputs(first.outputs(weights, tried), federation.train, loss)
+    outputs = first.outputs(weights, tried)
+    check_outputs(outputs, federation.train, loss)
+    check_loss(first.loss, outputs, federation.train)
     state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
     local_engine, at_once = choose_engine(
         plan,
@@ -429,6 +466,7 @@ def _rounds(
     releases: Releases,
     budget: Allows | None,
     every: int,
+    own: OwnMetrics,
     progress: Progress | None,
 ) -> Run:
     """Run the remaining rounds; each is charged before it begins and saved to disk before the next one begins.
@@ -456,8 +494,13 @@ def _rounds(
             directory.save_state(state, plan.digest())
         if progress:
             progress(row)
-    network.load_state_dict(state.average or state.weights, strict=False)
+    final, seconds = state.average or state.weights, time.perf_counter() - started
+    network.load_state_dict(final, strict=False)
+    scores, client_scores = Figures(), list[dict[str, Any]]()
+    if data.validation is not None and state.round:
+        scores, client_scores = score(simulator.engine, final, data.federation, data.validation, data.device, own)
     if directory:
+        directory.save_scores(state.round, scores, client_scores)
         directory.save_model(network.state_dict(), state.round)
     return Run(
         plan=plan,
@@ -465,44 +508,20 @@ def _rounds(
         model=network,
         population=prepared.population,
         metrics=metrics,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         client_steps=steps,
         charges=tuple(releases.charges),
         participations=releases.participations,
         directory=directory.path if directory else None,
         engine=simulator.local_engine.name,
         chunk=simulator.chunk,
+        scores=scores,
+        client_scores=client_scores,
     )
 
 
 def _at_most(releases: int, budget: Allows | None) -> Allows:
     return lambda rounds: len(rounds) <= releases and (budget is None or budget(rounds))
-
-
-def loss_for(data: Dataset, loss: Loss | None) -> Loss:
-    """The loss that was given, or that of the data's task."""
-    chosen = loss or data.learning_task.loss
-    if chosen is None:
-        raise PlanError(f"loss: task {data.task} has no loss of its own; pass a function of outputs and targets")
-    return chosen
-
-
-def _check_outputs(outputs: torch.Tensor, data: Dataset, loss: Loss) -> None:
-    """Raise if a network's outputs do not fit the data's task."""
-    classes = data.classes
-    if data.task != "classification":
-        if data.outputs is not None and outputs[0].numel() != data.outputs:
-            raise ModelError(
-                f"the network returns {outputs[0].numel()} values for each example; the data's task, {data.task}, needs "
-                f"{data.outputs}"
-            )
-        return
-    if is_binary(outputs) and classes == 2 and loss is not F.cross_entropy:
-        return
-    if outputs.dim() != 2 or outputs.shape[-1] < classes:
-        found = "x".join(map(str, outputs.shape[1:])) or "1"
-        needed = "it needs one for each" + (", or a single one and a binary loss" if classes == 2 else "")
-        raise ModelError(f"the network has {found} outputs for the {classes} classes of the data; {needed}")
 
 
 def _kept_engine(

@@ -49,6 +49,7 @@ from fedcdp.files.tensors import check_tensors
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import resolve
 from fedcdp.training.evaluation import evaluate, no_better_than_guessing
+from fedcdp.training.metrics import main_figure
 from fedcdp.training.prepared import build_network, deal_out, load_splits
 from fedcdp.training.rundir import Row, RunDirectory, State
 
@@ -110,7 +111,7 @@ class Outcome:
     rounds: int
     sentence: str
     warning: str | None = None
-    """Where the accuracy on the validation split is no better than guessing: a sentence that says so."""
+    """Where the model does no better on the validation split than guessing: a sentence that says so."""
 
 
 def server_app(
@@ -302,7 +303,7 @@ class _Server:
             row["seconds"] = round(time.perf_counter() - started, 4)
         self._directory.append_metrics(row)
         self._directory.save_state(strategy.state, self._job.plan.digest())
-        told = {name: row[name] for name in ("clients", "accuracy") if row.get(name) is not None}
+        told = {name: row[name] for name in ("clients",) if name in row} | dict(filter(None, [main_figure(row)]))
         _LOG.info("round %d of %d: %s", number, self._job.plan.rounds, ", ".join(f"{k} {v:.4g}" for k, v in told.items()))
         return moved is not None
 
@@ -377,8 +378,8 @@ class _Server:
         network = self._job.network
         network.load_state_dict(state.average or state.weights, strict=False)
         self._directory.save_model(network.state_dict(), state.round)
-        measured = [row["accuracy"] for row in self._directory.read_metrics() if row.get("accuracy") is not None]
-        warning = no_better_than_guessing(measured[-1] if measured else None, self._validation)
+        measured = [row for row in self._directory.read_metrics() if main_figure(row)]
+        warning = no_better_than_guessing(measured[-1] if measured else {}, self._validation)
         outcome = Outcome(ended, state.round, sentence, warning)
         write_atomically(self._directory.path / "outcome.json", json.dumps(asdict(outcome)).encode())
         _LOG.info("the run ends after %d of %d rounds: %s", state.round, self._job.plan.rounds, sentence)
