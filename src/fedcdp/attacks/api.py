@@ -149,8 +149,8 @@ def attack(
         )  # fmt: skip
         scene = given_gradients(target, model, truth, input_shape, examples, device, loss, public)
     attempts = Attempts(
-        scene, Look(leak, step, releases), victims, criteria, scene.plan.seed if seed is None else seed,
-        throughout=step == 0 and steps == 1 and releases == 1,
+        scene, Look(leak, step, releases), victims, criteria.within(*scene.value_range),
+        scene.plan.seed if seed is None else seed, throughout=step == 0 and steps == 1 and releases == 1,
     )  # fmt: skip
     if name == "best" and scene.not_real:
         return infer_all(attempts, lambda: _membership(target, public, None, seed, device, loss), progress)

@@ -46,8 +46,6 @@ def attack_head(
 ) -> HeadFound:
     """Solve every victim for labels and features, map features to inputs, and identify the true example among candidates."""
     captured = sightings.captured
-    if captured.most > 1 and not sightings.victims[0].classes:
-        raise ModelError("attack: linear-head separates the examples of a batch by their classes, and this task has none")
     victims, most = captured.present.shape
     shape = captured.shape
     truth = captured.tensor[captured.present].cpu()
@@ -62,8 +60,12 @@ def attack_head(
     for victim, kept in enumerate(sightings.victims):
         sighting = kept.in_float64()
         count = sighting.shares.shape[1]
-        known = None if count == 1 else count_labels(sighting, prior)
-        solved = solve(sighting, prior, known)
+        if sighting.classes:
+            solved = solve(sighting, prior, None if count == 1 else count_labels(sighting, prior))
+        else:  # the examples of a batch differ only by their classes: without any, all are taken to be the same
+            together = solve(replace(sighting, shares=sighting.shares.sum(1, keepdim=True)), prior)
+            solved = replace(together, features=together.features.expand(count, -1),
+                             labels=together.labels.expand(count, -1))  # fmt: skip
         features[victim, :count] = solved.features
         labels[victim, :count] = solved.labels.reshape(labels[victim, :count].shape).to(labels)
         examples[victim, :count] = prior.inputs(solved.features, solved.labels).float()

@@ -42,9 +42,10 @@ class LabelGuesses:
     accuracy: float
     """Share of right labels; for a batch, whose labels have no order, of those that occur in it as often as inferred."""
     baseline: float | None
-    """The same for the most frequent public label; None without public examples."""
+    """The same for the most frequent public label or, if that is better, for a batch in the proportions of public labels;
+    None without public examples."""
     chance: tuple[float, float] | None
-    """The accuracies that guessing at random reaches with 99 % confidence; None for several labels of an example."""
+    """The accuracies that guessing at random reaches with 99 % confidence, for one label of single examples; else None."""
     guesses: Tensor = field(repr=False)
     """[victims, examples, ...]: the inferred labels."""
 
@@ -100,7 +101,7 @@ class Inferred:
     def __str__(self) -> str:
         told = []
         if self.labels is not None:
-            baseline = "" if self.labels.baseline is None else f" (most frequent label: {100 * self.labels.baseline:.3g} %)"
+            baseline = "" if self.labels.baseline is None else f" (public labels alone: {100 * self.labels.baseline:.3g} %)"
             told.append(f"{100 * self.labels.accuracy:.3g} % labels right{baseline}")
         if self.presence is not None:
             told.append(f"presence AUC {self.presence.auc.value:.3f}")
@@ -159,24 +160,40 @@ def attack_labels(
     guesses = _inferred(captured, classes, public, seed, progress)
     truth, present = captured.targets, captured.present
     if has_classes(captured.task):
-        right = sum(_common(*each) for each in zip(guesses, truth, present, strict=True))
-        accuracy = right / int(present.sum())
-        chance = chance_interval(int(present.sum()), 1 / classes)
+        accuracy, baseline = _in_common(guesses, truth, present), None
+        if public is not None:
+            usual = [_usual_batch(public.targets, classes, int(count), captured.most) for count in present.sum(1)]
+            both = torch.stack(usual).to(truth), public.targets.mode().values.to(truth).expand_as(truth)
+            baseline = max(_in_common(guess, truth, present) for guess in both)
+        chance = chance_interval(int(present.sum()), 1 / classes) if captured.most == 1 else None
     else:
-        accuracy, chance = recovery(captured.task, guesses, truth, present, None)["label_accuracy"], None
-    baseline = recovery(captured.task, guesses, truth, present, public)["label_baseline"]
-    found = LabelGuesses(int(present.sum()), accuracy, baseline, chance, guesses)
+        found = recovery(captured.task, guesses, truth, present, public)
+        accuracy, baseline, chance = found["label_accuracy"], found["label_baseline"], None
+    labels = LabelGuesses(int(present.sum()), accuracy, baseline, chance, guesses)
     return Inferred(
         captured.plan.method, captured.leak, "labels", len(captured), captured.deviation, captured.steps, captured.releases,
-        labels=found, names=names, seconds=time.perf_counter() - started,
+        labels=labels, names=names, seconds=time.perf_counter() - started,
     )  # fmt: skip
 
 
-def _common(guess: Tensor, truth: Tensor, present: Tensor) -> int:
-    """How many labels two batches have in common, in any order."""
-    length = 1 + int(torch.maximum(guess.max(), truth.max()))
-    counts = [torch.bincount(each[present], minlength=length) for each in (guess, truth)]
-    return int(torch.minimum(*counts).sum())
+def _in_common(guesses: Tensor, truth: Tensor, present: Tensor) -> float:
+    """The share of labels that each victim's batch has in common with its guess, in any order."""
+    length = 1 + int(torch.maximum(guesses.max(), truth.max()))
+    common = 0
+    for guess, real, filled in zip(guesses, truth, present, strict=True):
+        counts = [torch.bincount(each[filled], minlength=length) for each in (guess, real)]
+        common += int(torch.minimum(counts[0], counts[1]).sum())
+    return common / int(present.sum())
+
+
+def _usual_batch(labels: Tensor, classes: int, count: int, most: int) -> Tensor:
+    """[most]: a batch of `count` labels in their usual proportions, then zeros."""
+    wanted = torch.bincount(labels.cpu(), minlength=classes) * count / len(labels)
+    batch = torch.zeros(most, dtype=torch.int64)
+    for place in range(count):
+        batch[place] = wanted.argmax()
+        wanted[batch[place]] -= 1
+    return batch
 
 
 def _inferred(captured: Captured, classes: int, public: Dataset | None, seed: int, progress: Progress | None) -> Tensor:

@@ -242,19 +242,20 @@ class Leaks:
         """The reconstructions as `reconstructions.npz` holds them.
 
         The arrays are [victims, examples, ...]. `order` says which reconstruction belongs to each original. `snapshot` has
-        one axis more in front: the first victims' examples after the iterations `snapshot_at`. Arrays that need the truth
-        are left out without it.
+        one axis more in front: the first victims' examples after the iterations `snapshot_at`. `client` [victims] has the
+        number of each victim's client, if clients have names. Arrays that need the truth are left out without it.
         """
         arrays = {
             "seed": self.found.seeds,
             "reconstruction": self.found.examples,
             "reconstruction_at_end": self.found.last,
             "label": self.found.labels,
-            "client": self.captured.client,
             "iterations": self.found.iterations,
             "value_range": torch.tensor(self.value_range, dtype=torch.float64),
             "snapshot_at": torch.tensor(sorted(self.snapshots), dtype=torch.int64),
         }
+        if self.names is not None:
+            arrays["client"] = self.captured.client
         if self.snapshots:
             arrays["snapshot"] = torch.stack([self.snapshots[at] for at in sorted(self.snapshots)])
         if self.scores is not None:

@@ -131,7 +131,9 @@ class Attempts:
 
     def _sightings(self, head: LinearHead, progress: Progress | None) -> Sightings:
         course, leak = self.scene.course, self.look.leak
-        if course is None or not self.throughout or course.rounds < 1:
+        # Without classes, the examples of several rounds cannot be told apart; a single one is better seen alone.
+        alone = leak != "type2" and head.classes == 1 and self.captured.most == 1
+        if course is None or not self.throughout or course.rounds < 1 or alone:
             if prunes(self.captured):
                 raise ModelError("attack: linear-head needs unpruned updates; these are pruned")
             return sighted_once(self.captured, head, ONCE)

@@ -209,9 +209,10 @@ class Candidates:
         self, sighting: Sighting, prior: FeaturePrior, solved: Solved, own: Tensor, features: Tensor, labels: Tensor
     ) -> Tensor:
         """[examples]: whether each of the victim's own examples is more likely than every candidate that differs from it."""
-        if len(own) == 1:
-            mine = matched_filter_scores(sighting, features, coefficients(sighting, features, labels))
-            others = matched_filter_scores(sighting, self._features, self._coefficients(sighting))
+        if len(own) == 1 or not sighting.classes:  # without classes nothing is known about the others of a batch
+            share = (sighting.shares.sum(1) / len(own))[:, None, None]
+            mine = matched_filter_scores(sighting, features, coefficients(sighting, features, labels) * share)
+            others = matched_filter_scores(sighting, self._features, self._coefficients(sighting) * share)
         else:
             both = torch.cat([features, self._features]), torch.cat([labels, self._labels])
             mine, others = scores_among_others(sighting, prior, solved.labels, *both).tensor_split([len(own)])
