@@ -33,7 +33,7 @@ _REFINED = 16  # largest batch whose labels are tried one by one
 _VALUES = 2**26  # gradient values of one chunk of victims
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LabelGuesses:
     """How many labels of the victims' examples follow from the gradient of the last layer."""
 
@@ -52,10 +52,13 @@ class LabelGuesses:
     def summary(self) -> dict[str, Any]:
         """All figures."""
         chance = None if self.chance is None else list(self.chance)
-        return {"label_accuracy": self.accuracy, "label_baseline": self.baseline, "label_chance_99": chance}
+        row = {"label_accuracy": self.accuracy, "label_baseline": self.baseline, "label_chance_99": chance}
+        return row | {
+            "labels_inferred": self.guesses.numel() * self.examples // (self.guesses.shape[0] * self.guesses.shape[1])
+        }
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Inferred:
     """The results of attacks that infer labels, presence and membership, and reconstruct nothing.
 
@@ -121,12 +124,12 @@ class Inferred:
         row |= {"noise_deviation": self.noise_deviation, "steps": self.steps, "releases": self.releases}
         tried: list[dict[str, Any]] = []
         if self.labels is not None:
-            row |= self.labels.summary() | {"examples": self.labels.examples}
+            row |= self.labels.summary()
             tried.append({"attack": "labels", "success_rate": None, "label_accuracy": self.labels.accuracy})
         if self.presence is not None:
             found = self.presence.summary()
             row |= {name: found[name] for name in ("auc", "auc_interval_99", "auc_predicted", "candidates")}
-            row |= {"identified_rate": self.presence.success_rate, "examples": self.victims}
+            row["identified_rate"] = self.presence.success_rate
             tried.append({"attack": "matched-filter", "success_rate": self.presence.success_rate, "auc": found["auc"]})
         if self.membership is not None:
             measured = self.membership.summary()
