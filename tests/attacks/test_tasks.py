@@ -313,6 +313,26 @@ def test_results_are_saved_and_shown_for_every_task(tables: dict[str, Federation
         assert "3 of 3" in (tmp_path / f"{task}.html").read_text()
 
 
+def test_pictures_of_every_task_are_shown(images: dict[str, Federation], tmp_path: Any) -> None:
+    for task in ("binary", "multilabel", "regression"):
+        recipe = RECIPES["cpl"].but(iterations=1)
+        found = attacked(task, images[task], convolutional(task), {}, attack=recipe, victims=2)
+        found.save(tmp_path / task)
+        fedcdp.report([tmp_path / task], tmp_path / f"{task}.html")
+        assert "<img" in (tmp_path / f"{task}.html").read_text()
+
+
+@pytest.mark.parametrize("task", ["binary", "multilabel", "regression"])
+def test_a_run_at_a_modest_epsilon_shows_no_row(tables: dict[str, Federation], task: str) -> None:
+    run = fedcdp.simulate(dense(task), tables[task], plan(**PRIVATE | {"rounds": 2, "per_round": 20}))
+    server = next(row for row in run.privacy().rows if row.adversary == "server" and row.unit == "record")
+    assert server.epsilon < 10
+    for leak in ("type0", "type2"):
+        found = fedcdp.attack(run, leak=leak, victims=20)  # type: ignore[arg-type]
+        assert isinstance(found, Leaks)
+        assert found.success_rate == 0
+
+
 # Raw gradients --------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from fedcdp.errors import DataError
 from fedcdp.files.tree import each_tensor
 
 _AT_ONCE = 64  # guesses evaluated together
-_MOST_UNKNOWN = 512  # largest number of target values of a victim that are solved for
+_MOST_UNKNOWN = 64  # largest number of target values of a victim that are solved for; a larger batch is not inverted
 
 
 def has_classes(task: TaskName) -> bool:
