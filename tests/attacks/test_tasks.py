@@ -220,13 +220,17 @@ def test_a_search_finds_nothing_under_fed_cdp(images: dict[str, Federation], tas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["binary", "regression"])
+@pytest.mark.parametrize("task", ["binary", "multilabel", "several values"])
 def test_a_search_takes_a_batch_apart(images: dict[str, Federation], task: str) -> None:
-    recipe = RECIPES["batch"].but(iterations=60)
-    found = attacked(task, images[task], convolutional(task), {"batch_size": 2}, leak="type1", attack=recipe, victims=4)
-    assert found.success_rate is not None
-    assert found.success_rate > 0.5
-    assert target_errors(found)[0] < 0.1
+    recipe = RECIPES["batch"].but(iterations=40)
+    pairs = fedcdp.partition(images[task].train, clients=7, scheme="iid", validation=images[task].validation)
+    found = attacked(task, pairs, convolutional(task), {"batch_size": 2}, leak="type1", attack=recipe, victims=3)
+    told = found.summary()
+    assert told["examples"] == 6
+    assert told["recognisable_rate"] >= 0.6
+    if task != "several values":  # the errors of values in a batch may cancel
+        error, guess = target_errors(found)
+        assert error < guess / 2
 
 
 @pytest.mark.parametrize("task", ["regression", "multilabel", "custom"])

@@ -83,7 +83,8 @@ def reconstruct(
             stop_if_asked()
             before = (restart * len(chunks) + number) * recipe.iterations
             with deferred_interrupts():
-                parts.append(_attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total))
+                found = _attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total, public)
+                parts.append(found)
         found = _join(parts)
         best = found if best is None else _better(best, found)
     if best is None:
@@ -105,6 +106,7 @@ def _attack(
     progress: Progress | None,
     before: int,
     total: int,
+    public: Dataset | None,
 ) -> Reconstruction:
     """One chunk of victims, from one seed each."""
     part = captured.take(who)
@@ -112,7 +114,7 @@ def _attack(
     seeds = recipe.seed.draw(who, dummies, part.shape, seed, restart)
     free = None
     if recipe.labels == "joint" or (recipe.labels != "known" and not has_classes(part.task)):
-        free = FreeTarget.of(part, classes)
+        free = FreeTarget.of(part, classes, public)
     shape = free.shape if free is not None and free.shape else (1,)
     values = recipe.seed.draw(who, dummies, shape, stream_key(seed, "labels"), restart)
     problem = Problem(part, recipe, space, classes, seeds, values, free)

@@ -27,6 +27,8 @@ from fedcdp.data.tasks import TaskName
 from fedcdp.errors import DataError
 from fedcdp.files.tree import each_tensor
 
+_WIDEST = 4.0  # how far values are searched for, in standard deviations of public targets
+_FEWEST = 10  # public targets that show how far values spread
 _AT_ONCE = 64  # guesses evaluated together
 _MOST_UNKNOWN = 64  # largest number of target values of a victim that are solved for; a larger batch is not inverted
 
@@ -43,9 +45,11 @@ class FreeTarget:
     task: TaskName
     shape: tuple[int, ...]
     """The shape of the values of one example."""
+    usual: tuple[Tensor, Tensor] | None = None
+    """Mean and standard deviation of public targets: values stay near them. Else the errors of a batch could cancel."""
 
     @staticmethod
-    def of(captured: Captured, classes: int) -> FreeTarget:
+    def of(captured: Captured, classes: int, public: Dataset | None = None) -> FreeTarget:
         """The free values for the captured task; a `DataError` if such targets cannot be optimised."""
         if captured.task == "classification":
             return FreeTarget(captured.task, (classes,))
@@ -55,13 +59,22 @@ class FreeTarget:
                 "labels: targets of a custom loss can be searched for only if they are real numbers in the shape of the "
                 "outputs; use labels='known' in a recipe (--labels known), or the attacks matched-filter and membership"
             )
-        return FreeTarget(captured.task, shape)
+        if captured.task == "multilabel" or captured.task == "binary" or public is None or len(public) < _FEWEST:
+            return FreeTarget(captured.task, shape)
+        known = public.targets.to(captured.device)
+        return FreeTarget(captured.task, shape, (known.mean(0), known.std(0).clamp(min=1e-6)))
 
     def soft(self, values: Tensor) -> Tensor:
         """The targets [..., shape] that the loss takes, differentiable in the values."""
         if self.task == "classification":
             return values.softmax(-1)
-        return values.sigmoid() if self.task in ("binary", "multilabel") else values
+        return values.sigmoid() if self.task in ("binary", "multilabel") else self._real(values)
+
+    def _real(self, values: Tensor) -> Tensor:
+        if self.usual is None:
+            return values
+        mean, deviation = self.usual
+        return mean + _WIDEST * deviation * (values / _WIDEST).tanh()
 
     def settled(self, values: Tensor) -> Tensor:
         """The adversary's answer: labels, zeros and ones, or the values themselves."""
@@ -69,7 +82,7 @@ class FreeTarget:
             return values.argmax(-1)
         if self.task == "binary":
             return (values > 0).long()
-        return (values > 0).float() if self.task == "multilabel" else values
+        return (values > 0).float() if self.task == "multilabel" else self._real(values)
 
 
 def _like_outputs(captured: Captured) -> bool:

@@ -224,7 +224,7 @@ def _example(arrays: dict[str, Array], victim: int, example: int, low: float, hi
         if originals.shape[1] != order.shape[1]:  # one dummy for a whole batch: compare it with the nearest original
             which = int(((originals[victim] - shown(found)) ** 2).reshape(len(originals[victim]), -1).sum(1).argmin())
         original = shown(originals[victim, which])
-        label = None if labels is None or labels.dtype.kind not in "iu" else int(labels[victim, which])
+        label = int(labels[victim, which]) if labels is not None and labels.ndim == 2 and labels.dtype.kind in "iu" else None
     frames = {0: shown(arrays["seed"][victim, dummy])}
     snapshots = arrays.get("snapshot")
     if snapshots is not None and victim < snapshots.shape[1]:
