@@ -57,6 +57,8 @@ def words(text: str) -> str:
         ["--method", "fed-sdp", "--noise-at", "client", "--leak", "type0"],
         ["--method", "dssgd", "--leak", "type1", "--attack", "cpl", "--iterations", "1"],
         ["--attack", "matched-filter", "--releases", "2"],
+        ["--attack", "presence"],
+        ["--attack", "labels", "--leak", "type1"],
         ["--attack", "averaging", "--iterations", "1", "--releases", "2"],
     ],
     ids=" ".join,

@@ -17,7 +17,7 @@ import fedcdp.attacks
 from fedcdp.accounting.budget import privacy_of_plan
 
 FLOWER = importlib.util.find_spec("flwr") is not None
-RESULTS = ("LayerLeaks", "Leaks", "Membership", "Presence")
+RESULTS = ("Inferred", "LayerLeaks", "Leaks", "Membership", "Presence")
 
 
 def public() -> dict[str, Any]:

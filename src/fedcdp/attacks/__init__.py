@@ -1,6 +1,7 @@
 """Leakage attacks: measure what an adversary can recover from gradients and updates."""
 
 from fedcdp.attacks.api import ATTACKS, attack
+from fedcdp.attacks.inferred import Inferred, LabelGuesses
 from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective
@@ -18,6 +19,8 @@ __all__ = [
     "RECIPES",
     "Adam",
     "Criteria",
+    "Inferred",
+    "LabelGuesses",
     "LayerLeaks",
     "Leaks",
     "Membership",

@@ -26,6 +26,7 @@ from fedcdp.attacks.objectives import Objective, predicted
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.recipe import Seed
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
+from fedcdp.attacks.targets import has_classes, solve_targets
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import ModelError
 
@@ -223,15 +224,17 @@ def invert(
     """Recover the examples behind the gradient of the first layer, per victim: exact if converged, else a best guess.
 
     If the layer has no bias, several lengths of an example may explain the same gradient; the length closest to that of the
-    `public` examples is chosen.
+    `public` examples is chosen. Without classes every length does, and their usual length is taken.
     """
-    shape = tuple(captured.inputs.shape[2:])
+    shape = captured.shape
     weight, bias = first_dense(model, shape)
     everyone = torch.arange(len(captured), device=captured.device)
-    seeds = Seed("zeros").draw(everyone, captured.inputs.shape[1], shape, seed)
-    drawn = Seed("uniform").draw(everyone, captured.inputs.shape[1], shape, seed)
-    counted, single = (infer_labels(captured, rule, classes, drawn) for rule in _RULES)
-    labels = torch.where(captured.present.sum(1, keepdim=True) == 1, single, counted)
+    seeds = Seed("zeros").draw(everyone, captured.most, shape, seed)
+    drawn = Seed("uniform").draw(everyone, captured.most, shape, seed)
+    labels = None
+    if has_classes(captured.task):
+        counted, single = (infer_labels(captured, rule, classes, drawn) for rule in _RULES)
+        labels = torch.where(captured.present.sum(1, keepdim=True) == 1, single, counted)
     usual = None if public is None else float(public.tensor.flatten(1).norm(dim=1).median())
     examples, found = seeds.clone(), torch.zeros(len(captured), dtype=torch.int64, device=captured.device)
     loss = torch.full((len(captured),), torch.inf, device=captured.device)
@@ -245,17 +248,19 @@ def invert(
             bias=None if bias is None else captured.weights[bias][victim],
             seed=seed,
         )
-        if recovered.up_to_scale and recovered.inputs.any():
+        if recovered.up_to_scale and recovered.inputs.any() and labels is not None:
             alone = everyone[victim : victim + 1]
             recovered = _scaled(recovered, captured.take(alone), labels[alone], usual)
+        elif recovered.up_to_scale:  # a target of any size explains an input of any length
+            recovered = replace(recovered, inputs=recovered.inputs * (usual or 1.0), found=False)
         examples[victim, :count] = recovered.inputs.to(examples).view(count, *shape)
         found[victim] = Reconstruction.CONVERGED if recovered.found else Reconstruction.DIVERGED
         loss[victim] = recovered.residual
         if progress is not None:
             progress(victim + 1, len(captured))
-    labels = refine_labels(captured, labels, classes, examples)
+    answers = solve_targets(captured, examples) if labels is None else refine_labels(captured, labels, classes, examples)
     once = torch.ones(len(captured), dtype=torch.int64, device=captured.device)
-    return Reconstruction(examples, examples, seeds, labels, loss, once, found, len(captured))
+    return Reconstruction(examples, examples, seeds, answers, loss, once, found, len(captured))
 
 
 def _scaled(recovered: Recovered, captured: Captured, labels: Tensor, usual: float | None) -> Recovered:
@@ -267,7 +272,7 @@ def _scaled(recovered: Recovered, captured: Captured, labels: Tensor, usual: flo
 
     def misfits(scales: Tensor) -> Tensor:
         many = captured.take(torch.zeros(len(scales), dtype=torch.int64, device=captured.device))
-        guesses = torch.zeros_like(many.inputs)
+        guesses = torch.zeros_like(many.tensor)
         scaled = recovered.inputs * scales.to(recovered.inputs).view(-1, 1, 1)
         guesses[:, : scaled.shape[1]] = scaled.to(guesses).view(*scaled.shape[:2], *guesses.shape[2:])
         with torch.no_grad():

@@ -5,18 +5,19 @@ from __future__ import annotations
 from numbers import Integral
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedcdp.attacks.inferred import Inferred
 from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.membership import Membership, infer_membership
 from fedcdp.attacks.observe import LEAKS, Leak, Look
 from fedcdp.attacks.per_layer import LayerLeaks
-from fedcdp.attacks.portfolio import Attempts, strongest
+from fedcdp.attacks.portfolio import Attempts, infer_all, strongest
 from fedcdp.attacks.presence import Presence
+from fedcdp.attacks.raw_gradients import RawGradients, given_gradients
 from fedcdp.attacks.recipe import RECIPES, Recipe
 from fedcdp.attacks.reconstruct import Progress
-from fedcdp.attacks.scene import RawGradients, given_gradients, simulated
+from fedcdp.attacks.scene import simulated
 from fedcdp.attacks.scores import Criteria
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
@@ -26,8 +27,10 @@ from fedcdp.engine.runtime import usable_device
 from fedcdp.errors import DataError, PlanError
 from fedcdp.training.simulate import Run
 
-ATTACKS = ("best", *RECIPES, "analytic", "linear-head", "matched-filter", "per-layer", "membership")
-Found = Leaks | Presence | LayerLeaks | Membership
+ATTACKS = (
+    "best", *RECIPES, "analytic", "linear-head", "matched-filter", "presence", "per-layer", "labels", "membership",
+)  # fmt: skip
+Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 
 
 def attack(
@@ -48,7 +51,7 @@ def attack(
     releases: int = 1,
     criteria: Criteria = Criteria(),  # noqa: B008
     device: str | torch.device = "cpu",
-    loss: Loss = F.cross_entropy,
+    loss: Loss | None = None,
     seed: int | None = None,
     progress: Progress | None = None,
 ) -> Found:
@@ -71,11 +74,12 @@ def attack(
         leak: What the adversary observes. `type2`: the gradient of one example on the client during local training. `type1`:
             the client's update after local training. `type0`: the client's update as the server receives it.
         attack: The name of an attack (`fedcdp.attacks.ATTACKS`), or a `Recipe` of your own. Default: `best`, which tries the
-            attacks that suit the target, returns the strongest, and lists all that it tried.
+            attacks that suit the target, returns the strongest, and lists all that it tried. Token ids and dictionaries of
+            inputs cannot be reconstructed: `best` infers labels, presence and membership.
         victims: How many clients or examples are attacked. Default: up to 100.
         model: The network. For a run, the untrained one.
         federation: The clients and their data, for a plan.
-        truth: Inputs and labels [(victims,) examples, ...] of which raw gradients are the mean gradient. With it the result
+        truth: Inputs and targets [(victims,) examples, ...] of which raw gradients are the mean gradient. With it the result
             is scored. Gradients that do not match it are refused.
         input_shape: The shape of one input, for raw gradients without `truth`.
         examples: How many examples each raw gradient is the mean of, without `truth`.
@@ -87,13 +91,15 @@ def attack(
         releases: How often the same release is observed, each time with fresh noise. The adversary averages.
         criteria: When a reconstruction counts as exact, recognisable or identified.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
-        loss: The loss that the network is trained with.
+        loss: The loss that the network is trained with. Default: the loss of the data's task; for raw gradients, the
+            cross-entropy.
         seed: Fixes the randomness of the attack. Default: the plan's seed.
         progress: Called with the work done so far and in all.
 
     Returns:
-        `Leaks` for a reconstruction, `Presence` for `matched-filter`, `LayerLeaks` for `per-layer`, and `Membership` for
-        `membership`. `summary()` has all figures of each.
+        `Leaks` for a reconstruction, `Presence` for `matched-filter` (also called `presence`), `LayerLeaks` for
+        `per-layer`, and `Membership` for `membership`. `Inferred` for `labels`, and where inputs cannot be reconstructed.
+        `summary()` has all figures of each.
 
     Raises:
         PlanError: An argument is not allowed, or does not belong to this target.
@@ -132,7 +138,7 @@ def attack(
         raise PlanError(f"victims: {victims} is not allowed; it must be at least 1")
     device = usable_device(device)
     if name == "membership":
-        return _membership(target, public, at_round, seed, device)
+        return _membership(target, public, at_round, seed, device, loss)
     if isinstance(target, Run | Plan):
         _leave_out("raw gradients", truth=truth is not None, input_shape=input_shape is not None, examples=examples != 1)
         scene = simulated(target, model, federation, leak, at_round, step, steps, device, loss, public)
@@ -143,9 +149,11 @@ def attack(
         )  # fmt: skip
         scene = given_gradients(target, model, truth, input_shape, examples, device, loss, public)
     attempts = Attempts(
-        scene, Look(leak, step, releases), victims, criteria, scene.plan.seed if seed is None else seed,
-        throughout=step == 0 and steps == 1 and releases == 1,
+        scene, Look(leak, step, releases), victims, criteria.within(*scene.value_range),
+        scene.plan.seed if seed is None else seed, throughout=step == 0 and steps == 1 and releases == 1,
     )  # fmt: skip
+    if name == "best" and scene.not_real:
+        return infer_all(attempts, lambda: _membership(target, public, None, seed, device, loss), progress)
     return strongest(attempts, progress) if name == "best" else attempts.run(name, recipe, progress)
 
 
@@ -156,7 +164,7 @@ def _named(attack: str | Recipe | None) -> tuple[str, Recipe | None]:
         return "recipe", attack
     if attack not in ATTACKS:
         raise PlanError(f"attack: {attack!r} is not one of {', '.join(ATTACKS)}")
-    return attack, None
+    return "matched-filter" if attack == "presence" else attack, None
 
 
 def _whole_numbers(**given: object) -> None:
@@ -171,7 +179,12 @@ def _leave_out(where: str, **given: bool) -> None:
 
 
 def _membership(
-    target: object, public: Dataset | None, at_round: int | None, seed: int | None, device: torch.device
+    target: object,
+    public: Dataset | None,
+    at_round: int | None,
+    seed: int | None,
+    device: torch.device,
+    loss: Loss | None,
 ) -> Membership:
     if not isinstance(target, Run):
         raise PlanError("attack: membership needs a trained model; give a run")
@@ -180,4 +193,4 @@ def _membership(
     if others is None:
         raise DataError("public: the federation has no validation split to compare members with; give public examples")
     seed = target.plan.seed if seed is None else seed
-    return infer_membership(target.model, target.federation.train, others, seed=seed, device=device)
+    return infer_membership(target.model, target.federation.train, others, seed=seed, device=device, loss=loss)

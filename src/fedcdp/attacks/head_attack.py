@@ -47,11 +47,11 @@ def attack_head(
     """Solve every victim for labels and features, map features to inputs, and identify the true example among candidates."""
     captured = sightings.captured
     victims, most = captured.present.shape
-    shape = tuple(captured.inputs.shape[2:])
-    truth = captured.inputs[captured.present].cpu()
+    shape = captured.shape
+    truth = captured.tensor[captured.present].cpu()
     prior = FeaturePrior.of(head, public, shape, truth if scored else truth[:0])
     examples = torch.zeros(victims, most, *shape)
-    labels = torch.zeros(victims, most, dtype=torch.int64)
+    labels = torch.zeros(captured.targets.shape, dtype=captured.targets.dtype)
     errors = torch.full((victims, most), torch.nan, dtype=torch.float64)
     features = torch.zeros(victims, most, head.layer.in_features, dtype=torch.float64)
     residuals = torch.zeros(victims)
@@ -60,13 +60,18 @@ def attack_head(
     for victim, kept in enumerate(sightings.victims):
         sighting = kept.in_float64()
         count = sighting.shares.shape[1]
-        known = None if count == 1 else count_labels(sighting, prior)
-        solved = solve(sighting, prior, known)
-        features[victim, :count], labels[victim, :count] = solved.features, solved.labels
+        if sighting.classes:
+            solved = solve(sighting, prior, None if count == 1 else count_labels(sighting, prior))
+        else:  # the examples of a batch differ only by their classes: without any, all are taken to be the same
+            together = solve(replace(sighting, shares=sighting.shares.sum(1, keepdim=True)), prior)
+            solved = replace(together, features=together.features.expand(count, -1),
+                             labels=together.labels.expand(count, -1))  # fmt: skip
+        features[victim, :count] = solved.features
+        labels[victim, :count] = solved.labels.reshape(labels[victim, :count].shape).to(labels)
         examples[victim, :count] = prior.inputs(solved.features, solved.labels).float()
         residuals[victim] = solved.residual
         if scored:
-            own, own_labels = captured.inputs[victim, :count].cpu(), captured.targets[victim, :count].cpu()
+            own, own_labels = captured.tensor[victim, :count].cpu(), captured.targets[victim, :count].cpu()
             actual = head.features(own)
             _check_reproduces(sighting, actual, own_labels)
             errors[victim, :count] = _feature_errors(solved, actual)
@@ -94,7 +99,7 @@ def _check_reproduces(sighting: Sighting, features: Tensor, labels: Tensor) -> N
     if not wrong < _SAME:
         raise ModelError(
             f"the true examples do not give this gradient at these weights (they differ by {wrong:.2g} of its norm): was "
-            "the network in another mode, or is its loss not the cross-entropy?"
+            "the network in another mode, or was it trained with another loss?"
         )
 
 
@@ -148,7 +153,7 @@ def _refined_labels(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> 
 
 def _likelihood(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> float:
     """Log-density of the observation, up to a constant: along an axis of variance λ its covariance is λAAᵀ + τ²."""
-    means, seen = prior.means[labels], sighting.seen[..., : prior.means.shape[1]]
+    means, seen = prior.typical(labels), sighting.seen[..., : prior.means.shape[1]]
     rows = coefficients(sighting, means, labels) * sighting.shares[..., None]
     matrix = rows.transpose(1, 2).flatten(0, 1)  # [releases · classes, examples]
     left, values, _ = torch.linalg.svd(matrix, full_matrices=False)

@@ -1,7 +1,8 @@
 """Solve a linear head for features: the observation is a sum of rank-one gradients c·(p − y) ⊗ f with known weights.
 
-p = softmax(Wf + b) depends on f. Each step therefore takes p from the last estimate and solves the remaining linear least
-squares problem, with the prior if there is noise. The clip factor c = min(1, C / (|p − y| |f|)) is the method's own.
+p = softmax(Wf + b), or another `Link`, depends on f. Each step therefore takes p from the last estimate and solves the
+remaining linear least squares problem, with the prior if there is noise. The clip factor c = min(1, C / (|p − y| |f|)) is
+the method's own.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedcdp.attacks.linear_head import FeaturePrior
+from fedcdp.attacks.linear_head import FeaturePrior, deltas
 from fedcdp.attacks.sightings import Sighting
 
 _TRIAL, _SINGLE, _JOINT = 3, 8, 12  # fixed-point steps: for each label, for one example, for a batch
@@ -30,7 +30,7 @@ class Solved:
     features: Tensor
     """[examples, D]."""
     labels: Tensor
-    """[examples]."""
+    """[examples], or [examples, rows] for targets without classes."""
     residual: float
     """Share of the observation's norm that the features do not explain."""
 
@@ -39,7 +39,7 @@ def coefficients(sighting: Sighting, features: Tensor, labels: Tensor) -> Tensor
     """[releases, examples, classes]: c·(p − y), the factor of an example's features in each release."""
     weights, biases = sighting.weights, sighting.biases
     logits = torch.einsum("rkd,bd->rbk", weights, features) + biases[:, None]
-    error = logits.softmax(2) - F.one_hot(labels, logits.shape[2]).double()
+    error = deltas(sighting.link, logits, labels)
     length = (features.square().sum(1) + sighting.has_bias).sqrt()
     norms = (error.norm(dim=2) * length).clamp(min=_TINY)
     clipped: Tensor = error * (sighting.bound[:, None] / norms).clamp(max=1.0)[..., None]
@@ -60,9 +60,9 @@ def solve(sighting: Sighting, prior: FeaturePrior, labels: Tensor | None = None)
         whole, first = (_batch(each, prior, labels, noisy) for each in (sighting, sighting.first()))
         # Over many rounds the iteration may not converge: the solution for the first release is the other candidate.
         return min(whole, _solved(sighting, first.features, labels), key=lambda each: each.residual)
-    if noisy:
-        return _likeliest(sighting, prior)
-    return _exact(sighting, prior)
+    if not sighting.classes:
+        return _without_classes(sighting, prior, noisy)
+    return _likeliest(sighting, prior) if noisy else _exact(sighting, prior)
 
 
 def _misfit(sighting: Sighting, features: Tensor, labels: Tensor) -> float:
@@ -88,11 +88,12 @@ def _likeliest(sighting: Sighting, prior: FeaturePrior) -> Solved:
 
     def climbed(label: int, features: Tensor, steps: int) -> tuple[float, int, Tensor]:
         """The best point on the way: over many rounds a step may overshoot, and is then halved."""
-        labels, best = torch.tensor([label]), _density(sighting, prior, features, label)
+        labels = torch.tensor([label])
+        best = _density(sighting, prior, features, labels)
         for _ in range(steps):
             move = _step(sighting, prior, features, labels, noisy=True) - features
             for shorter in _SHORTER:
-                found = _density(sighting, prior, features + shorter * move, label)
+                found = _density(sighting, prior, features + shorter * move, labels)
                 if found < best:
                     best, features = found, features + shorter * move
                     break
@@ -106,10 +107,53 @@ def _likeliest(sighting: Sighting, prior: FeaturePrior) -> Solved:
     return _solved(sighting, features, torch.tensor([label]))
 
 
-def _density(sighting: Sighting, prior: FeaturePrior, features: Tensor, label: int) -> float:
+def _density(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor) -> float:
     """−2 log of the posterior density, up to a constant."""
-    away = (features - prior.means[label]) @ prior.basis
-    return _misfit(sighting, features, torch.tensor([label])) + float((away.square() / prior.variances).sum())
+    away = (features - prior.typical(labels)) @ prior.basis
+    return _misfit(sighting, features, labels) + float((away.square() / prior.variances).sum())
+
+
+def _without_classes(sighting: Sighting, prior: FeaturePrior, noisy: bool) -> Solved:
+    """An example whose target is several labels, or values: the target follows from the features.
+
+    Without noise every row is a multiple of the features. A bias gives their length; without one, it is the usual length of
+    public features. Under noise, target and features are improved in turn.
+    """
+    size = sighting.weights.shape[2]
+    if noisy:
+        features = prior.means[:1]
+        labels = _targets_of(sighting, features)
+        best, chosen = _density(sighting, prior, features, labels), features
+        for _ in range(_SINGLE):
+            features = _step(sighting, prior, features, labels, noisy=True)
+            labels = _targets_of(sighting, features)
+            if (found := _density(sighting, prior, features, labels)) < best:
+                best, chosen = found, features
+        return _solved(sighting, chosen, _targets_of(sighting, chosen))
+    rows = sighting.seen[..., :size].reshape(-1, size)
+    if sighting.has_bias:
+        errors = sighting.seen[..., size].reshape(-1)
+        features = (errors @ rows / errors.square().sum().clamp(min=_TINY))[None]
+    else:
+        direction = torch.linalg.svd(rows, full_matrices=False).Vh[:1]
+        towards = 1.0 if float(direction[0] @ prior.means[0]) >= 0 else -1.0
+        features = direction * towards * (1.0 if prior.length is None else prior.length)
+    return _solved(sighting, features, _targets_of(sighting, features))
+
+
+def _targets_of(sighting: Sighting, features: Tensor) -> Tensor:
+    """[1, rows]: the target of one example with these features, from the releases that are not clipped, if there are any."""
+    whole = torch.cat([features, features.new_ones(1, 1)], dim=1) if sighting.has_bias else features
+    errors = sighting.seen @ whole[0] / whole.square().sum().clamp(min=_TINY) / sighting.shares[:, :1].clamp(min=_TINY)
+    if sighting.link == "sigmoid":  # p − y is negative exactly where y is 1
+        return (errors.mean(0, keepdim=True) < 0).double()
+    outputs = (sighting.weights @ features[0]) + sighting.biases
+    whole_ones = errors.norm(dim=1) * whole.norm() < 0.999 * sighting.bound
+    kept = whole_ones if bool(whole_ones.any()) else torch.ones_like(whole_ones)
+    weight = (kept / _squared_deviation(sighting))[:, None]
+    wanted = outputs - errors * errors.shape[1] / 2
+    found: Tensor = (wanted * weight).sum(0, keepdim=True) / weight.sum()
+    return found
 
 
 def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
@@ -120,14 +164,15 @@ def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
     if sighting.has_bias:  # the last column is c·(p − y) itself
         errors = seen[..., size].reshape(-1)
         features = (errors @ rows / errors.square().sum().clamp(min=_TINY))[None]
-        return _solved(sighting, features, seen[..., size].sum(0).argmin()[None])
+        total = seen[..., size].sum(0)
+        return _solved(sighting, features, total.argmin()[None] if len(total) > 1 else (total < 0).long())
     direction = torch.linalg.svd(rows, full_matrices=False).Vh[0]
     lengths = torch.logspace(-3, 3, _LENGTHS, dtype=torch.float64)
     if prior.length is not None:
         lengths = torch.cat([lengths, lengths.new_tensor([prior.length])])
     tried = {
         (label, sign): _misfits_along(sighting, direction, sign * lengths, label)
-        for label in range(seen.shape[1])
+        for label in range(sighting.classes)
         for sign in (1.0, -1.0)
     }
     energy = float(seen.square().sum())
@@ -156,8 +201,7 @@ def _misfits_along(sighting: Sighting, direction: Tensor, lengths: Tensor, label
     """The misfit of f = length·direction for each length, computed from inner products alone."""
     seen, weights = sighting.seen @ direction, sighting.weights @ direction  # [releases, classes]
     logits = lengths[:, None, None] * weights + sighting.biases  # [lengths, releases, classes]
-    error = logits.softmax(2)
-    error[..., label] -= 1
+    error = deltas(sighting.link, logits, torch.tensor([label]))
     norms = (error.norm(dim=2) * lengths.abs()[:, None]).clamp(min=_TINY)
     scaled = error * (sighting.bound / norms).clamp(max=1.0)[..., None] * (lengths[:, None, None] * sighting.shares[:, :1])
     # This is all of |G|² − 2⟨G, g⟩ + |g|², where G is the observation's component along the direction.
@@ -191,8 +235,8 @@ def _batch(sighting: Sighting, prior: FeaturePrior, labels: Tensor, noisy: bool)
     With enough releases to distinguish examples, start from a guess that differs within a class. Otherwise start from the
     class means, so examples of one class share the information about their sum.
     """
-    features, (releases, classes, _) = prior.means[labels], sighting.seen.shape
-    if releases * (classes - 1) >= len(labels):
+    features, (releases, rows, _) = prior.typical(labels), sighting.seen.shape
+    if releases * max(1, rows - 1) >= len(labels):
         generator = torch.Generator().manual_seed(0)
         draws = torch.randn(len(labels), len(prior.variances), generator=generator, dtype=torch.float64)
         spread = torch.where(prior.variances.isfinite(), prior.variances, 1.0).sqrt()
@@ -213,7 +257,7 @@ def _step(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Ten
     scale = _squared_deviation(sighting).sqrt()[:, None, None]
     matrix = (rows / scale).flatten(0, 1)  # [releases · classes, examples]
     wanted = (sighting.seen[..., :size] / scale).flatten(0, 1)
-    means = prior.means[labels]
+    means = prior.typical(labels)
     values, vectors = torch.linalg.eigh(matrix.T @ matrix)
     if noisy:
         precision = 1 / prior.variances

@@ -11,6 +11,9 @@ features of the examples that have this label, positive along all others.
 | `counts` | their number | how often each label occurs, from the network's outputs on the seeds; also in which step |
 | `known` | the truth | the labels of an adversary who knows them |
 | `joint` | nothing | labels are optimised with the examples (DLG; Zhu et al., 2019) |
+
+A network with one logit for two classes has a single row, Σ_b (p_b − y_b)·h_b: it is negative along the features of class 1.
+Targets without classes are not inferred here: see `targets.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 from fedcdp.attacks.objectives import Knows, predicted
 from fedcdp.attacks.observe import Captured
 from fedcdp.errors import ModelError, PlanError
-from fedcdp.files.tree import Layout, Tree
+from fedcdp.files.tree import Inputs, Layout, Tree, first_tensor
 
 _FEW = 16  # largest number of examples for which every pair is tried
 
@@ -39,24 +42,36 @@ def last_layer(layout: Layout, classes: int) -> tuple[str, str | None]:
             bias = "".join(name.rpartition(".")[:2]) + "bias"
             return name, bias if layout.shapes.get(bias) == (classes,) else None
     raise ModelError(
-        f"labels: the network has no dense last layer with {classes} rows to infer them from; use known or joint"
+        f"labels: the network has no dense last layer with {_counted_rows(classes)} to infer them from; use known or joint"
     )
 
 
-def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tensor, knows: Knows = "gradient") -> Tensor:
+def _counted_rows(rows: int) -> str:
+    return "one row" if rows == 1 else f"{rows} rows"
+
+
+def _rows(captured: Captured, classes: int) -> int:
+    """How many rows the last layer has."""
+    return 1 if captured.task == "binary" else classes
+
+
+def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Inputs, knows: Knows = "gradient") -> Tensor:
     """The labels [victims, examples] that an adversary assigns to its dummies, which start from the seeds.
 
     An adversary that knows the method refines the counts of several examples by simulating it. The label of a single example
     follows from the signs of the observation (under noise, of its rank-one part); a seed in its place could only mislead.
     """
-    victims, examples = seeds.shape[:2]
+    victims, examples = first_tensor(seeds).shape[:2]
     if rule not in get_args(LabelRule) or rule == "joint":
         raise PlanError(f"labels: {rule!r} is not one of {', '.join(get_args(LabelRule))}")
     if rule == "known":
-        return _known(captured, examples)
-    weight, bias = last_layer(captured.engine.layout, classes)
+        return known_targets(captured, examples)
+    weight, bias = last_layer(captured.engine.layout, _rows(captured, classes))
     if rule == "counts" and examples > 1:
         labels = _counted(captured, weight, bias, seeds)
+    elif captured.task == "binary":
+        evidence = captured.seen[weight].sum((1, 2)) if bias is None else captured.seen[bias][:, 0]
+        labels = (evidence < 0).long()[:, None].expand(victims, examples)
     else:
         scores = _single_scores(captured.seen, weight, bias, rule, classes, noisy=captured.deviation > 0)
         labels = scores.argmin(1)[:, None].expand(victims, examples)
@@ -65,12 +80,14 @@ def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Tenso
     return labels
 
 
-def _known(captured: Captured, examples: int) -> Tensor:
+def known_targets(captured: Captured, examples: int) -> Tensor:
     if examples == captured.targets.shape[1]:
         return captured.targets
-    # One dummy for several examples: use their most frequent label.
+    # One dummy for several examples: use their most frequent label, or the mean of their values.
     present = [targets[real] for targets, real in zip(captured.targets, captured.present, strict=True)]
-    return torch.stack([each.mode().values for each in present])[:, None].expand(-1, examples)
+    values = captured.targets.is_floating_point()
+    typical = torch.stack([each.mean(0) if values else each.mode(0).values for each in present])[:, None]
+    return typical.expand(-1, examples, *typical.shape[2:])
 
 
 def _single_scores(seen: Tree, weight: str, bias: str | None, rule: LabelRule, classes: int, noisy: bool = False) -> Tensor:
@@ -98,18 +115,18 @@ def _denoised_scores(rows: Tensor, bias: Tensor | None) -> Tensor:
     return scores
 
 
-def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -> Tensor:
+def _counted(captured: Captured, weight: str, bias: str | None, seeds: Inputs) -> Tensor:
     """Labels with estimated multiplicities.
 
     If all examples gave the same probabilities p and features h, then count_k = B·(p_k − row_k·h / |h|²). Both are estimated
     from the seeds, with labels chosen such that their own gradient reveals p and h.
     """
-    victims, examples = seeds.shape[:2]
-    everyone = torch.ones(victims, examples, dtype=torch.bool, device=seeds.device)
+    victims, examples = first_tensor(seeds).shape[:2]
+    everyone = torch.ones(victims, examples, dtype=torch.bool, device=captured.device)
     means = captured.means[:, None]
 
     def last_rows(label: int) -> tuple[Tensor, Tensor | None]:
-        targets = torch.full((victims, examples), label, device=seeds.device)
+        targets = torch.full((victims, examples), label, device=captured.device)
         tree = predicted(captured, "gradient", seeds, targets, everyone)
         return tree[weight] / means[..., None], None if bias is None else tree[bias] / means
 
@@ -117,14 +134,21 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -
         zero, zero_bias = last_rows(0)
         one, _ = last_rows(1)
     features = one[:, 0] - zero[:, 0]  # (p_0 − 0)·h − (p_0 − 1)·h
+    if captured.task == "binary":
+        features = -features  # p·h − (p − 1)·h
     if bias is not None and zero_bias is not None:
         measured, base = captured.seen[bias] / means, zero_bias.clone()
     else:
         squared = features.square().sum(1, keepdim=True).clamp(min=1e-12)
         measured = (captured.seen[weight] / means[..., None] * features[:, None]).sum(2) / squared
         base = (zero * features[:, None]).sum(2) / squared
-    base[:, 0] += 1  # the probabilities themselves
-    wanted = (base - measured) * captured.present.sum(1, keepdim=True)
+    count = captured.present.sum(1, keepdim=True)
+    if captured.task == "binary":  # one logit: base is the probability of class 1
+        ones = (base - measured) * count
+        wanted = torch.cat([count - ones, ones], dim=1)
+    else:
+        base[:, 0] += 1  # the probabilities themselves
+        wanted = (base - measured) * count
     labels = []
     for _ in range(examples):  # assign one example at a time to the class with the largest remaining count
         chosen = wanted.argmax(1)
@@ -133,14 +157,14 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Tensor) -
     return torch.stack(labels, dim=1)
 
 
-def refine_labels(captured: Captured, labels: Tensor, classes: int, examples: Tensor) -> Tensor:
+def refine_labels(captured: Captured, labels: Tensor, classes: int, examples: Inputs) -> Tensor:
     """Improve labels: change one at a time, then swap, as long as this brings the simulated last-layer gradient closer.
 
     The examples (or seeds in their place) are run through the method's own code and compared with the observation of the
     last layer. If a method clips, or the network learns over several steps, counts alone are not enough. Once the examples
     are known, this determines which of them has which label.
     """
-    weight, bias = last_layer(captured.engine.layout, classes)
+    weight, bias = last_layer(captured.engine.layout, _rows(captured, classes))
     names = [weight] if bias is None else [weight, bias]
 
     def misfit(tried: Tensor) -> Tensor:

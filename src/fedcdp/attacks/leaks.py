@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.reconstruct import Reconstruction
 from fedcdp.attacks.scores import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
+from fedcdp.attacks.targets import has_classes, recovery
 from fedcdp.data.dataset import Dataset
 from fedcdp.files.disk import write_atomically
 
@@ -50,7 +51,7 @@ class Leaks:
     captured: Captured
     """What the adversary observed, and the truth."""
     found: Reconstruction
-    """The reconstructions: `found.examples` [victims, examples, ...] and `found.labels`."""
+    """The reconstructions: `found.examples` [victims, examples, ...] and `found.labels`, the targets."""
     scores: Scores | None
     """How close the reconstructions are; None where the truth is not known."""
     scores_of_last: Scores | None
@@ -58,7 +59,7 @@ class Leaks:
     baselines: Baselines | None
     """What guesses score that use nothing the adversary observed."""
     classes: int
-    """The number of classes."""
+    """The number of classes; 0 if the task has none."""
     value_range: tuple[float, float]
     """The range that the adversary assumes for the values of an input."""
     first_exact: Tensor
@@ -71,6 +72,10 @@ class Leaks:
     """The result of each attack, where several were tried; this is the best of them."""
     about: dict[str, Any] = field(default_factory=dict)
     """More figures that only this attack has."""
+    public: Dataset | None = field(default=None, repr=False)
+    """The public examples, whose targets are the baseline for inferred targets."""
+    names: tuple[str, ...] | None = None
+    """The name of each victim's client, if clients have names."""
 
     @property
     def success_rate(self) -> float | None:
@@ -78,11 +83,22 @@ class Leaks:
         return None if self.scores is None else self.scores.summary()["exact"]
 
     def label_accuracy(self) -> float | None:
-        """Share of labels inferred correctly, each example matched to its reconstruction; None without the truth."""
+        """Share of labels inferred correctly, each example matched to its reconstruction; None without the truth, and for
+        targets that are not labels."""
+        share: float | None = self.targets().get("label_accuracy")
+        return share
+
+    def targets(self) -> dict[str, Any]:
+        """How well targets were inferred, next to a guess from public targets alone.
+
+        Returns:
+            For labels `label_accuracy` and `label_baseline`, the accuracy of the most frequent public label. For values
+            `target_rmse` and `target_rmse_of_mean`, the error of the public mean. Empty without the truth.
+        """
         if self.scores is None:
-            return None
-        right = rearrange(self.found.labels, self.scores.order) == self._true_labels()
-        return float(right[self.scores.present].double().mean())
+            return {}
+        found, present = rearrange(self.found.labels, self.scores.order), self.scores.present
+        return recovery(self.captured.task, found, self._true_labels(), present, self.public)
 
     def __str__(self) -> str:
         told = self.summary()
@@ -94,7 +110,11 @@ class Leaks:
             f"identified among {told['candidates']:,}": told["identified_rate"],
             "labels right": told["label_accuracy"],
         }
-        return f"{head}: " + ", ".join(f"{100 * share:.3g} % {what}" for what, share in shares.items() if share is not None)
+        figures = [f"{100 * share:.3g} % {what}" for what, share in shares.items() if share is not None]
+        if told.get("target_rmse") is not None:
+            mean = told["target_rmse_of_mean"]
+            figures.append(f"targets wrong by {told['target_rmse']:.3g}" + ("" if mean is None else f" (mean: {mean:.3g})"))
+        return f"{head}: " + ", ".join(figures)
 
     __repr__ = __str__
 
@@ -120,7 +140,8 @@ class Leaks:
         if self.scores is not None and self.scores_of_last is not None and self.baselines is not None:
             scores, last = self.scores.summary(), self.scores_of_last.summary()
             reached = torch.where(self.first_exact.isfinite(), self.first_exact, self.found.iterations.double())
-            low, high = chance_interval(int(scores["examples"]), 1 / self.classes)
+            chance = list(chance_interval(int(scores["examples"]), 1 / self.classes)) if self.classes else None
+            nothing = [name for name in vars(self.baselines) if self.classes or name != "class_mean"]
             row |= {
                 "success_rate": scores["exact"],
                 "distance_mean": scores["mse"],
@@ -128,20 +149,23 @@ class Leaks:
                 "psnr_mean": scores["psnr"],
                 "iterations_mean": float(reached.mean()),
                 "iterations_median": float(reached.quantile(0.5)),
-                "recognisable_rate": scores["recognisable"] if captured.inputs.dim() == 5 else None,
+                "recognisable_rate": scores["recognisable"] if captured.tensor.dim() == 5 else None,
                 "identified_rate": scores["identified"],
                 "candidates": scores["candidates"],
                 "rmse_mean": scores["rmse"],
                 "rmse_mean_at_end": last["rmse"],
                 "distance_mean_at_end": last["mse"],
                 "ssim_mean": scores["ssim"],
-                "label_accuracy": self.label_accuracy(),
-                "label_chance_99": [low, high],
+                "label_accuracy": None,
+                "label_chance_99": chance,
+                **self.targets(),
                 "examples": scores["examples"],
                 "visible_coordinates": scores["coordinates"],
-                "coordinates": captured.inputs[0, 0].numel(),
-                "knowing_nothing": {name: _short(getattr(self.baselines, name)) for name in vars(self.baselines)},
+                "coordinates": captured.tensor[0, 0].numel(),
+                "knowing_nothing": {name: _short(getattr(self.baselines, name)) for name in nothing},
             }
+            if self.names is not None:
+                row["clients"] = self._by_client(self.scores, self.names)
         outcome = torch.bincount(self.found.outcome.cpu(), minlength=3).tolist()
         row |= {
             "out_of_iterations": outcome[0],
@@ -156,6 +180,15 @@ class Leaks:
         }
         row |= self.about | {"tried": list(self.tried)}
         return {name: finite(value) for name, value in row.items()}
+
+    def _by_client(self, scores: Scores, names: tuple[str, ...]) -> list[dict[str, Any]]:
+        """For each named client, how many of its examples were attacked, and the share that is exact."""
+        rows = []
+        for name in dict.fromkeys(names):
+            mine = torch.tensor([each == name for each in names], device=scores.present.device)
+            count, exact = int(scores.present[mine].sum()), int(scores.exact[mine].sum())
+            rows.append({"client": name, "examples": count, "success_rate": exact / count if count else None})
+        return rows
 
     def picture(self) -> Any:
         """A grid of each victim's first example: the original, the seed, the search on its way, and the reconstruction.
@@ -209,8 +242,8 @@ class Leaks:
         """The reconstructions as `reconstructions.npz` holds them.
 
         The arrays are [victims, examples, ...]. `order` says which reconstruction belongs to each original. `snapshot` has
-        one axis more in front: the first victims' examples after the iterations `snapshot_at`. Arrays that need the truth
-        are left out without it.
+        one axis more in front: the first victims' examples after the iterations `snapshot_at`. `client` [victims] has the
+        number of each victim's client, if clients have names. Arrays that need the truth are left out without it.
         """
         arrays = {
             "seed": self.found.seeds,
@@ -221,10 +254,12 @@ class Leaks:
             "value_range": torch.tensor(self.value_range, dtype=torch.float64),
             "snapshot_at": torch.tensor(sorted(self.snapshots), dtype=torch.int64),
         }
+        if self.names is not None:
+            arrays["client"] = self.captured.client
         if self.snapshots:
             arrays["snapshot"] = torch.stack([self.snapshots[at] for at in sorted(self.snapshots)])
         if self.scores is not None:
-            arrays |= {"original": self.captured.inputs, "original_label": self.captured.targets}
+            arrays |= {"original": self.captured.tensor, "original_label": self.captured.targets}
             arrays |= {name: getattr(self.scores, name) for name in ("mse", "order", "exact", "recognisable")}
         return {name: value.cpu().numpy() for name, value in arrays.items()}
 
@@ -242,13 +277,13 @@ def compared_truth(captured: Captured, guesses: Tensor, value_range: tuple[float
     """The examples, labels and filled slots to compare guesses with: as many of the victim's examples as there are
     guesses, the nearest ones."""
     count = guesses.shape[1]
-    if count == captured.inputs.shape[1]:
-        return captured.inputs, captured.targets, captured.present
+    if count == captured.most:
+        return captured.tensor, captured.targets, captured.present
     # [victims, guesses, examples]
-    distances = torch.cdist(cleaned(guesses, *value_range).flatten(2), captured.inputs.flatten(2))
+    distances = torch.cdist(cleaned(guesses, *value_range).flatten(2), captured.tensor.flatten(2))
     distances = distances.masked_fill(~captured.present[:, None], torch.inf)
     nearest = distances.amin(1).argsort(dim=1)[:, :count]
-    return rearrange(captured.inputs, nearest), rearrange(captured.targets, nearest), rearrange(captured.present, nearest)
+    return rearrange(captured.tensor, nearest), rearrange(captured.targets, nearest), rearrange(captured.present, nearest)
 
 
 @dataclass
@@ -273,10 +308,10 @@ class Observer:
         """Receive the state of the search (`reconstruct.Watch`)."""
         self._keep(iteration, who, examples)
         pending = ~self.first_exact[who].isfinite()
-        if not bool(pending.any()) or examples.shape[1] != self.captured.inputs.shape[1]:
+        if not bool(pending.any()) or examples.shape[1] != self.captured.most:
             return
         who, examples = who[pending], examples[pending]
-        truth, present = self.captured.inputs[who][..., self.visible], self.captured.present[who]
+        truth, present = self.captured.tensor[who][..., self.visible], self.captured.present[who]
         guesses = cleaned(examples, *self.value_range)[..., self.visible]
         guesses = rearrange(guesses, match(guesses, truth, present)) if guesses.shape[1] > 1 else guesses
         mse = (guesses - truth).square().mean(-1).masked_fill(~present, 0.0)
@@ -326,6 +361,9 @@ def unjudged(
 def _score(guesses: Tensor, captured: Captured, observer: Observer, public: Dataset) -> tuple[Judge, Scores]:
     truth, labels, present = compared_truth(captured, guesses, observer.value_range)
     low, high = observer.value_range
+    if not has_classes(captured.task):  # all examples are of one class
+        public = replace(public, targets=torch.zeros(len(public), dtype=torch.int64), classes=1, task="classification")
+        labels = torch.zeros_like(present, dtype=torch.int64)
     judge = Judge(truth, labels, public, present, observer.visible, low, high, observer.criteria)
     return judge, judge.score(guesses)
 

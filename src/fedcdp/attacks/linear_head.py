@@ -1,7 +1,8 @@
 """Networks whose only trained layer is the last one, and public knowledge about the features in front of it.
 
-The gradient of such a linear head is (p − y) ⊗ features, so it reveals the features. The recommended presets train a head
-of this kind on fixed features. At its zero start the network's output does not depend on the input, but its gradient does.
+The gradient of such a linear head is (p − y) ⊗ features, so it reveals the features (`Link`: for other losses as well). The
+recommended presets train a head of this kind on fixed features. At its zero start the network's output does not depend on
+the input, but its gradient does.
 
 `LinearHead` describes the head. `FeaturePrior` holds what anyone can learn from public examples: the distribution of
 features within each class, and the map from features to inputs.
@@ -11,17 +12,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp.data.dataset import Dataset
+from fedcdp.engine import Loss
 from fedcdp.errors import DataError
 from fedcdp.files.tree import Tree
 
 _BATCH = 500
 _SAME = 1e-4
+
+Link = Literal["softmax", "sigmoid", "identity"]
+"""How outputs become predictions p; the gradient of the loss at the outputs is p − y, divided by the number of outputs for
+`sigmoid`, and twice that for `identity`."""
+_LINKS: dict[object, Link] = {
+    F.cross_entropy: "softmax",
+    F.binary_cross_entropy_with_logits: "sigmoid",
+    F.mse_loss: "identity",
+}
+
+
+def link_of(loss: Loss) -> Link | None:
+    """The link of PyTorch's cross-entropies and of its squared error; None for any other loss."""
+    try:
+        return _LINKS.get(loss)
+    except TypeError:  # a loss need not be hashable
+        return None
+
+
+def deltas(link: Link, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The gradient of the loss at outputs [..., examples, rows] for targets [examples, ...]."""
+    rows = outputs.shape[-1]
+    if link == "softmax":
+        return outputs.softmax(-1) - F.one_hot(targets, rows).double()
+    wanted = targets.double().reshape(len(targets), rows)
+    return (outputs.sigmoid() - wanted) / rows if link == "sigmoid" else 2 * (outputs - wanted) / rows
 
 
 @dataclass(frozen=True)
@@ -34,11 +63,17 @@ class LinearHead:
     """The name of the weight among the trained parameters."""
     bias: str | None
     """The name of the bias; None if there is none, or if it is not trained."""
+    link: Link = "softmax"
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the weight."""
+        return self.layer.out_features
 
     @property
     def classes(self) -> int:
-        """Number of rows of the weight."""
-        return self.layer.out_features
+        """Number of classes, whose features are told apart: one logit has two; several labels or values have none (1)."""
+        return self.rows if self.link == "softmax" else 2 if self.link == "sigmoid" and self.rows == 1 else 1
 
     @torch.no_grad()
     def features(self, inputs: Tensor) -> Tensor:
@@ -63,11 +98,11 @@ class LinearHead:
         weight = tree[self.weight].double().cpu()
         if self.bias is not None:
             return weight, tree[self.bias].double().cpu()
-        fixed = torch.zeros(self.classes) if self.layer.bias is None else self.layer.bias.detach()
+        fixed = torch.zeros(self.rows) if self.layer.bias is None else self.layer.bias.detach()
         return weight, fixed.double().cpu().expand(weight.shape[:-1])
 
 
-def find_head(network: nn.Module, shape: tuple[int, ...]) -> LinearHead | None:
+def find_head(network: nn.Module, shape: tuple[int, ...], link: Link = "softmax") -> LinearHead | None:
     """The linear head of a network for inputs of `shape`; None unless a last dense layer is the only trained layer."""
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     for name, layer in network.named_modules():
@@ -76,7 +111,8 @@ def find_head(network: nn.Module, shape: tuple[int, ...]) -> LinearHead | None:
             continue
         if not trained <= {f"{prefix}weight", f"{prefix}bias"}:
             return None
-        head = LinearHead(network, layer, f"{prefix}weight", f"{prefix}bias" if f"{prefix}bias" in trained else None)
+        bias = f"{prefix}bias" if f"{prefix}bias" in trained else None
+        head = LinearHead(network, layer, f"{prefix}weight", bias, link)
         return head if _is_last(head, shape) else None
     return None
 
@@ -135,8 +171,9 @@ class FeaturePrior:
             flat = torch.full((size,), torch.inf, dtype=torch.float64)
             return FeaturePrior(nothing, torch.eye(size, dtype=torch.float64), flat, None, nothing, None, shape)
         features, inputs = head.features(public.tensor), public.tensor.flatten(1).double()
-        means, centred = _by_class(features, public.targets, head.classes)
-        input_means, centred_inputs = _by_class(inputs, public.targets, head.classes)
+        groups = groups_of(public.targets, head.classes)
+        means, centred = _by_class(features, groups, head.classes)
+        input_means, centred_inputs = _by_class(inputs, groups, head.classes)
         variances, basis = torch.linalg.eigh(centred.T @ centred / len(centred))
         least = _LEAST_SPREAD * float(variances.max())
         length = float(features.norm(dim=1).quantile(0.5))
@@ -144,11 +181,20 @@ class FeaturePrior:
         return FeaturePrior(means, basis, variances.clamp(min=max(least, 1e-12)), length, input_means, inverse, shape)
 
     def inputs(self, features: Tensor, labels: Tensor) -> Tensor:
-        """The most likely inputs [..., *shape] for features [..., D] with these labels [...]."""
+        """The most likely inputs [n, *shape] for features [n, D] with these targets [n, ...]."""
         if self.inverse is None:
             return features.view(*features.shape[:-1], *self.shape)
-        found = self.input_means[labels] + (features - self.means[labels]) @ self.inverse
+        found = self.input_means[groups_of(labels, len(self.means))] + (features - self.typical(labels)) @ self.inverse
         return found.view(*features.shape[:-1], *self.shape)
+
+    def typical(self, labels: Tensor) -> Tensor:
+        """The mean features [n, D] of the classes of these targets [n, ...]; without classes, the mean of all."""
+        return self.means[groups_of(labels, len(self.means))]
+
+
+def groups_of(targets: Tensor, classes: int) -> Tensor:
+    """The class of each target [n, ...]; 0 for all if there are no classes."""
+    return targets.reshape(len(targets)).long() if classes > 1 else torch.zeros(len(targets), dtype=torch.int64)
 
 
 def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:

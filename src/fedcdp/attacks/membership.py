@@ -3,8 +3,8 @@
 The adversary has the model, the record and its label. It scores the record by the confidence in the label on the logit
 scale, log(p_y / (1 − p_y)) (Carlini et al., IEEE S&P 2022): one threshold for all records, no shadow models. The loss of
 Yeom et al., −log p_y, gives the same order of records, so rank-based figures hold for both; only the logit distinguishes
-records whose loss rounds to zero. The attacks differ in the threshold: the mean loss of members, or the best threshold on
-known records.
+records whose loss rounds to zero. Where there are no classes, the score is the loss, negated. The attacks differ in the
+threshold: the mean loss of members, or the best threshold on known records.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from torch import Tensor, nn
 
 from fedcdp.audit.intervals import Numbers, upper_limit
 from fedcdp.data.dataset import Dataset
+from fedcdp.engine import Loss
+from fedcdp.engine.functional import on_targets
 from fedcdp.errors import DataError
+from fedcdp.files.tree import Inputs, each_tensor, tensors_in
 from fedcdp.mechanism.randomness import numpy_generator
+from fedcdp.models.networks import outputs_of
 from fedcdp.training.evaluation import is_binary
+from fedcdp.training.simulate import loss_for
 
 CONFIDENCE = 0.99
 _BATCH = 1000
@@ -87,24 +92,30 @@ def infer_membership(
     most: int = 10_000,
     seed: int = 0,
     device: str | torch.device = "cpu",
+    loss: Loss | None = None,
 ) -> Membership:
     """Attack a trained model, given records it was trained on and others from the same source.
 
     At most `most` members and others are used, drawn by `seed`, which also splits them into halves. A non-finite output for
-    a record counts as zero confidence. A single output is taken as the logit of class 1. The model is not changed; dropout
-    is off.
+    a record counts as zero confidence. A single output is taken as the logit of class 1. For tasks without classes, `loss`
+    (default: the task's own) scores a record. The model is not changed; dropout is off.
     """
     if (fewest := min(len(members), len(others), most)) < 2 or members.shape != others.shape:
         trouble = f"not {fewest}" if fewest < 2 else f"of one shape, not {list(members.shape)} and {list(others.shape)}"
         raise DataError(f"membership: at least 2 members and 2 others are needed, {trouble}")
     random = numpy_generator(seed, "membership")
     used = [data.take(torch.from_numpy(random.permutation(len(data))[:most])) for data in (members, others)]
-    inputs, targets = torch.cat([data.tensor for data in used]), torch.cat([data.targets for data in used])
+    together = [torch.cat(each) for each in zip(*(tensors_in(data.inputs) for data in used), strict=True)]
+    inputs: Inputs = dict(zip(members.inputs, together, strict=True)) if isinstance(members.inputs, dict) else together[0]
+    targets = torch.cat([data.targets for data in used])
+    by_loss = None if members.classes else on_targets(loss_for(members, loss))
     # Members and others share batches; otherwise a layer that mixes a batch's examples could reveal membership.
     network, scores = copy.deepcopy(model).to(device).eval(), np.empty(len(targets))
     for batch in torch.from_numpy(random.permutation(len(targets))).split(_BATCH):
         with torch.no_grad():
-            scores[batch.numpy()] = _confidence(network(inputs[batch].to(device)).cpu(), targets[batch])
+            outputs = outputs_of(network, each_tensor(inputs, lambda value: value[batch].to(device))).cpu()  # noqa: B023
+        own = targets[batch]
+        scores[batch.numpy()] = _confidence(outputs, own) if by_loss is None else _low_losses(by_loss, outputs, own)
     inside, outside = scores[: len(used[0])], scores[len(used[0]) :]
     # The order is random, so any halves will do: the first chooses a threshold, the second evaluates it.
     learned, held_out = (inside[::2], outside[::2]), (inside[1::2], outside[1::2])
@@ -113,7 +124,7 @@ def infer_membership(
         others=len(outside),
         auc=area_under_curve(inside, outside),
         advantage=_advantage(*held_out, _best_threshold(*learned)),
-        advantage_at_mean_loss=_advantage(*held_out, _mean_loss_threshold(learned[0])),
+        advantage_at_mean_loss=_advantage(*held_out, _mean_loss_threshold(learned[0], logits=by_loss is None)),
         tpr_at_1_percent=_true_positives(inside, outside, 100),
         tpr_at_01_percent=_true_positives(inside, outside, 1000),
     )
@@ -128,6 +139,12 @@ def _confidence(outputs: Tensor, targets: Tensor) -> Numbers:
     outputs, own = outputs.double(), targets[:, None]
     score = outputs.gather(1, own)[:, 0] - outputs.scatter(1, own, -torch.inf).logsumexp(1)
     return torch.where(score.isfinite(), score, -torch.inf).numpy()
+
+
+def _low_losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Numbers:
+    """The loss of each record, negated: high for members of an overfitted model."""
+    losses = torch.stack([loss(output[None], target[None]) for output, target in zip(outputs, targets, strict=True)])
+    return torch.where(losses.isfinite(), -losses.double(), -torch.inf).numpy()
 
 
 def area_under_curve(inside: Numbers, outside: Numbers) -> Estimate:
@@ -155,8 +172,11 @@ def _best_threshold(inside: Numbers, outside: Numbers) -> float:
     return float(candidates[(below_outside - below_inside).argmax()])
 
 
-def _mean_loss_threshold(inside: Numbers) -> float:
-    """The score of a record with the members' mean loss: the logit of p_y at −log p_y = mean loss."""
+def _mean_loss_threshold(inside: Numbers, logits: bool = True) -> float:
+    """The score of a record with the members' mean loss: the logit of p_y at −log p_y = mean loss; or the loss, negated."""
+    if not logits:
+        usable = inside[np.isfinite(inside)]
+        return float(usable.mean()) if len(usable) else -np.inf
     losses = np.logaddexp(0.0, -inside[np.isfinite(inside)])
     return float(-losses.mean() - np.log(-np.expm1(-losses.mean()))) if losses.any() else -np.inf
 

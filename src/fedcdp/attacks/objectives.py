@@ -19,7 +19,7 @@ from torch import Tensor
 from fedcdp.attacks.observe import Captured
 from fedcdp.engine.base import Batch, Unquestioning
 from fedcdp.errors import ModelError, PlanError
-from fedcdp.files.tree import Tree, masked
+from fedcdp.files.tree import Inputs, Tree, each_tensor, masked
 from fedcdp.mechanism.noise import Silence
 from fedcdp.methods import METHODS, Moment, take_part
 
@@ -95,7 +95,7 @@ Knows = Literal["gradient", "method"]
 _SAME = 1e-2  # of the norm of the observation
 
 
-def predicted(captured: Captured, knows: Knows, inputs: Tensor, targets: Tensor, present: Tensor) -> Tree:
+def predicted(captured: Captured, knows: Knows, inputs: Inputs, targets: Tensor, present: Tensor) -> Tree:
     """The noiseless observation of examples [victims, examples, ...] at the captured weights, in units of a gradient."""
     if knows == "method":
         return _by_method(captured, inputs, targets)
@@ -117,13 +117,14 @@ def check_reproduces(captured: Captured) -> None:
         )
 
 
-def _plain_gradient(captured: Captured, inputs: Tensor, targets: Tensor, present: Tensor) -> Tree:
+def _plain_gradient(captured: Captured, inputs: Inputs, targets: Tensor, present: Tensor) -> Tree:
     """The mean gradient of the examples, times the number of means that the observation sums."""
     victims, examples = present.shape
     weights = captured.weights
     if captured.weights_shared:  # one client with many examples is faster than many clients with the same weights
         weights = {name: value[:1] for name, value in weights.items()}
-        batch = Batch(inputs.flatten(0, 1)[None], targets.flatten(0, 1)[None], present.reshape(1, -1))
+        together = each_tensor(inputs, lambda value: value.flatten(0, 1)[None])
+        batch = Batch(together, targets.flatten(0, 1)[None], present.reshape(1, -1))
     else:
         batch = Batch(inputs, targets, present)
     gradients = captured.engine.per_example_gradients(weights, batch)
@@ -136,17 +137,17 @@ def _plain_gradient(captured: Captured, inputs: Tensor, targets: Tensor, present
     return mean
 
 
-def _by_method(captured: Captured, inputs: Tensor, targets: Tensor) -> Tree:
+def _by_method(captured: Captured, inputs: Inputs, targets: Tensor) -> Tree:
     """The method's own release for the examples, without its noise and its pruning."""
     plan = captured.plan.but(compression=0.0, share_fraction=1.0, noise="batch")
-    clients = torch.arange(len(inputs), device=inputs.device)
+    clients = torch.arange(len(targets), device=targets.device)
     engine = Unquestioning(captured.engine)
     at = Moment(plan, engine, Silence(engine.layout), captured.round, clients, captured.expected_batch)
     at = replace(at, current_clip=captured.current_clip)
     rows = clients[:, None]
-    uses = captured.uses.clamp(max=inputs.shape[1] - 1)  # one dummy may stand for all examples
+    uses = captured.uses.clamp(max=targets.shape[1] - 1)  # one dummy may stand for all examples
     batches = [
-        Batch(inputs[rows, used_here], targets[rows, used_here], present)
+        Batch(each_tensor(inputs, lambda value: value[rows, used_here]), targets[rows, used_here], present)  # noqa: B023
         for used_here, present in zip(uses, captured.used, strict=True)
     ]
     if captured.leak == "type2":

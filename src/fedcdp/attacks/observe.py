@@ -21,20 +21,22 @@ import torch
 from torch import Tensor
 
 from fedcdp.config.plan import Plan
+from fedcdp.data.tasks import TaskName
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.errors import PlanError
-from fedcdp.files.tree import Tree
+from fedcdp.errors import DataError, PlanError
+from fedcdp.files.tree import Inputs, Tree, each_tensor, tensors_in
 from fedcdp.mechanism.noise import SeededNoise, Silence, deviation_of_step_sum, noise_of
 from fedcdp.mechanism.randomness import numpy_generator, stream_key
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS, Moment, take_part
+from fedcdp.training.evaluation import is_binary
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 
 Leak = Literal["type0", "type1", "type2"]
 LEAKS: tuple[Leak, ...] = get_args(Leak)
 
-_BY_VICTIM = ("inputs", "targets", "present", "expected_batch", "slot")
+_BY_VICTIM = ("targets", "present", "expected_batch", "slot", "client")
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ class Captured:
     """[victims, ...]: the weights at which the gradient was taken, or local training started."""
     weights_shared: bool
     """Whether the weights are the same for all victims."""
-    inputs: Tensor
+    inputs: Inputs
     """[victims, examples, ...]: the distinct examples behind the observation."""
     targets: Tensor
+    """[victims, examples, ...]."""
     present: Tensor
     """[victims, examples]: which slots hold an example; victims may have different numbers of examples."""
     uses: Tensor
@@ -69,9 +72,30 @@ class Captured:
     current_clip: float | None
     slot: Tensor
     """[victims]: for `type2`, the position of the example in its client's batch."""
+    client: Tensor
+    """[victims]: the number of the victim's client; −1 if it is not known."""
+    task: TaskName = "classification"
+    """What the network predicts; `binary` wherever two classes share one output."""
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.present)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The inputs, where they are one tensor."""
+        if isinstance(self.inputs, dict):
+            raise DataError(f"inputs are {', '.join(self.inputs)}: this attack needs inputs in a single tensor")
+        return self.inputs
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one input, where inputs are one tensor."""
+        return tuple(self.tensor.shape[2:])
+
+    @property
+    def most(self) -> int:
+        """The largest number of examples behind an observation."""
+        return self.present.shape[1]
 
     @property
     def steps(self) -> int:
@@ -86,11 +110,12 @@ class Captured:
     @property
     def device(self) -> torch.device:
         """The device that holds the tensors."""
-        return self.inputs.device
+        return self.present.device
 
     def take(self, who: Tensor) -> Captured:
         """The observations of some victims, in the given order."""
         taken: dict[str, Any] = {name: getattr(self, name)[who] for name in _BY_VICTIM}
+        taken["inputs"] = each_tensor(self.inputs, lambda value: value[who])
         seen = {name: value[who] for name, value in self.seen.items()}
         if self.weights_shared:
             weights = {name: value[:1].expand(len(who), *value.shape[1:]) for name, value in self.weights.items()}
@@ -105,17 +130,19 @@ class Captured:
 
 def join(parts: list[Captured]) -> Captured:
     """The victims of all parts, in order."""
-    most = {name: max(getattr(part, name).shape[1] for part in parts) for name in ("inputs", "targets", "present")}
-    slots = max(part.uses.shape[2] for part in parts)
+    most, slots = max(part.most for part in parts), max(part.uses.shape[2] for part in parts)
 
-    def cat(name: str) -> Tensor:
-        values = [getattr(part, name) for part in parts]
-        return torch.cat([widen(value, 1, most[name]) for value in values])
+    def cat(values: list[Tensor]) -> Tensor:
+        return torch.cat([widen(value, 1, most) for value in values])
 
-    lead: dict[str, Any] = {name: cat(name) for name in most}
+    columns = [cat(list(each)) for each in zip(*(tensors_in(part.inputs) for part in parts), strict=True)]
+    first = parts[0].inputs
+    inputs: Inputs = dict(zip(first, columns, strict=True)) if isinstance(first, dict) else columns[0]
     return replace(
         parts[0],
-        **lead,
+        inputs=inputs,
+        targets=cat([part.targets for part in parts]),
+        present=cat([part.present for part in parts]),
         seen={name: torch.cat([part.seen[name] for part in parts]) for name in parts[0].seen},
         weights={name: torch.cat([part.weights[name] for part in parts]) for name in parts[0].weights},
         weights_shared=all(part.weights_shared for part in parts),
@@ -123,6 +150,7 @@ def join(parts: list[Captured]) -> Captured:
         used=torch.cat([widen(part.used, 2, slots) for part in parts], dim=1),
         expected_batch=torch.cat([part.expected_batch for part in parts]),
         slot=torch.cat([part.slot for part in parts]),
+        client=torch.cat([part.client for part in parts]),
     )
 
 
@@ -188,7 +216,16 @@ def capture(simulator: Simulator, state: State, look: Look, victims: int | None 
             f"victims: {wanted} is not allowed; {look.leak} has at most {0 if seen is None else len(seen)} here, in a "
             f"federation of {simulator.data.federation.clients} clients"
         )
-    return seen.take(seen.slot.argsort(stable=True)[:wanted])
+    return replace(seen.take(seen.slot.argsort(stable=True)[:wanted]), task=_task_of(simulator, state))
+
+
+def _task_of(simulator: Simulator, state: State) -> TaskName:
+    """The task of the data; `binary` if a network with a single output tells two classes apart."""
+    data = simulator.data.federation.train
+    if data.task != "classification" or data.classes != 2:
+        return data.task
+    first = each_tensor(simulator.data.examples.inputs, lambda value: value[:1])
+    return "binary" if is_binary(simulator.engine.outputs(state.weights, first)) else data.task
 
 
 def _check(plan: Plan, look: Look, victims: int) -> None:
@@ -257,7 +294,8 @@ def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor)
     mean = {name: value / look.releases for name, value in total.items()}
     deviation = 0.0 if look.silent else promised_deviation(simulator.plan, look.leak, state, int(at.expected_batch.max()))
     known = _examples(simulator, drawn[-1]) if look.leak == "type2" else _updates(simulator, drawn, at)
-    place = (known.pop("client"), known["slot"]) if look.leak == "type2" else (known.pop("client"),)
+    place = (known["client"], known["slot"]) if look.leak == "type2" else (known["client"],)
+    known["client"] = at.clients[known["client"]]
     return Captured(
         leak=look.leak,
         plan=simulator.plan,
@@ -307,7 +345,7 @@ def _release(
     return {name: value / -rate for name, value in told[look.leak, 0].items()}, told["local-weights", 0]
 
 
-def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Every example of the step as a separate victim."""
     records, present = drawn
     client, slot = present.nonzero(as_tuple=True)
@@ -316,7 +354,7 @@ def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, T
     return {
         "client": client,
         "slot": slot,
-        "inputs": simulator.data.examples.tensor[example],
+        "inputs": each_tensor(simulator.data.examples.inputs, lambda value: value[example]),
         "targets": simulator.data.examples.targets[example],
         "present": torch.ones_like(example, dtype=torch.bool),
         "uses": one,
@@ -325,7 +363,7 @@ def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, T
     }
 
 
-def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Moment) -> dict[str, Tensor]:
+def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Moment) -> dict[str, Any]:
     """Every client that drew a record as a victim, with the distinct examples used in its local steps."""
     slots = max(records.shape[1] for records, _ in drawn)
     records = torch.stack([widen(each, 1, slots) for each, _ in drawn])
@@ -342,7 +380,7 @@ def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Momen
     return {
         "client": client,
         "slot": torch.zeros_like(client),
-        "inputs": simulator.data.examples.tensor[examples],
+        "inputs": each_tensor(simulator.data.examples.inputs, lambda value: value[examples]),
         "targets": simulator.data.examples.targets[examples],
         "present": torch.arange(most, device=used.device) < counts[:, None],
         "uses": torch.stack(places, dim=1),

@@ -141,6 +141,6 @@ def _much_less(measured: float, promised: float, numbers: int) -> bool:
 def _nearest(guesses: Tensor, captured: Captured, visible: Tensor, value_range: tuple[float, float]) -> Tensor:
     """[victims]: the lowest MSE of a guess to any example of the victim."""
     clean = guesses.nan_to_num(value_range[0]).clamp(*value_range)[..., visible].double()
-    truth = captured.inputs[..., visible].double()
+    truth = captured.tensor[..., visible].double()
     distances = torch.cdist(clean, truth).square() / clean.shape[-1]
     return distances.masked_fill(~captured.present[:, None], torch.inf).flatten(1).amin(1)

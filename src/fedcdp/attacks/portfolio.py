@@ -10,6 +10,7 @@ and reports the result of each. The ground truth decides which attack is best, b
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from fedcdp.attacks.analytic import first_dense, invert
 from fedcdp.attacks.head_attack import HeadFound, attack_head
+from fedcdp.attacks.inferred import Inferred, attack_labels
 from fedcdp.attacks.leaks import Leaks, Observer, judged, unjudged
 from fedcdp.attacks.linear_head import LinearHead
+from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective, check_reproduces, predicted, prunes
 from fedcdp.attacks.observe import Captured, Look
 from fedcdp.attacks.per_layer import LayerLeaks, layer_by_layer
@@ -63,8 +66,19 @@ class Attempts:
 
     def run(
         self, name: str, recipe: Recipe | None = None, progress: Progress | None = None
-    ) -> Leaks | Presence | LayerLeaks:
+    ) -> Leaks | Presence | LayerLeaks | Inferred:
         """Run one attack, by its name or by a custom recipe."""
+        scene = self.scene
+        if name == "labels":
+            return attack_labels(
+                self.captured, scene.classes, scene.public, names=scene.names(self.captured), seed=self.seed,
+                scored=scene.scored, progress=progress,
+            )  # fmt: skip
+        if scene.not_real and name != "matched-filter":
+            raise DataError(
+                f"attack: reconstruction needs real-valued inputs in one tensor; these are {scene.not_real}: use presence, "
+                "labels or membership"
+            )
         if name in ("matched-filter", "per-layer"):
             return self._known_noise(name, progress)
         if name == "linear-head":
@@ -94,12 +108,16 @@ class Attempts:
             return unjudged(name, captured, found, observer, scene.classes, seconds)
         if not watched:
             observer(1, torch.arange(len(captured), device=scene.device), found.examples)
-        return judged(name, captured, found, observer, scene.public_examples(), scene.classes, seconds)
+        leaks = judged(name, captured, found, observer, scene.public_examples(), scene.classes, seconds)
+        return replace(leaks, public=scene.public, names=scene.names(captured))
 
     def _linear_head(self, progress: Progress | None) -> Leaks:
         scene, head = self.scene, self.scene.head
         if head is None:
-            raise ModelError("attack: linear-head needs a network that trains only its last dense layer, by cross-entropy")
+            raise ModelError(
+                "attack: linear-head needs a network that trains only its last dense layer, by the (binary) cross-entropy "
+                "or the squared error"
+            )
         started = time.perf_counter()
         sightings = self._sightings(head, part_of(progress, 0, 2))
         captured = sightings.captured
@@ -113,7 +131,9 @@ class Attempts:
 
     def _sightings(self, head: LinearHead, progress: Progress | None) -> Sightings:
         course, leak = self.scene.course, self.look.leak
-        if course is None or not self.throughout or course.rounds < 1:
+        # Without classes, the examples of several rounds cannot be told apart; a single one is better seen alone.
+        alone = leak != "type2" and head.classes == 1 and self.captured.most == 1
+        if course is None or not self.throughout or course.rounds < 1 or alone:
             if prunes(self.captured):
                 raise ModelError("attack: linear-head needs unpruned updates; these are pruned")
             return sighted_once(self.captured, head, ONCE)
@@ -134,6 +154,31 @@ class Attempts:
             scene.simulator, scene.state, look, self.victims, ONE_TENSOR, scene.classes, visible=self.visible,
             value_range=scene.value_range, exact_mse=self.criteria.exact_mse, seed=self.seed, progress=progress,
         )  # fmt: skip
+
+
+def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress: Progress | None = None) -> Inferred:
+    """Infer labels, presence and membership: all that can be attacked where inputs cannot be reconstructed."""
+    started, captured = time.perf_counter(), attempts.captured
+    found: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    ways: dict[str, Callable[[], Any]] = {
+        "labels": lambda: attempts.run("labels", progress=part_of(progress, 0, 2)),
+        "matched-filter": lambda: attempts.run("matched-filter", progress=part_of(progress, 1, 2)),
+        "membership": membership,
+    }
+    for name, way in ways.items():
+        try:
+            found[name] = way()
+        except FedcdpError as error:
+            refused[name] = str(error)
+    if not found:
+        raise DataError(next(iter(refused.values())))
+    labels: Inferred | None = found.get("labels")
+    return Inferred(
+        captured.plan.method, captured.leak, "inference", len(captured), captured.deviation, captured.steps,
+        captured.releases, None if labels is None else labels.labels, found.get("matched-filter"), found.get("membership"),
+        refused, attempts.scene.names(captured), time.perf_counter() - started,
+    )  # fmt: skip
 
 
 def _with_figures(leaks: Leaks, sightings: Sightings, got: HeadFound) -> Leaks:
@@ -194,7 +239,7 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
 def _needs_no_search(found: Leaks) -> bool:
     """Whether a search is pointless: for one example of a linear head, the features hold all that the gradient reveals. A
     search might find more for a batch, but not for a large one."""
-    examples = found.captured.inputs.shape[1]
+    examples = found.captured.most
     return examples == 1 or examples > _MOST_SEARCHED
 
 
@@ -211,7 +256,7 @@ def closed_forms(scene: Scene) -> list[str]:
 def searches(attempts: Attempts) -> list[str]:
     """The search attacks, most promising first: those that know the method, if it changes a gradient."""
     captured = attempts.captured
-    single = captured.inputs.shape[1] == 1 and captured.steps == 1
+    single = captured.most == 1 and captured.steps == 1
     if captured.deviation:
         return ["clip-aware" if single else "batch", "averaging"]
     if captured.plan.per_example or prunes(captured) or captured.steps > 1:

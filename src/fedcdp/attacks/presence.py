@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.sightings import Sighting
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import PlanError
+from fedcdp.files.tree import each_tensor, tensors_in
 from fedcdp.mechanism.randomness import numpy_generator
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
@@ -157,20 +158,26 @@ def _identify(there: Captured, seen: Tensor, public: Dataset, candidates: int) -
     ones)."""
     order = numpy_generator(there.plan.seed, "candidates").permutation(len(public))[: candidates - 1]
     pool = public.take(torch.from_numpy(order))
-    scores = [_likelihood(there, seen, pool.tensor[who], pool.targets[who]) for who in _chunks(len(pool))]
-    truth, others = there.inputs[:, 0].cpu().flatten(1), pool.tensor.flatten(1)
-    same = torch.stack([(others == each).all(1) for each in truth]).to(seen.device)
+    scores = [_likelihood(there, seen, pool.take(who)) for who in _chunks(len(pool))]
+    first = each_tensor(there.inputs, lambda value: value[:, 0].cpu())
+    pairs = zip(tensors_in(first), tensors_in(pool.inputs), strict=True)
+    same = torch.stack([_equal_rows(mine, theirs) for mine, theirs in pairs]).all(0).to(seen.device)
     best = torch.cat(scores, dim=1).masked_fill(same, -torch.inf).amax(1)
-    own = torch.cat([
-        _likelihood(there, seen, there.inputs[who, 0], there.targets[who, 0])[who].diagonal() for who in _chunks(len(seen))
-    ])  # fmt: skip
+    victims = replace(pool, inputs=first, targets=there.targets[:, 0].cpu())
+    own = torch.cat([_likelihood(there, seen, victims.take(who))[who].diagonal() for who in _chunks(len(seen))])
     return float((own > best).double().mean()), 1 + len(pool)
 
 
-def _likelihood(there: Captured, seen: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+def _equal_rows(mine: Tensor, theirs: Tensor) -> Tensor:
+    """[mine, theirs]: which rows of two tensors are equal."""
+    return torch.stack([(theirs.flatten(1) == each).all(1) for each in mine.flatten(1)])
+
+
+def _likelihood(there: Captured, seen: Tensor, candidates: Dataset) -> Tensor:
     """[victims, candidates]: ⟨observation, noiseless release of the candidate⟩ − |the latter|² / 2."""
-    first = there.take(torch.zeros(len(inputs), dtype=torch.int64, device=there.device))
-    inputs, targets = inputs.to(there.device)[:, None], targets.to(there.device)[:, None]
+    first = there.take(torch.zeros(len(candidates), dtype=torch.int64, device=there.device))
+    inputs = each_tensor(candidates.inputs, lambda value: value.to(there.device)[:, None])
+    targets = candidates.targets.to(there.device)[:, None]
     with torch.no_grad():
         shown = predicted(first, "method", inputs, targets, first.present)
     flat = there.engine.layout.flatten(shown, lead=1).double()
@@ -202,9 +209,10 @@ class Candidates:
         self, sighting: Sighting, prior: FeaturePrior, solved: Solved, own: Tensor, features: Tensor, labels: Tensor
     ) -> Tensor:
         """[examples]: whether each of the victim's own examples is more likely than every candidate that differs from it."""
-        if len(own) == 1:
-            mine = matched_filter_scores(sighting, features, coefficients(sighting, features, labels))
-            others = matched_filter_scores(sighting, self._features, self._coefficients(sighting))
+        if len(own) == 1 or not sighting.classes:  # without classes nothing is known about the others of a batch
+            share = (sighting.shares.sum(1) / len(own))[:, None, None]
+            mine = matched_filter_scores(sighting, features, coefficients(sighting, features, labels) * share)
+            others = matched_filter_scores(sighting, self._features, self._coefficients(sighting) * share)
         else:
             both = torch.cat([features, self._features]), torch.cat([labels, self._labels])
             mine, others = scores_among_others(sighting, prior, solved.labels, *both).tensor_split([len(own)])

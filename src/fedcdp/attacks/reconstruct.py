@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.labels import infer_labels
+from fedcdp.attacks.labels import infer_labels, known_targets
 from fedcdp.attacks.objectives import predicted, total_variation
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.optimisers import LBFGS
 from fedcdp.attacks.recipe import Pixels, Recipe, Space, Subspace
+from fedcdp.attacks.targets import FreeTarget, has_classes
 from fedcdp.data.dataset import Dataset
 from fedcdp.engine.cuda_graphs import Graphed, record
 from fedcdp.engine.runtime import deferred_interrupts, stop_if_asked
@@ -40,7 +41,7 @@ class Reconstruction:
     """The state at the end of the search."""
     seeds: Tensor
     labels: Tensor
-    """[victims, dummies]."""
+    """[victims, dummies, ...]: labels, or the values of other targets."""
     loss: Tensor
     """[victims]: the objective at `examples`."""
     iterations: Tensor
@@ -82,7 +83,8 @@ def reconstruct(
             stop_if_asked()
             before = (restart * len(chunks) + number) * recipe.iterations
             with deferred_interrupts():
-                parts.append(_attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total))
+                found = _attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total, public)
+                parts.append(found)
         found = _join(parts)
         best = found if best is None else _better(best, found)
     if best is None:
@@ -104,13 +106,18 @@ def _attack(
     progress: Progress | None,
     before: int,
     total: int,
+    public: Dataset | None,
 ) -> Reconstruction:
     """One chunk of victims, from one seed each."""
     part = captured.take(who)
-    dummies = part.inputs.shape[1] if recipe.dummies == "all" else 1
-    seeds = recipe.seed.draw(who, dummies, tuple(part.inputs.shape[2:]), seed, restart)
-    logits = recipe.seed.draw(who, dummies, (classes,), stream_key(seed, "labels"), restart)
-    problem = Problem(part, recipe, space, classes, seeds, logits)
+    dummies = part.most if recipe.dummies == "all" else 1
+    seeds = recipe.seed.draw(who, dummies, part.shape, seed, restart)
+    free = None
+    if recipe.labels == "joint" or (recipe.labels != "known" and not has_classes(part.task)):
+        free = FreeTarget.of(part, classes, public)
+    shape = free.shape if free is not None and free.shape else (1,)
+    values = recipe.seed.draw(who, dummies, shape, stream_key(seed, "labels"), restart)
+    problem = Problem(part, recipe, space, classes, seeds, values, free)
     state = recipe.optimiser.begin(problem.start)
     count = len(who)
     best, best_loss = problem.start.clone(), torch.full_like(state.loss, torch.inf)
@@ -162,15 +169,19 @@ class Problem:
     """The objective of every victim of a chunk, as a function of points."""
 
     def __init__(
-        self, captured: Captured, recipe: Recipe, space: Space, classes: int, seeds: Tensor, logits: Tensor
-    ) -> None:
-        self._all, self._recipe, self._space, self._classes = captured, recipe, space, classes
+        self, captured: Captured, recipe: Recipe, space: Space, classes: int, seeds: Tensor, values: Tensor,
+        free: FreeTarget | None,
+    ) -> None:  # fmt: skip
+        """With `free`, targets start at `values` and are optimised with the examples."""
+        self._all, self._recipe, self._space, self._free = captured, recipe, space, free
         self._present = captured.present if recipe.dummies == "all" else captured.present[:, :1]
         self.start = space.points(seeds)
         self._size = self.start.shape[1]
-        self._targets = None
-        if recipe.labels == "joint":
-            self.start = torch.cat([self.start, logits.flatten(1)], dim=1)
+        self._targets: Tensor | None = None
+        if free is not None:
+            self.start = torch.cat([self.start, values.flatten(1)], dim=1)
+        elif recipe.labels == "known":
+            self._targets = known_targets(captured, seeds.shape[1])
         else:
             self._targets = infer_labels(captured, recipe.labels, classes, seeds, recipe.knows)
         nothing = {name: torch.zeros_like(value) for name, value in captured.seen.items()}
@@ -199,8 +210,11 @@ class Problem:
         return self._space.examples(points[:, : self._size])
 
     def labels(self, points: Tensor) -> Tensor:
-        """The labels of the dummies [victims, dummies]."""
-        return self._soft(points).argmax(2) if self._targets is None else self._targets
+        """The targets of the dummies [victims, dummies, ...]."""
+        if self._free is not None:
+            return self._free.settled(self._values(points))
+        assert self._targets is not None
+        return self._targets
 
     def project(self, points: Tensor) -> Tensor:
         """The nearest points that the recipe allows."""
@@ -219,7 +233,7 @@ class Problem:
     def _evaluate(self, points: Tensor, part: Captured, names: Tensor) -> tuple[Tensor, Tensor]:
         points = points.detach().requires_grad_()
         examples = self.examples(points)
-        targets = self._soft(points).softmax(2) if self._targets is None else self._targets[names]
+        targets = self._free.soft(self._values(points)) if self._free is not None else self.labels(points)[names]
         shown = predicted(part, self._recipe.knows, examples, targets, self._present[names])
         if self._space.has_prior:  # −log of the posterior density, up to a constant
             misfit = self._recipe.objective.misfit(shown, part.seen)
@@ -231,12 +245,15 @@ class Problem:
         (gradient,) = torch.autograd.grad(loss.sum(), points)
         return loss.detach(), gradient
 
-    def _soft(self, points: Tensor) -> Tensor:
-        return points[:, self._size :].view(len(points), -1, self._classes)
+    def _values(self, points: Tensor) -> Tensor:
+        """The free values of the targets [victims, dummies, ...]."""
+        assert self._free is not None
+        dummies = self._present.shape[1]
+        return points[:, self._size :].reshape(len(points), dummies, *self._free.shape)
 
 
 def _space(captured: Captured, recipe: Recipe, value_range: tuple[float, float], public: Dataset | None) -> Space:
-    shape = tuple(captured.inputs.shape[2:])
+    shape = captured.shape
     if recipe.space != "components":
         return Pixels(shape, value_range if recipe.space == "box" else None)
     if public is None:
@@ -245,8 +262,8 @@ def _space(captured: Captured, recipe: Recipe, value_range: tuple[float, float],
 
 
 def _victims_at_once(captured: Captured, recipe: Recipe) -> int:
-    dummies = captured.inputs.shape[1] if recipe.dummies == "all" else 1
-    size = dummies * captured.inputs[0, 0].numel()
+    dummies = captured.most if recipe.dummies == "all" else 1
+    size = dummies * captured.tensor[0, 0].numel()
     history = recipe.optimiser.history if isinstance(recipe.optimiser, LBFGS) else 2
     a_victim = 4 * (2 * history * size + 16 * dummies * captured.steps * captured.engine.layout.size)
     return max(1, min(512, _MEMORY.get(captured.device.type, 2**30) // a_victim))

@@ -1,36 +1,31 @@
 """The target of an attack: the network, the observations, and public knowledge about the data.
 
-A scene is a plan, a run, or raw gradients from any source: a user's own training loop, another library, a file.
+A scene is a plan, a run, or raw gradients from any source (`raw_gradients.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcdp.attacks.linear_head import LinearHead, find_head
+from fedcdp.attacks.linear_head import LinearHead, find_head, link_of
 from fedcdp.attacks.observe import Captured, Leak, Look, capture, state_at
 from fedcdp.attacks.replay import Course
 from fedcdp.attacks.scores import visible_inputs
 from fedcdp.config.plan import Plan
-from fedcdp.config.schedules import constant
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
-from fedcdp.engine import Batch, Engine, FunctionalEngine, Loss
+from fedcdp.engine import Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
-from fedcdp.files.tree import Tree, each_tensor
+from fedcdp.files.tree import Inputs, each_tensor
 from fedcdp.models.networks import mixing_layers, prepare
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
-from fedcdp.training.simulate import Run
-
-RawGradients = Mapping[str, Tensor] | Sequence[Tensor]
+from fedcdp.training.simulate import Run, loss_for
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,24 @@ class Scene:
     loss: Loss = F.cross_entropy
     course: Course | None = None
     """The whole training, if it can be observed from its beginning."""
+    federation: Federation | None = None
+    """The clients, if they are known."""
+    not_real: str | None = None
+    """What the inputs are, if they are not real numbers in one tensor; they cannot be reconstructed then."""
 
     def __post_init__(self) -> None:
         if self.public is not None and self.public.shape != self.shape:
             raise DataError(
                 f"public: inputs of shape {list(self.public.shape)} do not match the victims' shape {list(self.shape)}"
             )
+        if self.public is not None and self.federation is not None:
+            _check_alike(self.public, self.federation.train)
+
+    def names(self, captured: Captured) -> tuple[str, ...] | None:
+        """The name of each victim's client, if clients have names."""
+        if self.federation is None or self.federation.names is None:
+            return None
+        return tuple(self.federation.name(client) for client in captured.client.tolist())
 
     def captured(self, look: Look, victims: int | None) -> Captured:
         """The adversary's observation."""
@@ -103,8 +110,9 @@ class Scene:
 
     @cached_property
     def head(self) -> LinearHead | None:
-        """The last layer, if it is the only trained layer and the loss is the cross-entropy."""
-        return find_head(self.network, self.shape) if self.loss is F.cross_entropy else None
+        """The last layer, if it is the only trained layer and the loss is one whose gradient is known in closed form."""
+        link = None if self.not_real else link_of(self.loss)
+        return None if link is None else find_head(self.network, self.shape, link)
 
 
 def simulated(
@@ -116,7 +124,7 @@ def simulated(
     step: int,
     steps: int,
     device: torch.device,
-    loss: Loss,
+    loss: Loss | None,
     public: Dataset | None,
 ) -> Scene:
     """A run at its trained weights, or a plan simulated up to the beginning of a round."""
@@ -132,7 +140,8 @@ def simulated(
     else:
         plan, network = target, model
     _check_place(plan, leak, at_round, step, steps)
-    _check_apart(network)
+    check_apart(network)
+    loss = loss_for(federation.train, loss)
     # Earlier rounds follow the plan; only in the captured round does a client take the requested number of steps.
     ready = prepare(network, plan, device)
     engine = FunctionalEngine(ready, loss)
@@ -148,8 +157,9 @@ def simulated(
     simulator = Simulator.stepwise(ClientData(federation, looked_at, device), engine)
     batch = simulator.data.first_batch()
     simulator.engine.check(weights, batch, per_example=True)
-    _require_finite(engine.outputs(state.weights, each_tensor(batch.inputs, lambda value: value[0])))
-    low, high = float(federation.train.tensor.min()), float(federation.train.tensor.max())
+    require_finite(engine.outputs(state.weights, each_tensor(batch.inputs, lambda value: value[0])))
+    not_real = not_real_inputs(federation.train.inputs)
+    low, high = (0.0, 1.0) if not_real else _range_of(federation.train.tensor)
     course = None
     if at_round is None and model is not None:
         _check_untrained(model, network)
@@ -159,7 +169,33 @@ def simulated(
         looked_at, ready, engine, federation.train.shape, federation.train.classes, device,
         (0.0, 1.0) if low >= 0 and high <= 1 else (low, high),
         public or federation.validation or federation.train, simulator, state, loss=loss, course=course,
+        federation=federation, not_real=not_real,
     )  # fmt: skip
+
+
+def not_real_inputs(inputs: Inputs) -> str | None:
+    """What the inputs are, unless they are real numbers in one tensor."""
+    if isinstance(inputs, dict):
+        return ", ".join(f"{name} ({_kind(value)})" for name, value in inputs.items())
+    return None if inputs.is_floating_point() else "token ids" if inputs.dtype == torch.int64 else _kind(inputs)
+
+
+def _kind(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _range_of(inputs: Tensor) -> tuple[float, float]:
+    return float(inputs.min()), float(inputs.max())
+
+
+def _check_alike(public: Dataset, victims: Dataset) -> None:
+    """Raise unless public examples have inputs and targets like the victims'."""
+    names = [list(each.inputs) if isinstance(each.inputs, dict) else None for each in (public, victims)]
+    if names[0] != names[1]:
+        raise DataError("public: its inputs have other names than the victims'")
+    shapes = [f"{_kind(each.targets)} of shape {list(each.targets.shape[1:])}" for each in (public, victims)]
+    if shapes[0] != shapes[1]:
+        raise DataError(f"public: each target is {shapes[0]}, but the victims' are {shapes[1]}")
 
 
 def _check_untrained(model: nn.Module, trained: nn.Module) -> None:
@@ -169,7 +205,7 @@ def _check_untrained(model: nn.Module, trained: nn.Module) -> None:
         raise PlanError("model: it is not the run's network; give the run's untrained network, or leave it out")
 
 
-def _check_apart(model: nn.Module) -> None:
+def check_apart(model: nn.Module) -> None:
     """Reject a network whose per-example gradients depend on other examples of the batch."""
     for name, layer in mixing_layers(model):
         kind = type(layer).__name__
@@ -193,152 +229,6 @@ def _check_place(plan: Plan, leak: Leak, at_round: int | None, step: int, steps:
         raise PlanError(f"step: {step} is for type2; a {leak} adversary sees whole updates, of `steps` local steps")
 
 
-def given_gradients(
-    gradients: RawGradients,
-    model: nn.Module | None,
-    truth: tuple[Tensor, Tensor] | None,
-    input_shape: tuple[int, ...] | None,
-    examples: int,
-    device: torch.device,
-    loss: Loss,
-    public: Dataset | None,
-) -> Scene:
-    """Gradients from any source, taken at the model's own weights."""
-    if model is None:
-        raise PlanError("model: an attack on gradients needs the network they were computed with")
-    _check_apart(model)
-    # A large learning rate: the method's code adds the gradient to the weights and subtracts them again, which would round
-    # a small step away.
-    plan = Plan(method="nonprivate", local_steps=1, record_sampling="partition", learning_rate=constant(1e3))
-    ready = prepare(model, plan, device)
-    engine = FunctionalEngine(ready, loss)
-    given = raw_gradients(gradients, ready, engine, plan, truth, input_shape, examples, device)
-    shape, weights = tuple(given.inputs.shape[2:]), {name: value[0] for name, value in given.weights.items()}
-    try:
-        answers = engine.outputs(weights, given.inputs[:1, 0])
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"input_shape: the network does not take inputs of shape {list(shape)}: {reason}") from error
-    _require_finite(answers)
-    classes = answers.shape[-1]
-    low, high = int(given.targets.min()), int(given.targets.max())
-    if low < 0 or high >= classes:
-        raise DataError(f"truth: labels run from {low} to {high}, but the network has classes 0 to {classes - 1}")
-    engine.check(weights, Batch(given.inputs[:1], given.targets[:1], given.present[:1]), per_example=True)
-    known = [data.tensor for data in (public,) if data is not None] + ([given.inputs] if truth is not None else [])
-    least = min((float(each.min()) for each in known), default=0.0)
-    most = max((float(each.max()) for each in known), default=1.0)
-    return Scene(
-        plan, ready, engine, shape, classes, device, (0.0, 1.0) if least >= 0 and most <= 1 else (least, most), public,
-        given=given, scored=truth is not None, loss=loss,
-    )  # fmt: skip
-
-
-def _require_finite(answers: Tensor) -> None:
+def require_finite(answers: Tensor) -> None:
     if not bool(answers.isfinite().all()):
         raise ModelError("model: its outputs are not finite, so its gradients show nothing; did its training diverge?")
-
-
-def raw_gradients(
-    gradients: Mapping[str, Tensor] | Sequence[Tensor],
-    model: nn.Module,
-    engine: Engine,
-    plan: Plan,
-    truth: tuple[Tensor, Tensor] | None,
-    input_shape: tuple[int, ...] | None,
-    examples: int,
-    device: torch.device,
-) -> Captured:
-    """The gradients as an observation: each is the mean over its examples, at the model's weights."""
-    seen = _by_name(gradients, engine, device)
-    victims = len(next(iter(seen.values())))
-    inputs, targets = _examples(truth, victims, input_shape, examples, device)
-    count = inputs.shape[1]
-    weights = {name: p.detach() for name, p in model.named_parameters() if name in seen}
-    everything = torch.ones(victims, count, dtype=torch.bool, device=device)
-    return Captured(
-        leak="type2" if count == 1 else "type1",
-        plan=plan.but(batch_size=count, slots=count),
-        engine=engine,
-        round=0,
-        seen=seen,
-        weights={name: value.expand(victims, *value.shape) for name, value in weights.items()},
-        weights_shared=True,
-        inputs=inputs,
-        targets=targets,
-        present=everything,
-        uses=torch.arange(count, device=device).expand(1, victims, count),
-        used=everything[None],
-        expected_batch=torch.full((victims,), count, device=device),
-        deviation=0.0,
-        releases=1,
-        current_clip=None,
-        slot=torch.zeros(victims, dtype=torch.int64, device=device),
-    )
-
-
-def _by_name(gradients: Mapping[str, Tensor] | Sequence[Tensor], engine: Engine, device: torch.device) -> Tree:
-    shapes = engine.layout.shapes
-    named = _named(gradients, tuple(shapes))
-    for name in (*shapes, *named):
-        if name not in named or name not in shapes:
-            lacks = "is not one of its trained parameters" if name in named else "is missing"
-            raise ModelError(f"gradients: they do not match this network: {name} {lacks}")
-    seen: Tree = {}
-    for name, shape in shapes.items():
-        value = _tensor(f"gradients: {name}", named[name]).detach().to(device=device, dtype=torch.float32)
-        if not bool(value.isfinite().all()):
-            raise ModelError(f"gradients: {name} contains values that are not finite")
-        lead = value.dim() - len(shape)
-        if lead not in (0, 1) or value.shape[lead:] != shape:
-            raise ModelError(
-                f"gradients: {name} has shape {list(value.shape)}, but the network's parameter has {list(shape)}"
-            )
-        seen[name] = value if lead else value[None]
-    counts = {len(value) for value in seen.values()}
-    if len(counts) != 1 or counts == {0}:
-        raise PlanError(f"victims: the gradients are of {sorted(counts)} victims; all must have the same number, at least 1")
-    return seen
-
-
-def _named(gradients: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Gradients by name, without those of frozen parameters, for which PyTorch returns None."""
-    if isinstance(gradients, Mapping):
-        return {name: value for name, value in gradients.items() if value is not None}
-    if not isinstance(gradients, Sequence) or isinstance(gradients, str):
-        raise PlanError(f"target: {type(gradients).__name__} is not a run, a plan, or gradients as a list or by name")
-    given = [value for value in gradients if value is not None]
-    if len(given) != len(names):
-        raise ModelError(f"gradients: {len(given)} tensors do not match a network that trains {len(names)}")
-    return dict(zip(names, given, strict=True))
-
-
-def _tensor(name: str, value: Any) -> Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise PlanError(f"{name} is {type(value).__name__}, not a tensor") from None
-
-
-def _examples(
-    truth: tuple[Tensor, Tensor] | None, victims: int, shape: tuple[int, ...] | None, examples: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    if truth is None:
-        if shape is None:
-            raise PlanError("input_shape: give the shape of one input, or the true examples")
-        if examples < 1:
-            raise PlanError(f"examples: {examples} is not allowed; it must be at least 1")
-        unknown = torch.zeros(victims, examples, *shape, device=device)
-        return unknown, torch.zeros(victims, examples, dtype=torch.int64, device=device)
-    if not isinstance(truth, tuple | list) or len(truth) != 2:
-        raise PlanError("truth: give a pair of inputs and labels")
-    inputs, targets = (
-        _tensor(f"truth: {name}", value).to(device) for name, value in zip(("inputs", "labels"), truth, strict=True)
-    )
-    given = f"inputs {list(inputs.shape)} and labels {list(targets.shape)}"
-    if targets.dim() == 1:  # one victim's examples, or one example for each victim
-        several = victims > 1
-        inputs, targets = (inputs[:, None], targets[:, None]) if several else (inputs[None], targets[None])
-    if targets.dim() != 2 or inputs.shape[:2] != targets.shape or len(targets) != victims or not targets.numel():
-        raise PlanError(f"truth: {given} do not match {victims} victims with the same number of examples each")
-    return inputs.float(), targets.long()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -33,7 +33,7 @@ from fedcdp.mechanism.randomness import numpy_generator
 class Criteria:
     """Success criteria of an attack."""
 
-    exact_mse: float = option(1e-3, "Exact: an MSE below this.")
+    exact_mse: float = option(1e-3, "Exact: an MSE below this; for values that span less than 1, relative to their range.")
     recognisable_psnr: float = option(15.0, "Recognisable: a PSNR of at least this (dB), and closer than the class mean.")
     candidates: int = option(1000, "Identified: the true example is the nearest of this many.")
 
@@ -43,6 +43,10 @@ class Criteria:
             raise PlanError(f"exact_mse: {self.exact_mse} is not allowed; it must be positive")
         if self.candidates < 2:
             raise PlanError(f"candidates: {self.candidates} is not allowed; it must be at least 2")
+
+    def within(self, low: float, high: float) -> Criteria:
+        """The criteria for values from low to high: in a narrow range, every guess has a small MSE."""
+        return replace(self, exact_mse=self.exact_mse * min(1.0, (high - low) ** 2 or 1.0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.linear_head import LinearHead
+from fedcdp.attacks.linear_head import LinearHead, Link
 from fedcdp.attacks.observe import Captured, Leak, promised_deviation
 from fedcdp.attacks.replay import Course
 from fedcdp.config.plan import Plan
@@ -43,6 +43,13 @@ class Sighting:
     shares: Tensor
     """[releases, examples]: multiplicity of an example's gradient in the observation."""
     has_bias: bool
+    link: Link = "softmax"
+
+    @property
+    def classes(self) -> int:
+        """The number of classes of an example; 0 if its target is several labels, or values."""
+        rows = self.weights.shape[1]
+        return rows if self.link == "softmax" else 2 if self.link == "sigmoid" and rows == 1 else 0
 
     def first(self) -> Sighting:
         """The first release alone."""
@@ -74,7 +81,7 @@ def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings
     found = [
         Sighting(
             seen[v : v + 1], weights[v : v + 1], biases[v : v + 1], one * captured.deviation, one * bound,
-            shares[v : v + 1, captured.present[v].cpu()], head.bias is not None,
+            shares[v : v + 1, captured.present[v].cpu()], head.bias is not None, head.link,
         )
         for v in range(len(captured))
     ]  # fmt: skip
@@ -234,11 +241,11 @@ class _Spy:
             raise PlanError(
                 f"victims: {wanted or 1} is not allowed; {self._leak} has at most {len(seen)} here, of those taking part"
             )
-        found = [_sighting(releases, self._head.bias is not None) for releases in seen.values()]
+        found = [_sighting(releases, self._head) for releases in seen.values()]
         records = [[r] if r >= 0 else self._records[c] for c, r in seen]
-        return Sightings(self._captured(found, records), found, source)
+        return Sightings(self._captured(found, records, [client for client, _ in seen]), found, source)
 
-    def _captured(self, found: list[Sighting], records: list[list[int]]) -> Captured:
+    def _captured(self, found: list[Sighting], records: list[list[int]], clients: list[int]) -> Captured:
         """The victims with their examples; the observation is that of the first release."""
         simulator, most = self._simulator, max(map(len, records))
         train = simulator.data.federation.train
@@ -259,7 +266,8 @@ class _Spy:
             present=present.to(device), uses=slots, used=present[None].to(device),
             expected_batch=torch.tensor([len(each) for each in records], device=device),
             deviation=float(found[0].deviation[0]), releases=max(len(each.seen) for each in found), current_clip=None,
-            slot=torch.zeros(len(found), dtype=torch.int64, device=device),
+            slot=torch.zeros(len(found), dtype=torch.int64, device=device), client=torch.tensor(clients, device=device),
+            task="binary" if found[0].link == "sigmoid" and found[0].classes else train.task,
         )  # fmt: skip
 
 
@@ -268,11 +276,11 @@ def _kept_in(told: list[Tree]) -> Tap:
     return lambda reader, _, tree: told.append(tree) if reader == "type2" else None
 
 
-def _sighting(releases: list[dict[str, Tensor | float]], has_bias: bool) -> Sighting:
+def _sighting(releases: list[dict[str, Tensor | float]], head: LinearHead) -> Sighting:
     def stacked(name: str) -> Tensor:
         return torch.stack([torch.as_tensor(each[name]) for each in releases])
 
     return Sighting(
         stacked("seen"), stacked("weights"), stacked("biases"), stacked("deviation").double(), stacked("bound").double(),
-        stacked("shares"), has_bias,
+        stacked("shares"), head.bias is not None, head.link,
     )  # fmt: skip

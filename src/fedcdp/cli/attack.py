@@ -100,8 +100,8 @@ def attack(
         typer.Option(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
-            "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter, analytic, linear-head, per-layer, "
-            "and membership (with --run).",
+            "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (or presence), analytic, "
+            "linear-head, per-layer, labels, and membership (with --run).",
             rich_help_panel=_HOW,
         ),
     ] = "best",
@@ -141,7 +141,12 @@ def attack(
     ] = None,
     exact_mse: Annotated[
         float,
-        typer.Option("--exact-mse", help="An MSE below this is a success.", rich_help_panel=_HOW, hidden=True),
+        typer.Option(
+            "--exact-mse",
+            help="An MSE below this is a success; for values that span less than 1, relative to their range.",
+            rich_help_panel=_HOW,
+            hidden=True,
+        ),
     ] = 1e-3,
     recognisable_psnr: Annotated[
         float,

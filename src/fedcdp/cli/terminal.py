@@ -184,8 +184,11 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if found.get("feature_error_median") is not None:
         yield "features", f"recovered with an error of {found['feature_error_median']:.2g} of their norm (median)"
     if found.get("label_accuracy") is not None:
-        by_chance = " to ".join(map(_percent, found["label_chance_99"]))
-        yield "labels inferred", f"{_percent(found['label_accuracy'])} (by chance {by_chance})"
+        yield "labels inferred", f"{_percent(found['label_accuracy'])}{_label_baselines(found)}"
+    if found.get("target_rmse") is not None:
+        mean = found.get("target_rmse_of_mean")
+        beside = "" if mean is None else f" (the public mean: {mean:.3g})"
+        yield "targets inferred", f"root mean square error {found['target_rmse']:.3g}{beside}"
     if found.get("visible_coordinates") is not None:
         yield (
             "compared",
@@ -196,11 +199,14 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "identified",
             f"{which} of {found['candidates']} candidates; by chance {_percent(1 / max(found['candidates'], 1))}",
         )
+    if found.get("membership_auc") is not None:
+        yield "membership", f"AUC {_estimate(found, 'membership_auc')}"
     if found.get("auc") is not None:
         expected = "" if found.get("auc_predicted") is None else f"; predicted by the formula {found['auc_predicted']:.3f}"
         yield "presence", f"AUC {_estimate(found, 'auc')}{expected}"
-        if found.get("success_rate") is not None:
-            yield "identified", f"{_percent(found['success_rate'])}, among {found['candidates']} candidates"
+        picked = found.get("success_rate") if found.get("identified_rate") is None else found["identified_rate"]
+        if picked is not None:
+            yield "identified", f"{_percent(picked)}, among {found['candidates']} candidates"
     for name, words in (("advantage", "advantage over guessing"), ("tpr_at_1_percent", "detected at 1 % false positives")):
         if found.get(name) is not None:
             yield words, _estimate(found, name)
@@ -212,17 +218,36 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ended += f", {found['out_of_iterations']} ran out of iterations"
         solved = f"solved for {found['converged']} of {found['victims']}"
         yield "search", solved if found["attack"] in ("analytic", "linear-head") else f"{median} (median); {ended}"
+    if found.get("clients"):
+        yield "clients", "\n".join(_client(each) for each in found["clients"])
     if found.get("tried"):
         yield "tried", "\n".join(_tried(each) for each in found["tried"])
     if found.get("seconds") is not None:
         yield "time", f"{found['seconds']:.1f} s"
 
 
+def _client(each: dict[str, Any]) -> str:
+    """A named client, and what of it was recovered."""
+    count = each.get("examples", each.get("victims"))
+    rate = each.get("success_rate")
+    return f"{each['client']}: {count}" + ("" if rate is None else f", {_percent(rate)} exact")
+
+
+def _label_baselines(found: dict[str, Any]) -> str:
+    """How well labels are guessed without any observation."""
+    told = []
+    if found.get("label_chance_99") is not None:
+        told.append(f"by chance {' to '.join(map(_percent, found['label_chance_99']))}")
+    if found.get("label_baseline") is not None:
+        told.append(f"public labels alone {_percent(found['label_baseline'])}")
+    return f" ({'; '.join(told)})" if told else ""
+
+
 def _tried(each: dict[str, Any]) -> str:
     """An attack and its result."""
     if each.get("refused"):
         return f"{each['attack']}: does not apply ({each['refused']})"
-    if each["attack"] == "matched-filter":
+    if each.get("auc") is not None:
         picked = "" if each["success_rate"] is None else f", {_percent(each['success_rate'])} identified"
         return f"{each['attack']}: AUC {each['auc']:.3f}{picked}"
     words = {"success_rate": "exact", "recognisable_rate": "recognisable", "identified_rate": "identified",

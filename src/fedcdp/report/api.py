@@ -17,9 +17,6 @@ from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.attacks.api import Found
 from fedcdp.attacks.leaks import Leaks, finite
-from fedcdp.attacks.membership import Membership
-from fedcdp.attacks.per_layer import LayerLeaks
-from fedcdp.attacks.presence import Presence
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS
 from fedcdp.data.array_files import checked_member
@@ -185,7 +182,7 @@ def gather(items: Iterable[Item]) -> tuple[list[RunFacts], list[LeakFacts]]:
         if isinstance(item, Run):
             runs.append(facts_of_run(item))
             latest = item.plan.method
-        elif isinstance(item, Leaks | Presence | LayerLeaks | Membership):
+        elif isinstance(item, Found):
             leaks.append(facts_of_leak(item, latest))
         elif isinstance(item, Path | str):
             more_runs, more_leaks = read(Path(item))

@@ -37,6 +37,8 @@ def _most(subjects: Sequence[Subject]) -> str:
     if rebuilt := [each for each in cells if each.got]:
         best = max(rebuilt, key=lambda each: (each.got / each.of, each.of))
         return f"reconstruct up to {best.got} of {best.of} training examples"
+    if not any(each.identified for each in cells):
+        return f"infer {next(each.inferred for each in cells if each.inferred)}"
     got, of, candidates = max((each.identified for each in cells if each.identified), key=lambda each: each[0] / each[1])
     return f"identify up to {got} of {of} training examples among {candidates:,} candidates"
 

@@ -33,6 +33,7 @@ ADVERSARY_OF = {"type2": "example", "type1": "update", "type0": "server"}
 _SECRET = {"seed"}
 _SHOWN_EXAMPLES = 3
 _BY_CHANCE = 1e-3  # identifications less likely than this are not due to chance
+_INFERENCES = ("inference", "labels")  # attacks that reconstruct nothing
 _LONGEST_NAME = 40
 
 
@@ -157,6 +158,27 @@ class LeakFacts:
         if candidates < 2 or binom.sf(count - 1, int(examples), 1 / candidates) > _BY_CHANCE:
             return None
         return count, int(examples), int(candidates)
+
+    @property
+    def inferred(self) -> tuple[str, bool] | None:
+        """What an attack inferred that reconstructs nothing, in words, and whether chance is ruled out. None for others."""
+        from scipy.stats import binom
+
+        if self.attack not in _INFERENCES:
+            return None
+        told, beyond = [], False
+        figures: dict[str, Any] = {name: value for name, value in self.summary.items() if is_number(value)}
+        share, baseline, examples = (figures.get(name) for name in ("label_accuracy", "label_baseline", "labels_inferred"))
+        if share is not None and 0 <= share <= 1:
+            beside = "" if baseline is None else f" (public labels alone: {100 * baseline:.3g} %)"
+            told.append(f"{100 * share:.3g} % labels right{beside}")
+            if baseline is not None and examples is not None and 0 <= baseline <= 1:
+                beyond |= bool(binom.sf(round(share * examples) - 1, int(examples), baseline) < _BY_CHANCE)
+        interval = self.summary.get("auc_interval_99")
+        if "auc" in figures:
+            told.append(f"presence AUC {figures['auc']:.3f}")
+            beyond |= isinstance(interval, list) and bool(interval) and is_number(interval[0]) and interval[0] > 0.5
+        return (", ".join(told), beyond) if told else None
 
     @property
     def tried(self) -> tuple[str, ...]:

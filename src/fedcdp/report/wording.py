@@ -110,12 +110,16 @@ class Verdict:
     """How many were identified, of how many, among how many candidates."""
     tried: tuple[str, ...] = ()
     """The attacks."""
+    inferred: str = ""
+    """What was inferred by attacks that reconstruct nothing."""
 
     @property
     def words(self) -> str:
         """For people."""
         if self.kind == "unknown":
             return "not attacked"
+        if self.inferred and not self.of:
+            return f"{'leaks' if self.kind == 'leaks' else 'no better than chance'}: {self.inferred}"
         if self.got or self.identified is None:
             return f"leaks: {self.got} of {self.of}" if self.got else f"none of {self.of}"
         return f"leaks: {self.identified[0]} of {self.identified[1]} identified among {self.identified[2]:,}"
@@ -131,6 +135,10 @@ def verdict(leaks: Iterable[LeakFacts]) -> Verdict:
     leaks = list(leaks)
     scored = [leak.leaked for leak in leaks if leak.leaked is not None]
     tried = tuple(dict.fromkeys(name for leak in leaks for name in leak.tried))
+    inferred = [leak.inferred for leak in leaks if leak.inferred is not None]
+    if not scored and inferred:
+        words, beyond = max(inferred, key=lambda each: each[1])
+        return Verdict("leaks" if beyond else "failed", tried=tried, inferred=words)
     if not scored:
         return Verdict("unknown", tried=tried)
     got, of = max(scored, key=lambda pair: pair[0] / max(pair[1], 1))
@@ -146,6 +154,11 @@ def verdict(leaks: Iterable[LeakFacts]) -> Verdict:
 def what_leaks(leaks: Sequence[LeakFacts]) -> str:
     """What the attacks got."""
     scored = [leak for leak in leaks if leak.leaked is not None]
+    inferred = [(leak, leak.inferred[0]) for leak in leaks if leak.inferred is not None and leak.inferred[1]]
+    if not scored and any(leak.inferred is not None for leak in leaks):
+        told_of = [f"An adversary who {READER_SENTENCES.get(leak.leak, 'observes the training')} infers, under "
+                   f"{method_name(leak.method)}: {what}." for leak, what in inferred]  # fmt: skip
+        return " ".join(told_of) or "No attack on this page inferred more than chance."
     if not scored:
         return "No attack in these results has known originals, so this page cannot say what leaks."
     told: dict[str, list[str]] = {}  # adversaries with equal results share a sentence

@@ -235,7 +235,7 @@ def _same(one: Captured, other: Captured) -> bool:
     return (
         one.seen.keys() == other.seen.keys()
         and all(torch.equal(one.seen[name], other.seen[name]) for name in one.seen)
-        and torch.equal(one.inputs, other.inputs)
+        and torch.equal(one.tensor, other.tensor)
     )
 
 

@@ -258,7 +258,7 @@ def _asked(cell: Cell) -> dict[str, Any]:
 
 
 def _keep_pictures(found: Any, table: str, cell: Cell, place: Place) -> None:
-    kept = {"original": found.captured.inputs, "reconstruction": found.found.examples, "order": found.scores.order}
+    kept = {"original": found.captured.tensor, "reconstruction": found.found.examples, "order": found.scores.order}
     kept |= {f"iteration_{number}": value for number, value in found.snapshots.items()} | {"seed": found.found.seeds}
     written = io.BytesIO()
     # Half precision: these are only viewed, and a folder of them is committed to a repository.
