@@ -388,6 +388,20 @@ class TestParquet:
         expected = [([1, 0, 0, 0, 1, 0], 1), ([0, 0, 0, 1, 2, 0], 0), ([0, 1, 0, 0, 0, 1], 0), ([1, 0, 0, 0, 4, 0], 1)]
         assert rows_of(splits) == sorted(expected * 5)
 
+    def test_dictionaries_of_any_index_are_read(self, store: Callable[..., Path]) -> None:
+        import pyarrow as pa
+
+        columns = {"grade": pa.DictionaryArray.from_arrays(pa.array([0, None, 1, 0] * 5, pa.uint8()), [3, 5])}
+        columns["sex"] = pa.array(["f", "m", None, "f"] * 5).dictionary_encode()
+        path = store(columns | {"label": [0, 1, 1, 0] * 5})
+        splits = load_file(path, categories="sex=f|m", missing="indicator")
+        expected = [([3, 0, 1, 0, 0, 0], 0), ([0, 1, 0, 1, 0, 0], 1), ([5, 0, 0, 0, 0, 1], 1), ([3, 0, 1, 0, 0, 0], 0)]
+        assert rows_of(splits) == sorted(expected * 5)
+
+    def test_columns_whose_names_begin_alike_are_told_apart(self, store: Callable[..., Path]) -> None:
+        path = store({"x": [1, 2, 3, 4], "x.1": [9, 9, 9, 9], "y.z": [5, 6, 7, 8], "label": [0, 1, 0, 1]})
+        assert rows_of(load_file(path, drop="x.1")) == [([1, 5], 0), ([2, 6], 1), ([3, 7], 0), ([4, 8], 1)]
+
     def test_a_bad_value_is_named_by_record(self, store: Callable[..., Path]) -> None:
         with pytest.raises(DataError, match="column 'a', record 70001: there is no finite number") as caught:
             load_file(store({"a": ["1"] * 70_001 + [SECRET], "label": [0, 1] * 35_001}))

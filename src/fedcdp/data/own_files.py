@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 from numpy.typing import NDArray
 
 from fedcdp.config.experiment import Missing, Scaling, TableTask
@@ -108,7 +107,7 @@ def load_file(
         classes=classes, missing=missing, delimiter=delimiter,
     )  # fmt: skip
     scaling = scaling_of(scaling, standardise)
-    return split_records(read_records(path, rules), path.stem, rules, scaling, split_seed, validation_fraction)
+    return split_records(read_records(path, rules), path.stem, scaling, split_seed, validation_fraction)
 
 
 def splits_of_frame(
@@ -116,7 +115,7 @@ def splits_of_frame(
 ) -> Splits:
     """A data frame, split into training and validation records."""
     records = as_records(read_frame(frame, rules), rules)
-    return split_records(records, "frame", rules, scaling_of(scaling), split_seed, validation_fraction)
+    return split_records(records, "frame", scaling_of(scaling), split_seed, validation_fraction)
 
 
 def scaling_of(scaling: Scaling | None, standardise: bool = False) -> Scaling | None:
@@ -138,12 +137,7 @@ def read_records(path: Path, rules: ColumnRules) -> LabelledRecords:
 
 
 def split_records(
-    records: LabelledRecords,
-    name: str,
-    rules: ColumnRules,
-    scaling: Scaling | None,
-    split_seed: int,
-    validation_fraction: float,
+    records: LabelledRecords, name: str, scaling: Scaling | None, split_seed: int, validation_fraction: float
 ) -> Splits:
     """Hold out validation records, and scale the inputs."""
     total = len(records.targets)
@@ -167,8 +161,6 @@ def split_records(
             "; standardised by the mean and deviation of each feature or channel over the training data, "
             "statistics that are not covered by any ε"
         )
-    if rules.missing == "indicator":
-        train_inputs, validation_inputs = np.nan_to_num(train_inputs), np.nan_to_num(validation_inputs)
     owners = records.owners
     return Splits(
         name=name,

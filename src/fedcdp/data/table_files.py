@@ -155,7 +155,7 @@ def read_parquet(path: Path, rules: ColumnRules) -> Columns:
     used = [name for name, role in roles.items() if role != "unused"]
     most = most_unpacked(path.stat().st_size)
     if rows * len(used) * 8 > most:
-        raise DataError(f"{path} unpacks to {rows * len(used) * 8:,} bytes; at most {most:,} are read: do not compress it")
+        raise DataError(f"{path} unpacks to {rows * len(used) * 8:,} bytes; at most {most:,} are read: store it as .csv")
     parts: dict[str, list[Column]] = {name: [] for name in used}
     done = 0
     try:
@@ -164,7 +164,8 @@ def read_parquet(path: Path, rules: ColumnRules) -> Columns:
                 done += batch.num_rows
                 if done > rows:
                     raise DataError(f"{path} holds more than the {rows} records that it declares")
-                for name, chunk in zip(batch.schema.names, batch.columns, strict=True):
+                for name in used:  # pyarrow also reads x.1 where x is asked for
+                    chunk = batch.column(name)
                     parts[name].append(_chunk(chunk, rules.is_text(roles[name]), f"{path}, column {name!r}", name, done))
     except DataError:
         raise
@@ -180,7 +181,8 @@ def _chunk(chunk: Any, as_text: bool, where: str, name: str, done: int) -> Colum
     first = done - len(chunk)
     if not hasattr(chunk, "dictionary"):
         return as_column(chunk.to_numpy(zero_copy_only=False), as_text, where, name, first)
-    indices = chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    known = chunk.indices.is_valid().to_numpy(zero_copy_only=False)
+    indices = np.where(known, chunk.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64), -1)
     used, firsts, positions = np.unique(indices, return_index=True, return_inverse=True)
     read = _text_value if as_text else _number_value
     found = [

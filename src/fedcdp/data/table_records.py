@@ -39,7 +39,8 @@ class LabelledRecords:
     target_range: tuple[float, float] | None = None
 
     def dataset(self, inputs: NDArray[np.float32], records: NDArray[np.int64]) -> Dataset:
-        """A part of the records, with its inputs after scaling."""
+        """A part of the records, with its inputs after scaling; what is missing becomes 0."""
+        inputs[np.isnan(inputs)] = 0
         targets = self.targets[torch.from_numpy(records)]
         return Dataset(torch.from_numpy(inputs), targets, self.classes, self.task, self.target_range)
 
