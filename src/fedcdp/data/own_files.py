@@ -152,10 +152,11 @@ def split_records(
     train_inputs, validation_inputs = records.inputs[train], records.inputs[validation]
     plain, description = records.plain, records.description
     if scaling == "public" and records.unscaled:
-        raise DataError(f"scaling: public needs a range for {records.unscaled[0]!r}; give it in a file with --columns")
+        raise DataError(f"scaling: public needs a range for every number, and {records.unscaled[0]!r} has none (--columns)")
     if scaling == "training" and plain.any():
-        train_inputs[:, plain], validation_inputs[:, plain] = standardise_by_train(
-            train_inputs[:, plain], validation_inputs[:, plain]
+        some = slice(None) if plain.all() else plain  # all: a sum over another layout in memory would be rounded otherwise
+        train_inputs[:, some], validation_inputs[:, some] = standardise_by_train(
+            train_inputs[:, some], validation_inputs[:, some]
         )
         description += (
             "; standardised by the mean and deviation of each feature or channel over the training data, "

@@ -101,6 +101,7 @@ def _number(table: Columns, name: str, span: tuple[float, float] | None) -> tupl
 
 
 def finite_numbers(table: Columns, name: str) -> Column:
+    """A column of numbers, none of which is infinite or beyond float32; NaN where missing."""
     values = table.values[name]
     wrong = np.abs(values) > _MOST  # an infinity too
     if wrong.any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,7 @@ def clients_of(table: Columns, column: str) -> tuple[NDArray[np.int64], tuple[st
                 "or holds characters that cannot be printed"
             )
     names = sorted(set(texts))
-    if all(name.lstrip("-").isdecimal() for name in names):
+    with suppress(ValueError):
         names.sort(key=int)
     numbers = {name: number for number, name in enumerate(names)}
     return np.array([numbers[text] for text in texts], dtype=np.int64), tuple(names)
