@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
+.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -50,6 +50,15 @@ fresh:
 # Every scenario of a deployment, with real Flower processes on the loopback; its log is kept.
 integration: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.integration_log results/integration.log.txt
+
+# Real packages that fedcdp reads from but never imports: Hugging Face's datasets and flwr-datasets, in an environment of
+# their own over .venv.
+OVER := import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))
+integrations: .venv/.installed
+	$(BIN)/python -m venv build/integrations
+	$(BIN)/python -c '$(OVER)' > "$$(build/integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth"
+	build/integrations/bin/python -m pip install --quiet --disable-pip-version-check 'datasets>=4,<5' 'flwr-datasets>=0.6,<0.7'
+	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest tests/data/test_hugging_face.py
 
 # Random plans recomputed by an independent accountant; then what attacks prove of ε, over all methods, conventions and
 # samplings, and on sabotaged mechanisms: some twenty minutes.

@@ -11,6 +11,7 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.load import load
 from fedcdp.data.own_files import load_file
 from fedcdp.data.partition import Federation, partition
+from fedcdp.data.sources import as_dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
 from fedcdp.report.api import report
 from fedcdp.training.simulate import Run, simulate
@@ -28,6 +29,7 @@ __all__ = [
     "Schedule",
     "Splits",
     "__version__",
+    "as_dataset",
     "attack",
     "constant",
     "cosine",

@@ -26,6 +26,8 @@ NO_EFFECT: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"data": {"classes_per_client": 3, "partition": "iid"}},
         "--classes-per-client has no effect here: it is for --partition",
     ),
+    ({"data": {"smallest": 3}}, "--smallest has no effect here: it is for a --partition of unequal sizes"),
+    ({"data": {"size_ratio": 3.0}}, "--size-ratio has no effect here: it is for --partition dirichlet-sizes"),
     ({"data": {"standardise": True}}, "--standardise has no effect here: it is for your own data (--data)"),
     ({"data": {"validation_fraction": 0.3}}, "--validation-fraction has no effect here"),
     (
@@ -58,6 +60,10 @@ def test_an_option_without_effect_gets_a_sentence(given: dict[str, dict[str, Any
     [
         {},
         {"data": {"partition": "dirichlet", "alpha": 0.3}},
+        {
+            "data": {"partition": "dirichlet-sizes", "alpha": 0.3, "smallest": 3, "size_ratio": 20.0},
+            "plan": {"batch_size": 500},
+        },
         {"data": {"partition": "shards", "classes_per_client": 3}},
         {"data": {"dataset": "adult", "scaling": "public"}},
         {"plan": {"method": "fed-sdp", "noise_at": "client"}},

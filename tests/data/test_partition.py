@@ -96,7 +96,7 @@ def test_holdings_do_not_depend_on_which_clients_are_asked_for_nor_when(given, r
 
 def test_holdings_survive_the_cache_forgetting_them(mnist, monkeypatch):
     whole = held(partition(mnist, 400, records=500))
-    monkeypatch.setattr("fedcdp.data.federation.CACHE_BYTES", 1)
+    monkeypatch.setattr("fedcdp.data.holdings.CACHE_BYTES", 1)
     forgetful = partition(mnist, 400, records=500)
     for client in (0, 399, 100, 0, 250):
         assert np.array_equal(forgetful.indices(client), whole[client])
@@ -322,7 +322,10 @@ def test_labels_that_are_not_classes_are_refused(targets):
         ({"clients": 3, "scheme": "dirichlet", "alpha": 0}, "alpha is 0: .* above 0"),
         ({"clients": 3, "scheme": "dirichlet", "alpha": float("nan")}, "alpha is nan"),
         ({"clients": 3, "scheme": "full", "records": 10}, "records is 10: .* all 30"),
-        ({"clients": 3, "scheme": "random"}, "scheme is 'random': .* shards, iid, full, dirichlet, natural, custom"),
+        (
+            {"clients": 3, "scheme": "random"},
+            "scheme is 'random': .* shards, iid, full, dirichlet, linear, .* natural, custom",
+        ),
         ({"clients": 3, "scheme": "custom"}, "scheme is 'custom': indices"),
         ({"scheme": "iid", "indices": [[0]]}, "scheme is 'iid': indices"),
         ({"clients": 3, "indices": [[0]]}, "indices has 1 lists"),

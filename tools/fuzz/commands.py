@@ -29,6 +29,7 @@ from tools.fuzz.runs import SMALL, finished_run
 Attempt = Callable[[Random, Path], None]
 _WORDS = (
     "nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd", "mnist5k", "cancer", "iid", "shards", "dirichlet",
+    "exponential", "dirichlet-sizes", "dirichlet-classes", "natural",
     "full", "poisson", "fixed", "partition", "auto", "cpu", "cuda", "layer", "flat", "example", "batch", "cohort",
     "server", "client", "record", "unique", "model", "update", "type0", "type1", "type2", "tight", "rdp", "paper",
     "relu", "mlp", "cnn", "demo", "linear(6, 2)", "quantile(0.5, 4)", "csv", "onnx", "test", "train", "accuracy",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fedcdp.cli.options import flag_of
 from fedcdp.config.experiment import Experiment
-from fedcdp.config.presets import BENCHMARKS, Settings
+from fedcdp.config.presets import BENCHMARKS, UNEQUAL, Settings
 
 Applies = Callable[[Experiment], bool]
 
@@ -14,7 +14,9 @@ _OWN_DATA = "your own data (--data)"
 _QUANTILE = "a quantile clip, such as --clip 'quantile(0.5, 4)'"
 # Each setting that only some experiments read: whether this one does, and which do.
 _ONLY_FOR: dict[str, tuple[Applies, str]] = {
-    "alpha": (lambda e: e.data.partition == "dirichlet", "--partition dirichlet"),
+    "alpha": (lambda e: e.data.partition.startswith("dirichlet"), "--partition dirichlet, dirichlet-sizes or -classes"),
+    "size_ratio": (lambda e: e.data.partition in UNEQUAL, "--partition dirichlet-sizes"),  # others of these refuse it
+    "smallest": (lambda e: e.data.partition in UNEQUAL, "a --partition of unequal sizes"),
     "classes_per_client": (lambda e: e.data.partition == "shards", "--partition shards"),
     "validation_fraction": (lambda e: e.data.file is not None, _OWN_DATA),
     "standardise": (lambda e: e.data.file is not None, _OWN_DATA),
@@ -97,11 +99,13 @@ def remarks(
 
 
 def _records(experiment: Experiment) -> int | None:
-    """Records of a client, as far as the settings say; None for a user's own data, which must be loaded first."""
+    """Records of a client, as far as the settings say; None for unequal sizes and for a user's own data."""
     data = experiment.data
     if data.records is not None:
         return data.records
     benchmark = BENCHMARKS.get(data.dataset or "")
     if benchmark is None:
+        return None
+    if data.partition in UNEQUAL:
         return None
     return benchmark.train if data.partition == "full" else benchmark.train // max(data.clients, 1)

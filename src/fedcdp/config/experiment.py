@@ -47,11 +47,17 @@ class DataSettings(_Checked):
     delimiter: str | None = option(
         None, "Delimiter of a .csv file: comma, semicolon or tab. Default: as its header line shows."
     )
-    partition: str = option("iid", "How records are split: shards, iid, dirichlet, full; natural with a client column.")
+    partition: str = option(
+        "iid",
+        "How records are split: shards, iid, dirichlet, full; with unequal sizes: linear, square, exponential, "
+        "dirichlet-sizes, dirichlet-classes; with a client column: natural.",
+    )
     clients: int = option(100, "Number of clients, K.")
     records: int | None = option(None, "Records per client, N_i. Default: the dataset's, or a disjoint split.")
     classes_per_client: int = option(2, "Classes per client, for shards.")
-    alpha: float = option(0.5, "Concentration parameter, for dirichlet.")
+    alpha: float = option(0.5, "Concentration parameter, for dirichlet, dirichlet-sizes and dirichlet-classes.")
+    smallest: int = option(1, "Fewest records of a client, for unequal sizes.")
+    size_ratio: float | None = option(None, "Records of the largest client over the smallest, for dirichlet-sizes.")
     split_seed: int = option(0, "Fixes which examples are held out for validation.")
     scaling: Scaling | None = option(
         None, "How numbers are scaled: by training statistics (which no ε covers), or by public constants or ranges."
@@ -135,6 +141,8 @@ def assemble(*layers: presets.Settings) -> Experiment:
         merged["data"].setdefault("partition", "natural")
     dataset = merged["data"].get("dataset")
     defaults = presets.population(dataset)
+    if merged["data"].get("partition") in presets.UNEQUAL:
+        defaults.get("data", {}).pop("records", None)
     clients = merged["data"].get("clients")
     if isinstance(clients, int):  # so a small federation need not set per_round as well
         defaults["plan"]["per_round"] = max(1, min(defaults["plan"]["per_round"], clients))

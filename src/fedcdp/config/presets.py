@@ -61,6 +61,9 @@ BENCHMARKS = {
     "mnist5k": Benchmark(4000, "shards", 100, 10, 40, 100, 5, 20, clean_rate=0.1, noisy_rate=1e-3),
 }
 
+UNEQUAL = ("linear", "square", "exponential", "dirichlet-sizes", "dirichlet-classes")
+"""The partition schemes whose clients differ in size, so they take no number of records."""
+
 _PAPER_MECHANISM = {"record_sampling": "partition", "noise": "example", "noise_multiplier": 6.0}
 
 

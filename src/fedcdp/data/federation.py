@@ -2,134 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedcdp.config.experiment import Missing, Scaling, TableTask
 from fedcdp.data.dataset import Dataset
-from fedcdp.errors import PlanError
-from fedcdp.mechanism.randomness import numpy_generator
+from fedcdp.data.holdings import Holdings, Indices, Listed
+from fedcdp.data.sources import as_dataset, hold_out, join_clients
+from fedcdp.data.tasks import TaskName
+from fedcdp.errors import DataError, PlanError
 
-Indices = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.int32]
-
-CACHE_BYTES = 256 * 2**20
-
-
-class Holdings(Protocol):
-    """Which client holds which records. `sizes` and `table` are called only for clients that exist."""
-
-    @property
-    def clients(self) -> int: ...
-    @property
-    def copies(self) -> int: ...
-    @property
-    def largest(self) -> int: ...
-    @property
-    def smallest(self) -> int: ...
-
-    def sizes(self, clients: Indices) -> Indices: ...
-    def table(self, clients: Indices) -> Indices: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Dealt:
-    """Equal holdings, dealt one copy at a time and only when a client of that copy is requested.
-
-    A copy is one fresh deal of the dataset among `per_copy` clients, so client c belongs to copy c // per_copy.
-    `deal(copy)` returns that copy's record numbers [per_copy, records] and must depend on nothing but `copy`. The most
-    recently used copies are cached in at most CACHE_BYTES (or a single copy, if it alone is larger).
-    """
-
-    deal: Callable[[int], Rows]
-    clients: int
-    records: int
-    per_copy: int
-
-    @property
-    def copies(self) -> int:
-        return -(-self.clients // self.per_copy)
-
-    @property
-    def largest(self) -> int:
-        return self.records
-
-    @property
-    def smallest(self) -> int:
-        return self.records
-
-    def sizes(self, clients: Indices) -> Indices:
-        return np.full(len(clients), self.records, dtype=np.int64)
-
-    def table(self, clients: Indices) -> Indices:
-        table = np.empty((len(clients), self.records), dtype=np.int64)
-        copies, seats = np.divmod(clients, self.per_copy)
-        for copy in np.unique(copies).tolist():
-            asked = np.flatnonzero(copies == copy)
-            table[asked] = self._copy(copy)[seats[asked]]
-        return table
-
-    @cached_property
-    def _copy(self) -> Callable[[int], Rows]:
-        # All copies have the same size, so bounding their number bounds their bytes.
-        size = self.per_copy * self.records * np.dtype(np.int32).itemsize
-        return lru_cache(maxsize=max(1, CACHE_BYTES // size))(self.deal)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The cache cannot be pickled and is not needed: the other process deals again, with the same result.
-        return Dealt, (self.deal, self.clients, self.records, self.per_copy)
-
-
-@dataclass(frozen=True, eq=False)
-class Listed:
-    """Explicitly listed holdings: client c holds `records[starts[c] : starts[c + 1]]`."""
-
-    records: Indices
-    starts: Indices
-
-    @staticmethod
-    def shuffled(records: Indices, sizes: Indices, seed: int) -> Listed:
-        """Client c holds the next `sizes[c]` of `records`, shuffled: sorted ones would make batches of one class."""
-        owners = np.repeat(np.arange(len(sizes)), sizes)
-        order = numpy_generator(int(seed), "partition", 0).permutation(len(owners))
-        order = order[np.argsort(owners[order], kind="stable")]
-        return Listed(records.astype(np.int64)[order], np.concatenate([[0], np.cumsum(sizes)]))
-
-    @property
-    def clients(self) -> int:
-        return len(self.starts) - 1
-
-    @cached_property
-    def copies(self) -> int:
-        return int(np.bincount(self.records).max())
-
-    @cached_property
-    def largest(self) -> int:
-        return int(np.diff(self.starts).max())
-
-    @cached_property
-    def smallest(self) -> int:
-        return int(np.diff(self.starts).min())
-
-    def sizes(self, clients: Indices) -> Indices:
-        return self.starts[clients + 1] - self.starts[clients]
-
-    def table(self, clients: Indices) -> Indices:
-        steps = np.arange(self.largest)
-        steps = np.where(steps < self.sizes(clients)[:, None], steps, 0)
-        table: Indices = self.records[self.starts[clients][:, None] + steps]
-        return table
+LONGEST_NAME = 100
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Federation:
-    """A training set and the clients that hold it. `fedcdp.partition` makes one.
+    """A training set and the clients that hold it. `fedcdp.partition` and `Federation.from_datasets` make one.
 
     Guarantees: a client never holds the same record twice. The dataset, the arguments of `partition` and its seed determine
     what a client holds and in which order, whichever clients are asked for, and when.
@@ -161,10 +54,87 @@ class Federation:
     """The client of each validation record, if they came from clients."""
 
     def __post_init__(self) -> None:
-        if self.names is not None and (len(self.names) != self.clients or len(set(self.names)) != len(self.names)):
-            raise PlanError(
-                f"names: {len(self.names)} names for {self.clients} clients; each client needs a name of its own"
+        if self.names is not None:
+            if len(self.names) != self.clients or len(set(self.names)) != len(self.names):
+                raise PlanError(
+                    f"names: {len(self.names)} names for {self.clients} clients; each client needs a name of its own"
+                )
+            _check_names(self.names)
+
+    @classmethod
+    def from_datasets(
+        cls,
+        datasets: Mapping[str, Any],
+        *,
+        task: TaskName | None = None,
+        classes: int | Sequence[str] = 0,
+        inputs: str | Sequence[str] | None = None,
+        label: str | Sequence[str] | None = None,
+        validation: Any = None,
+        validation_fraction: float = 0.2,
+        split_seed: int = 0,
+        seed: int = 0,
+    ) -> Federation:
+        """Make a federation of named clients, each with a dataset of its own, of any size.
+
+        `fedcdp.as_dataset` lists the kinds of datasets. All clients' records are joined in one dataset: each is copied once.
+
+        Args:
+            datasets: The clients' datasets by name.
+            task: What is predicted. Default: the task of a `fedcdp.Dataset`, else classification.
+            classes: The number of classes, or their names in order if labels are text. Default: the largest label + 1.
+            inputs: The columns to use as inputs, where records have named columns. Default: all but the label.
+            label: The label column, where records have named columns. Default: `label`, `labels`, `target`, …
+            validation: Examples for the server: a dataset, or for some clients one each, by name. No ε protects them.
+                Default: records of the clients.
+            validation_fraction: Share of each client's records that become validation examples if `validation` is not
+                given; 0: none. No ε protects them.
+            split_seed: Fixes which records are held out.
+            seed: Fixes the order of a client's records.
+
+        Returns:
+            The federation. `names` has the clients' names, in the order of `datasets`.
+
+        Raises:
+            DataError: A record cannot be read, or differs from the others in shape. The message names client and row.
+            PlanError: A name or another argument is not allowed.
+
+        Examples:
+            >>> import fedcdp, torch
+            >>> def site(rows):
+            ...     return torch.utils.data.TensorDataset(torch.rand(rows, 4), torch.arange(rows) % 2)
+            >>> federation = fedcdp.Federation.from_datasets({"charite": site(400), "jena": site(50)})
+            >>> federation
+            <Federation: 2 clients × 40 to 320 records, clients as given, each record stored at one client at most>
+            >>> federation.name(1), len(federation.validation)
+            ('jena', 90)
+        """
+        if not isinstance(datasets, Mapping) or not datasets:
+            raise PlanError("datasets: it must be a dictionary with the dataset of each client by its name")
+        names = tuple(datasets)
+        _check_names(names)
+        train, sizes = join_clients(datasets, task=task, classes=classes, inputs=inputs, label=label)
+        owners = np.repeat(np.arange(len(names)), sizes)
+        held, held_owners = None, None
+        options: dict[str, Any] = {"task": train.task, "classes": classes or train.classes, "inputs": inputs, "label": label}
+        if validation is None:
+            if not 0 <= validation_fraction < 1:
+                raise PlanError(f"validation_fraction is {validation_fraction}: it must be 0 or more, and below 1")
+            if validation_fraction:
+                train, held, owners, held_owners = hold_out(
+                    train, owners, names, fraction=validation_fraction, seed=split_seed
+                )
+        elif isinstance(validation, Mapping) and validation and set(validation) <= set(names):
+            held, sizes = join_clients(validation, **options)
+            held_owners = np.repeat([names.index(name) for name in validation], sizes)
+        else:
+            held = as_dataset(validation, **options)
+        if held is not None and (held.task, held.shape) != (train.task, train.shape):
+            raise DataError(
+                f"validation: inputs of shape {held.shape} for task {held.task}, but clients hold inputs of shape "
+                f"{train.shape} for task {train.task}"
             )
+        return natural(train, owners, names, seed=seed, validation=held, validation_owners=held_owners)
 
     @property
     def clients(self) -> int:
@@ -323,3 +293,12 @@ def natural(
         names=names,
         validation_clients=validation_owners,
     )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
+            raise PlanError(
+                f"names: {str(name)[:LONGEST_NAME]!r} cannot be a client's name, which is a string of 1 to {LONGEST_NAME} "
+                "printable characters"
+            )

@@ -1,67 +1,101 @@
-"""Partition one dataset among many clients: by shards, at random, in full, by Dirichlet draws, or by the user's lists."""
+"""Partition one dataset among many clients: by their owners, by shards, at random, in full, by Dirichlet draws, by lists."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedcdp.data.columns import as_values
 from fedcdp.data.dataset import Dataset, Splits
-from fedcdp.data.federation import Dealt, Federation, Indices, Listed, Rows, natural
+from fedcdp.data.dealing import Deal, DealingRule, Dirichlet, Shards
+from fedcdp.data.federation import Federation, natural
+from fedcdp.data.holdings import Dealt, Holdings, Listed
+from fedcdp.data.readers import is_pair
+from fedcdp.data.sources import as_dataset
+from fedcdp.data.unequal import UNEQUAL, check_alpha, deal_classes, deal_sizes, unequal_sizes
 from fedcdp.errors import DataError, PlanError
-from fedcdp.mechanism.randomness import numpy_generator
 
 __all__ = ["SCHEMES", "Federation", "partition"]
 
-SCHEMES = ("shards", "iid", "full", "dirichlet", "natural", "custom")
+SCHEMES = ("shards", "iid", "full", "dirichlet", *UNEQUAL, "natural", "custom")
 
 
 def partition(
-    data: Splits | Dataset | tuple[npt.ArrayLike | Tensor, npt.ArrayLike | Tensor],
+    data: Any,
     clients: int | None = None,
     scheme: str | None = None,
     *,
     records: int | None = None,
     classes_per_client: int = 2,
     alpha: float = 0.5,
+    smallest: int = 1,
+    size_ratio: float | None = None,
     seed: int = 0,
-    indices: Sequence[npt.ArrayLike] | None = None,
+    indices: Sequence[npt.ArrayLike] | Mapping[str, npt.ArrayLike] | None = None,
     validation: Dataset | None = None,
 ) -> Federation:
     """Distribute a dataset to clients.
 
-    | scheme      | a client holds                                                                                 |
-    |-------------|------------------------------------------------------------------------------------------------|
-    | `shards`    | `records` of `classes_per_client` classes, about evenly (the default)                          |
-    | `iid`       | `records` at random                                                                            |
-    | `full`      | every record                                                                                   |
-    | `dirichlet` | `records` in class proportions ~ Dirichlet(`alpha` · the data's own) (Hsu et al. 2019)         |
-    | `natural`   | the records that the data name it for (`load_file(..., client=...)`), shuffled                 |
-    | `custom`    | the records of its list in `indices`, shuffled                                                 |
+    | scheme              | a client holds                                                                          |
+    |---------------------|-----------------------------------------------------------------------------------------|
+    | `shards`            | `records` of `classes_per_client` classes, about evenly (the default)                   |
+    | `iid`               | `records` at random                                                                     |
+    | `full`              | every record                                                                            |
+    | `dirichlet`         | `records` in class proportions ~ Dirichlet(`alpha` · the data's own) (Hsu et al. 2019)  |
+    | `linear`            | records at random; client number i holds a share ∝ i, counted from 1                    |
+    | `square`            | the same, ∝ i²                                                                          |
+    | `exponential`       | the same, ∝ eⁱ                                                                          |
+    | `dirichlet-sizes`   | records at random; the clients' shares ~ Dirichlet(`alpha`)                             |
+    | `dirichlet-classes` | of each class a share ~ Dirichlet(`alpha`), so both sizes and classes differ            |
+    | `natural`           | the records that came from it (`Splits.owners`; the default where these are known)      |
+    | `custom`            | the records of its list in `indices`, shuffled                                          |
 
-    Guarantees: under every scheme but `natural` and `custom` each client holds exactly `records` records. No two clients
+    Most schemes are known from flwr-datasets:
+
+    | scheme              | in flwr-datasets            | what differs here                                        |
+    |---------------------|-----------------------------|----------------------------------------------------------|
+    | `natural`           | `NaturalIdPartitioner`      | nothing                                                  |
+    | `iid`               | `IidPartitioner`            | sizes are equal: a remainder is left out                 |
+    | `linear`            | `LinearPartitioner`         | nothing                                                  |
+    | `square`            | `SquarePartitioner`         | nothing                                                  |
+    | `exponential`       | `ExponentialPartitioner`    | nothing                                                  |
+    | `dirichlet-classes` | `DirichletPartitioner`      | no `self_balancing`; `min_partition_size` is `smallest`  |
+    | `dirichlet`         | `InnerDirichletPartitioner` | sizes are equal; `alpha` is times the data's own shares  |
+    | `shards`            | `ShardPartitioner`          | a shard has one class, so shards may differ in size      |
+    | `dirichlet-sizes`   | none                        |                                                          |
+    | `custom`, `full`    | none                        |                                                          |
+
+    Records are shuffled before they are dealt, and draws come from `seed`, so the clients hold other records than there.
+
+    Guarantees: under `shards`, `iid`, `full` and `dirichlet` each client holds exactly `records` records. No two clients
     hold the same record as long as clients · records ≤ len(data). Beyond that the data are dealt again, afresh, for every
     further len(data) // records clients, so a record is stored at up to `Federation.copies` clients. Under `shards` a client
     holds at most `classes_per_client` classes, or, where a copy has too few clients for its classes,
-    1 + ⌈(classes − 1) / (clients of a copy)⌉.
+    1 + ⌈(classes − 1) / (clients of a copy)⌉. Under the schemes of unequal sizes each record has exactly one client.
 
-    The call takes time and memory for the dataset, not for the clients: a client's records are dealt when first asked for.
+    The call takes time and memory for the dataset, not for the clients: where sizes are equal, a client's records are dealt
+    when first asked for.
 
     Args:
-        data: A dataset, splits (of which the training split is distributed), or a pair of arrays: inputs and labels.
-        clients: Number of clients. Leave it out with `indices`.
-        scheme: See the table. Default: `custom` with `indices`, `natural` where the data name their clients, else `shards`.
-        records: Records at a client. Default: len(data) // clients.
+        data: Splits (of which the training split is distributed), a pair of arrays (inputs, used as float32, and labels),
+            or any other source that `fedcdp.as_dataset` reads.
+        clients: Number of clients. Leave it out with `indices` and `natural`.
+        scheme: See the table. Default: `custom` with `indices`, `natural` if the splits say whose the records are, else
+            `shards`.
+        records: Records at a client. Default: len(data) // clients. Not for schemes of unequal sizes.
         classes_per_client: Classes at a client, for `shards`.
-        alpha: Concentration, for `dirichlet`: the smaller, the more the clients differ.
+        alpha: Concentration, for the Dirichlet schemes: the smaller, the more the clients differ.
+        smallest: The fewest records of a client, for the schemes of unequal sizes. Under `dirichlet-sizes` each client gets
+            these first; under `dirichlet-classes` the draw is repeated until each client has them.
+        size_ratio: How many times as many records the largest client may hold as the smallest, up to rounding, for
+            `dirichlet-sizes`. Smaller clients are enlarged. Default: no limit.
         seed: Fixes who holds what.
-        indices: For each client, the numbers of its records.
+        indices: For each client, the numbers of its records; as a dictionary, by the client's name.
         validation: Examples that stay with the server. No ε protects them. Default: the validation split of `data`.
 
     Returns:
@@ -69,202 +103,100 @@ def partition(
 
     Raises:
         PlanError: An argument is not allowed, or contradicts another.
-        DataError: The labels are not one whole number for each example.
+        DataError: The data cannot be read, or the labels are not one whole number for each example.
 
     Examples:
         >>> import fedcdp
         >>> splits = fedcdp.load("cancer")
         >>> fedcdp.partition(splits, clients=10, scheme="iid")
         <Federation: 10 clients × 42 records, dealt at random, each record stored at one client at most>
-        >>> fedcdp.partition(splits, indices=[range(300), range(300, 426)])
+        >>> fedcdp.partition(splits, clients=10, scheme="dirichlet-sizes", alpha=1, size_ratio=20)
+        <Federation: 10 clients × 16 to 123 records, sizes ~ Dirichlet(1), each record stored at one client at most>
+        >>> two = fedcdp.partition(splits, indices={"charite": range(300), "jena": range(300, 426)})
+        >>> two
         <Federation: 2 clients × 126 to 300 records, as listed, each record stored at one client at most>
+        >>> two.names
+        ('charite', 'jena')
     """
     train = _training_set(data)
     splits = data if isinstance(data, Splits) else None
     owners = None if splits is None else splits.owners
     scheme = scheme or ("custom" if indices is not None else "shards" if owners is None else "natural")
-    holdings: Dealt | Listed
+    test = None if splits is None else splits.test
+    validation_owners = None
+    if validation is not None:
+        validation = as_dataset(validation, task=train.task, classes=train.classes)
+    elif splits is not None:
+        validation, validation_owners = splits.validation, splits.validation_owners
     if scheme not in SCHEMES:
         raise PlanError(f"scheme is {scheme!r}: it must be one of {', '.join(SCHEMES)}")
     if (indices is not None) != (scheme == "custom"):
         raise PlanError(f"scheme is {scheme!r}: indices must be given with scheme 'custom' and with no other")
     if scheme == "natural":
-        if records is not None or clients is not None:
-            raise PlanError("scheme is 'natural': the data say which clients there are; leave clients and records out")
         if splits is None or owners is None:
-            raise PlanError("scheme is 'natural': the data do not name their clients; load them with a client column")
-        return natural(
+            raise PlanError("scheme is 'natural': the data do not say which client a record belongs to")
+        found = natural(
             train,
             owners,
             splits.owner_names,
             seed=seed,
-            validation=validation or splits.validation,
-            validation_owners=None if validation else splits.validation_owners,
-            test=splits.test,
+            validation=validation,
+            validation_owners=validation_owners,
+            test=test,
         )
+        if records is not None or clients not in (None, found.clients):
+            raise PlanError(f"scheme is 'natural': the data alone set {found.clients} clients and their records")
+        return found
+    holdings: Holdings
+    names, sentence = None, "as listed"
     if indices is not None:
         if records is not None or clients not in (None, len(indices)):
             raise PlanError(f"indices has {len(indices)} lists, which alone set clients and records; leave those two out")
-        holdings, sentence = _listed(indices, len(train), seed), "as listed"
+        names = tuple(indices) if isinstance(indices, Mapping) else None
+        holdings = _listed(indices, len(train), seed)
+    elif scheme == "dirichlet-classes":
+        clients = _whole("clients", clients)
+        _leave_out(scheme, records=records, size_ratio=size_ratio)
+        _require_classes(train, scheme)
+        holdings = deal_classes(_labels(train), clients, alpha=alpha, smallest=smallest, seed=seed)
+        sentence = f"each class divided ~ Dirichlet({alpha:g})"
+    elif scheme in UNEQUAL:
+        clients = _whole("clients", clients)
+        _leave_out(scheme, records=records)
+        sizes = unequal_sizes(scheme, len(train), clients, alpha=alpha, smallest=smallest, size_ratio=size_ratio, seed=seed)
+        holdings = deal_sizes(sizes, seed)
+        sentence = f"sizes ~ Dirichlet({alpha:g})" if scheme == "dirichlet-sizes" else f"{scheme} sizes"
     else:
         clients = _whole("clients", clients)
         records = _records_each(len(train), clients, scheme, records)
         rule, sentence = _rule(train, scheme, records, classes_per_client, alpha)
         per_copy = len(train) // records
-        labels = _labels(train)
-        holdings = Dealt(Deal(labels, per_copy, records, rule, int(seed)), clients, records, per_copy)
-    return Federation(
-        train,
-        validation if splits is None or validation is not None else splits.validation,
-        None if splits is None else splits.test,
-        scheme,
-        sentence=sentence,
-        holdings=holdings,
-    )
+        holdings = Dealt(Deal(_labels(train), per_copy, records, rule, int(seed)), clients, records, per_copy)
+    return Federation(train, validation, test, scheme, sentence=sentence, holdings=holdings, names=names)
 
 
-class DealingRule(Protocol):
-    """How many records of each class the next client takes: its exact share in total, never more than are left."""
-
-    def __call__(self, left: Indices, clients: int, rng: np.random.Generator) -> Indices:
-        """Deal from `left` [classes], which is exactly enough for `clients` more clients."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Deal:
-    """A fresh deal of the dataset, determined by the copy's number alone: disjoint rows, each in random order.
-
-    The len(labels) − clients · records records that cannot be dealt are left out at random, so all records are equally
-    likely to be used. Without a rule, records are dealt regardless of their class.
-    """
-
-    labels: npt.NDArray[np.unsignedinteger]
-    clients: int
-    records: int
-    rule: DealingRule | None
-    seed: int
-
-    def __call__(self, copy: int) -> Rows:
-        rng = numpy_generator(self.seed, "partition", copy)
-        pool = rng.permutation(len(self.labels))[: self.clients * self.records].astype(np.int32)
-        if self.rule is None:
-            return pool.reshape(self.clients, self.records)
-        pool = pool[np.argsort(self.labels[pool], kind="stable")]
-        left = np.bincount(self.labels[pool], minlength=int(self.labels.max()) + 1)
-        heads = np.cumsum(left) - left  # the position of each class's next record in the pool
-        steps = np.arange(self.records)
-        rows = np.empty((self.clients, self.records), dtype=np.int32)
-        for served, row in enumerate(rows):
-            take = self.rule(left, self.clients - served, rng)
-            row[:] = pool[np.repeat(heads - np.cumsum(take) + take, take) + steps]
-            heads += take
-            left -= take
-        return rng.permuted(rows, axis=1)
-
-
-@dataclass(frozen=True)
-class Shards:
-    """About `records` / `classes` of each of `classes` classes, drawn in proportion to the records left in each class.
-
-    m clients can be given at most k classes each, whatever the class sizes, as long as the n classes left satisfy
-    n − 1 ≤ m(k − 1): `_close` serves one client and preserves this condition for the rest (for k = 2 it is Walker's alias
-    construction). A random pick is accepted only if it also preserves the condition, so k holds to the last client.
-    """
-
-    records: int
-    classes: int
-    tries: int = 4
-
-    def __call__(self, left: Indices, clients: int, rng: np.random.Generator) -> Indices:
-        present = int(np.count_nonzero(left))
-        most = max(self.classes, 1 - (1 - present) // clients)
-        for _ in range(self.tries):
-            take = self._pick(left, clients, rng)
-            still = int(np.count_nonzero(left != take))
-            if take.sum() == self.records and still - 1 <= (clients - 1) * (most - 1):
-                return take
-        return self._close(left, most)
-
-    def _pick(self, left: Indices, clients: int, rng: np.random.Generator) -> Indices:
-        """Shards of equal size; a class too large to be used up that way goes to all clients, in larger shards."""
-        average = left / clients
-        large = average * self.classes > self.records
-        # The first arrivals of exponential clocks are a draw without replacement in proportion to their rates.
-        arrival = np.where(left > 0, rng.standard_exponential(len(left)) / np.maximum(left, 1), np.inf)
-        arrival[large] = 0
-        picked = np.argsort(arrival, kind="stable")[: min(self.classes, np.count_nonzero(left))]
-        rest = (self.records - average[large].sum()) / max(1, np.count_nonzero(~large[picked]))
-        return _fill(left, picked, np.where(large[picked], average[picked], rest), self.records)
-
-    def _close(self, left: Indices, most: int) -> Indices:
-        """At most `most` classes, all but the last of them completely: the first run, by size, that holds enough.
-
-        The run before it does not hold enough, so its members fit completely; and the largest `most` classes do hold
-        enough, because an average class holds clients · records / n. So `most` − 1 classes are used up, or, if the very
-        first run is chosen, as many of the smallest as fit, which also suffices for the bound.
-        """
-        order = np.argsort(left, kind="stable")[-np.count_nonzero(left) :]
-        width = min(most, len(order))
-        through = np.concatenate([[0], np.cumsum(left[order])])
-        first = int(np.argmax(through[width:] - through[:-width] >= self.records))
-        run = order[first : first + width]
-        needed = self.records - (through[first : first + width] - through[first])
-        take = np.zeros_like(left)
-        take[run] = np.clip(needed, 0, left[run])
-        return take
-
-
-@dataclass(frozen=True, eq=False)
-class Dirichlet:
-    """Class counts ~ Multinomial(`records`, q) with q ~ Dirichlet(`concentration`), drawn afresh for each client.
-
-    A class that runs out is left out of q, and the missing records are drawn again from the others.
-    """
-
-    records: int
-    concentration: npt.NDArray[np.float64]
-
-    def __call__(self, left: Indices, clients: int, rng: np.random.Generator) -> Indices:  # noqa: ARG002
-        positive = self.concentration > 0
-        proportions = np.zeros(len(left))
-        proportions[positive] = rng.dirichlet(self.concentration[positive])
-        take = np.zeros_like(left)
-        while short := self.records - int(take.sum()):
-            room = left - take
-            weights = np.where(room > 0, proportions, 0.0)
-            if not weights.sum() > 0:  # all classes in q have run out: draw by what is left
-                weights = room.astype(np.float64)
-            take += np.minimum(room, rng.multinomial(short, weights / weights.sum()))
-        return take
-
-
-def _fill(left: Indices, picked: Indices, weights: npt.NDArray[np.float64], records: int) -> Indices:
-    """Spread `records` over the `picked` classes by weight; larger classes make up for what a small class lacks."""
-    take = np.zeros_like(left)
-    order = np.argsort(left[picked], kind="stable")
-    weight = float(weights.sum())
-    for label, share in zip(picked[order].tolist(), weights[order].tolist(), strict=True):
-        wanted = round(records * share / weight) if weight > share else records
-        take[label] = min(wanted, left[label])
-        records -= int(take[label])
-        weight -= share
-    return take
-
-
-def _training_set(data: Splits | Dataset | tuple[npt.ArrayLike | Tensor, npt.ArrayLike | Tensor]) -> Dataset:
+def _training_set(data: Any) -> Dataset:
     if isinstance(data, Splits):
         return data.train
-    if isinstance(data, Dataset):
-        return data
+    if not is_pair(data) or isinstance(data[0], Mapping):
+        return as_dataset(data)
     inputs, targets = data
-    given = np.asarray(targets.cpu() if isinstance(targets, Tensor) else targets)
+    given = as_values(targets, "the labels array")
     with np.errstate(invalid="ignore"):  # NaN is refused below
-        labels = given.astype(np.int64)
-    if given.ndim != 1 or not np.array_equal(labels, given):
+        labels = given.astype(np.int64) if given.dtype.kind in "fiub" else given
+    if given.ndim != 1 or given.dtype.kind not in "fiub" or not np.array_equal(labels, given):
         raise DataError(f"labels are {given.dtype} of shape {given.shape}: each example needs one whole number")
+    numbers = inputs if isinstance(inputs, Tensor) else as_values(inputs, "the inputs array", 0)
+    if isinstance(numbers, np.ndarray) and numbers.dtype.kind not in "fiub":
+        raise DataError(f"inputs are {numbers.dtype}: they must be numbers")
     classes = int(labels.max(initial=-1)) + 1
-    return Dataset(torch.as_tensor(inputs, dtype=torch.float32), torch.from_numpy(labels), classes)
+    return Dataset(torch.as_tensor(numbers, dtype=torch.float32), torch.from_numpy(labels), classes)
+
+
+def _leave_out(scheme: str, **given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise PlanError(f"{name} is {value!r}: it has no meaning under scheme {scheme!r}, so leave it out")
 
 
 def _whole(name: str, value: int | None, most: int | None = None, what: str = "") -> int:
@@ -303,25 +235,30 @@ def _rule(
 ) -> tuple[DealingRule | None, str]:
     """The rule of a dealt scheme, and its description."""
     counts = np.bincount(_labels(train))
-    if scheme in ("shards", "dirichlet") and not train.classes:
-        raise PlanError(f"scheme is {scheme!r}: it deals by class, and task {train.task} has no classes; use 'iid'")
+    if scheme in ("shards", "dirichlet"):
+        _require_classes(train, scheme)
     if scheme == "shards":
         present = int(np.count_nonzero(counts))
         classes = _whole("classes_per_client", classes_per_client, present, "the classes in the training data")
         return Shards(records, classes), f"shards of {classes} class{'es' if classes > 1 else ''}"
     if scheme == "dirichlet":
-        if not 0 < alpha < math.inf:
-            raise PlanError(f"alpha is {alpha!r}: it must be a number above 0")
+        check_alpha(alpha)
         return Dirichlet(records, alpha * counts / len(train)), f"classes ~ Dirichlet({alpha:g} · prior)"
     return None, "the whole dataset each" if scheme == "full" else "dealt at random"
 
 
-def _listed(indices: Sequence[npt.ArrayLike], total: int, seed: int) -> Listed:
+def _require_classes(train: Dataset, scheme: str) -> None:
+    if not train.classes:
+        raise PlanError(f"scheme is {scheme!r}: it deals by class, and task {train.task} has no classes; use 'iid'")
+
+
+def _listed(indices: Sequence[npt.ArrayLike] | Mapping[str, npt.ArrayLike], total: int, seed: int) -> Listed:
     """The user's lists, checked and shuffled."""
     if not len(indices):
         raise PlanError("indices is empty: it must have one list of record numbers for each client")
-    lists = [np.asarray(one) for one in indices]
-    for client, one in enumerate(lists):
+    named = indices if isinstance(indices, Mapping) else dict(enumerate(indices))
+    lists = [np.asarray(one) for one in named.values()]
+    for client, one in zip(named, lists, strict=True):
         if not one.size:
             wrong = "empty"
         elif one.ndim != 1 or one.dtype.kind not in "iu":
@@ -332,5 +269,5 @@ def _listed(indices: Sequence[npt.ArrayLike], total: int, seed: int) -> Listed:
             wrong = "a list with a repeated record"
         else:
             continue
-        raise PlanError(f"indices[{client}] is {wrong}: it must be distinct whole numbers from 0 to {total - 1}")
+        raise PlanError(f"indices[{client!r}] is {wrong}: it must be distinct whole numbers from 0 to {total - 1}")
     return Listed.shuffled(np.concatenate(lists), np.array([len(one) for one in lists]), seed)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from fedcdp.accounting.population import Population
@@ -16,10 +17,11 @@ from fedcdp.config import consent
 from fedcdp.config.default_recipe import FIXED_FEATURES
 from fedcdp.config.experiment import DEFAULT_DATASET, DataSettings, Experiment, assemble, read_toml
 from fedcdp.config.plan import Plan
-from fedcdp.config.presets import BENCHMARKS, Settings
+from fedcdp.config.presets import BENCHMARKS, UNEQUAL, Settings
 from fedcdp.data import load, load_file
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
+from fedcdp.data.unequal import unequal_sizes
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import build, mixing_layers, prepare
@@ -113,6 +115,8 @@ def deal_out(experiment: Experiment, splits: Splits) -> Federation:
         records=settings.records,
         classes_per_client=settings.classes_per_client,
         alpha=settings.alpha,
+        smallest=settings.smallest,
+        size_ratio=settings.size_ratio,
         seed=experiment.plan.seed,
     )
 
@@ -177,6 +181,8 @@ def population_of(
     if layers is None:
         raise PlanError(f"layers: give the number of layers of {experiment.model.network} with --layers")
     held = records or data.records
+    if data.partition in UNEQUAL and records is None:
+        return _unequal_population(experiment, benchmark.train, copies or 1, layers)
     if data.partition == "full" and held in (None, benchmark.train):
         return Population(data.clients, benchmark.train, copies or data.clients, layers)
     if held is None:
@@ -184,3 +190,22 @@ def population_of(
     if not 1 <= held <= benchmark.train:
         raise PlanError(f"records: {held} is not allowed; {data.dataset} has {benchmark.train} records to distribute")
     return Population(data.clients, held, copies or -(-data.clients // (benchmark.train // held)), layers)
+
+
+def _unequal_population(experiment: Experiment, total: int, copies: int, layers: int) -> Population:
+    """The population of clients of unequal size. Where their sizes depend on the labels, the data are loaded."""
+    data, plan = experiment.data, experiment.plan
+    if data.partition == "dirichlet-classes" or data.records is not None:  # records: refused as in training
+        return replace(prepare_experiment(experiment).population, copies=copies, layers=layers)
+    sizes = np.unique(
+        unequal_sizes(
+            data.partition,
+            total,
+            data.clients,
+            alpha=data.alpha,
+            smallest=data.smallest,
+            size_ratio=data.size_ratio,
+            seed=plan.seed,
+        )
+    ).tolist()
+    return Population(data.clients, sizes[0], copies, layers, tuple(sizes) if len(sizes) > 1 else ())
