@@ -81,7 +81,7 @@ def test_an_attack_reads_the_table(cli: Cli) -> None:
     ("options", "message"),
     [
         (TABLE, "line 2, column 'sex': there is no finite number; if the column is text, list its values with --categories"),
-        ((*TABLE, "--categories", "sex=f|m"), "column 'age; years': the value is missing; --missing indicator accepts"),
+        ((*TABLE, "--categories", "sex=f|m"), "column 'age; years': the value is missing; --missing indicator reads"),
         ((*READ, "--clients", "7"), "clients: 7 is not allowed; site names 3"),
         ((*READ, "--partition", "iid"), "partition: iid is not allowed with a client column"),
         ((*READ, "--per-round", "4"), "per_round: 4 clients a round cannot be chosen from 3"),

@@ -93,6 +93,7 @@ def test_a_bad_option_is_refused_in_a_sentence(options: dict[str, Any], message:
         ({"ranges": {"ages": (0, 1)}}, HEADER, "range: table has no column 'ages'"),
         ({"client": "sick", "label": "sick"}, HEADER, "label_column: 'sick' is also the client column"),
         ({"label": "c", "drop": "a,b"}, ["a", "b", "c"], "table has no input column left"),
+        ({"categories": "y=0|1"}, ["a", "y"], "columns: 'y' is the label column of table; name it with --label-column too"),
         ({}, ["a", "a", "b"], "table has two columns called 'a'"),
         ({}, ["a"], "table needs a header row"),
         ({"label": "x"}, [f"c{n}" for n in range(30)], "c19, …"),

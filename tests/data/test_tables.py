@@ -255,7 +255,7 @@ def test_only_numbers_without_a_range_are_standardised(tmp_path: Path) -> None:
     assert float(b.max()) <= 1
     assert set(splits.train.tensor[:, 4:].unique().tolist()) == {0, 1}
     assert "not covered by any ε" in splits.normalisation
-    with pytest.raises(DataError, match="scaling: public needs a range for 'a'"):
+    with pytest.raises(DataError, match="scaling: public needs a range for every number, and 'a' has none"):
         load_file(tmp_path / "mine.csv", scaling="public", **options)
 
 
@@ -263,7 +263,7 @@ def test_images_of_bytes_are_scaled_by_public_constants(tmp_path: Path) -> None:
     np.savez(tmp_path / "bytes.npz", x=np.zeros((9, 4, 4), np.uint8), y=np.arange(9) % 2)
     np.savez(tmp_path / "floats.npz", x=np.zeros((9, 4, 4)), y=np.arange(9) % 2)
     assert load_file(tmp_path / "bytes.npz", scaling="public").train.shape == (1, 4, 4)
-    with pytest.raises(DataError, match="scaling: public needs a range for 'the inputs'"):
+    with pytest.raises(DataError, match="scaling: public needs a range for every number, and 'the inputs' has none"):
         load_file(tmp_path / "floats.npz", scaling="public")
 
 
@@ -318,13 +318,13 @@ def test_what_cannot_be_read_is_named_but_not_quoted(tmp_path: Path, text: str, 
     [
         (np.array(["2020-01-01"] * 6, dtype="M8[D]"), "column 'bad' holds datetime64"),
         (np.zeros((6, 2)), r"column 'bad' holds an array of shape \(6, 2\)"),
-        (np.array([1, 2, 3, [SECRET], 5, 6], dtype=object), "column 'bad', record 3: there is a list"),
+        (np.array([1, 2, 3, [SECRET], 5, 6], dtype=object), "record 3, column 'bad': there is a list"),
         (
             np.array([1, 2, SECRET, 4, 5, 6], dtype=object),
-            "column 'bad', record 2: there is no finite number; if the column",
+            "record 2, column 'bad': there is no finite number; if the column",
         ),
         (np.array([1, 2, Decimal("1e999"), 4, 5, 6], dtype=object), "record 2, column 'bad': there is no finite number"),
-        (np.array([1, 2, 10**400, 4, 5, 6], dtype=object), "record 2: there is no finite number"),
+        (np.array([1, 2, 10**400, 4, 5, 6], dtype=object), "record 2, column 'bad': there is no finite number"),
         (np.array([1, 2, np.inf, 4, 5, 6]), "record 2, column 'bad': there is no finite number"),
         (np.array([1, 2, None, 4, 5, 6], dtype=object), "record 2, column 'bad': the value is missing"),
         (np.arange(5), "the frame has columns of different lengths: bad 5, label 6"),
@@ -362,6 +362,17 @@ def test_rules_for_columns_do_not_fit_an_array(tmp_path: Path, options: dict[str
         load_file(tmp_path / "t.npz", **options)
 
 
+def test_a_range_is_for_one_column_of_labels(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", x=np.zeros((9, 2)), y=np.zeros((9, 3)))
+    with pytest.raises(DataError, match="holds the label 'y' in 3 columns; a range is for one"):
+        load_file(tmp_path / "t.npz", label="y", task="regression", ranges={"y": (0, 1)})
+
+
+def test_names_that_look_like_numbers_are_names(tmp_path: Path) -> None:
+    path = write(tmp_path, "site,a,label\n" + "--5,1,0\n-5,1,1\n10,2,0\n9,3,1\n" * 3)
+    assert load_file(path, client="site").owner_names == ("--5", "-5", "10", "9")
+
+
 def test_clients_and_labels_of_arrays_have_one_length(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=np.zeros((9, 2)), y=np.arange(9) % 2, site=np.array(["a"] * 8))
     with pytest.raises(DataError, match="labels and clients of different lengths"):
@@ -388,14 +399,28 @@ class TestParquet:
         expected = [([1, 0, 0, 0, 1, 0], 1), ([0, 0, 0, 1, 2, 0], 0), ([0, 1, 0, 0, 0, 1], 0), ([1, 0, 0, 0, 4, 0], 1)]
         assert rows_of(splits) == sorted(expected * 5)
 
+    def test_dictionaries_of_any_index_are_read(self, store: Callable[..., Path]) -> None:
+        import pyarrow as pa
+
+        columns = {"grade": pa.DictionaryArray.from_arrays(pa.array([0, None, 1, 0] * 5, pa.uint8()), [3, 5])}
+        columns["sex"] = pa.array(["f", "m", None, "f"] * 5).dictionary_encode()
+        path = store(columns | {"label": [0, 1, 1, 0] * 5})
+        splits = load_file(path, categories="sex=f|m", missing="indicator")
+        expected = [([3, 0, 1, 0, 0, 0], 0), ([0, 1, 0, 1, 0, 0], 1), ([5, 0, 0, 0, 0, 1], 1), ([3, 0, 1, 0, 0, 0], 0)]
+        assert rows_of(splits) == sorted(expected * 5)
+
+    def test_columns_whose_names_begin_alike_are_told_apart(self, store: Callable[..., Path]) -> None:
+        path = store({"x": [1, 2, 3, 4], "x.1": [9, 9, 9, 9], "y.z": [5, 6, 7, 8], "label": [0, 1, 0, 1]})
+        assert rows_of(load_file(path, drop="x.1")) == [([1, 5], 0), ([2, 6], 1), ([3, 7], 0), ([4, 8], 1)]
+
     def test_a_bad_value_is_named_by_record(self, store: Callable[..., Path]) -> None:
-        with pytest.raises(DataError, match="column 'a', record 70001: there is no finite number") as caught:
+        with pytest.raises(DataError, match="record 70001, column 'a': there is no finite number") as caught:
             load_file(store({"a": ["1"] * 70_001 + [SECRET], "label": [0, 1] * 35_001}))
         assert SECRET not in str(caught.value)
 
     @pytest.mark.parametrize("values", [[[1, 2]] * 4, [{"b": 1}] * 4, [b"x"] * 4])
     def test_a_nested_column_is_refused(self, store: Callable[..., Path], values: Any) -> None:
-        with pytest.raises(DataError, match=r"mine\.parquet, column 'a'.* use --drop-columns a"):
+        with pytest.raises(DataError, match=r"mine\.parquet, .*column 'a'.* use --drop-columns a"):
             load_file(store({"a": values, "label": [0, 1, 0, 1]}))
         assert load_file(store({"a": values, "b": [1, 2, 3, 4], "label": [0, 1, 0, 1]}), drop="a").train.shape == (1,)
 

@@ -130,8 +130,11 @@ def parquet(_place: Path) -> Attempt:
         pa.array([[(1, 2)]] * rows, pa.map_(pa.int8(), pa.int8())), pa.array([10**30] * rows, pa.decimal256(60, 2)),
         pa.array(["\0", "\u202e"] * 6), pa.array([1, 2] * 6, pa.timestamp("ns", "UTC")),
     ]  # fmt: skip
-    bombs = [stored(pa.table({"age": pa.nulls(10**8), "ill": pa.nulls(10**8)})),
-             stored(pa.table({"age": ["x" * 10**6] * 500, "ill": [0, 1] * 250}))]  # fmt: skip
+    long_text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), ["x" * 10**6])
+    bombs = [
+        stored(pa.table({"age": pa.nulls(10**8), "ill": pa.nulls(10**8)})),
+        stored(pa.table({"sex": long_text, "age": [1] * 2000, "site": ["a"] * 2000, "ill": [0, 1] * 1000})),
+    ]
 
     def attempt(case: Random, place: Path) -> None:
         path, kind = place / "own.parquet", case.random()

@@ -79,6 +79,8 @@ def _label_columns(
     columns: dict[str, Column] = {}
     roles: dict[str, Role] = {}
     for name, array in labels.items():
+        if array.ndim == 2 and array.shape[1] > 1 and name in rules.ranges:
+            raise DataError(f"range: {path} holds the label {name!r} in {array.shape[1]} columns; a range is for one")
         if array.ndim == 2 and (array.shape[1] == 1 or several):
             parts = {name if array.shape[1] == 1 else f"{name}[{k}]": array[:, k] for k in range(array.shape[1])}
         elif array.ndim == 1:
@@ -88,10 +90,10 @@ def _label_columns(
         for part, values in parts.items():
             if values.dtype.kind not in "iufbU":
                 raise DataError(f"{path} holds labels of type {values.dtype}: they must be integers or strings")
-            columns[part] = as_column(values, rules.is_text("label"), f"{path}, array {part!r}", part)
+            columns[part] = as_column(values, rules.is_text("label"), str(path), part)
             roles[part] = "label"
     for name, array in clients.items():
-        columns[name], roles[name] = as_column(array, True, f"{path}, array {name!r}", name), "client"
+        columns[name], roles[name] = as_column(array, True, str(path), name), "client"
     if len({len(column) for column in columns.values()}) > 1:
         raise DataError(f"{path} holds labels and clients of different lengths")
     return Columns(str(path), columns, roles)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 from numpy.typing import NDArray
 
 from fedcdp.config.experiment import Missing, Scaling, TableTask
@@ -108,7 +107,7 @@ def load_file(
         classes=classes, missing=missing, delimiter=delimiter,
     )  # fmt: skip
     scaling = scaling_of(scaling, standardise)
-    return split_records(read_records(path, rules), path.stem, rules, scaling, split_seed, validation_fraction)
+    return split_records(read_records(path, rules), path.stem, scaling, split_seed, validation_fraction)
 
 
 def splits_of_frame(
@@ -116,7 +115,7 @@ def splits_of_frame(
 ) -> Splits:
     """A data frame, split into training and validation records."""
     records = as_records(read_frame(frame, rules), rules)
-    return split_records(records, "frame", rules, scaling_of(scaling), split_seed, validation_fraction)
+    return split_records(records, "frame", scaling_of(scaling), split_seed, validation_fraction)
 
 
 def scaling_of(scaling: Scaling | None, standardise: bool = False) -> Scaling | None:
@@ -140,12 +139,7 @@ def read_records(path: Path, rules: ColumnRules) -> LabelledRecords:
 
 
 def split_records(
-    records: LabelledRecords,
-    name: str,
-    rules: ColumnRules,
-    scaling: Scaling | None,
-    split_seed: int,
-    validation_fraction: float,
+    records: LabelledRecords, name: str, scaling: Scaling | None, split_seed: int, validation_fraction: float
 ) -> Splits:
     """Hold out validation records, and scale the inputs."""
     total = len(records.targets)
@@ -160,17 +154,16 @@ def split_records(
     train_inputs, validation_inputs = records.inputs[train], records.inputs[validation]
     plain, description = records.plain, records.description
     if scaling == "public" and records.unscaled:
-        raise DataError(f"scaling: public needs a range for {records.unscaled[0]!r}; give it in a file with --columns")
+        raise DataError(f"scaling: public needs a range for every number, and {records.unscaled[0]!r} has none (--columns)")
     if scaling == "training" and plain.any():
-        train_inputs[:, plain], validation_inputs[:, plain] = standardise_by_train(
-            train_inputs[:, plain], validation_inputs[:, plain]
+        some = slice(None) if plain.all() else plain  # all: a sum over another layout in memory would be rounded otherwise
+        train_inputs[:, some], validation_inputs[:, some] = standardise_by_train(
+            train_inputs[:, some], validation_inputs[:, some]
         )
         description += (
             "; standardised by the mean and deviation of each feature or channel over the training data, "
             "statistics that are not covered by any ε"
         )
-    if rules.missing == "indicator":
-        train_inputs, validation_inputs = np.nan_to_num(train_inputs), np.nan_to_num(validation_inputs)
     owners = records.owners
     return Splits(
         name=name,

@@ -80,7 +80,7 @@ def inputs_of(table: Columns, rules: ColumnRules) -> InputBlock:
             part, absent = _number(table, name, rules.ranges.get(name))
         if rules.missing == "refuse" and absent.any():
             where = table.place(int(np.argmax(absent)), name)
-            raise DataError(f"{where}: the value is missing; --missing indicator accepts missing values, for an extra input")
+            raise DataError(f"{where}: the value is missing; --missing indicator reads missing values, with an extra input")
         parts.append(part)
         plain += [name in unscaled] * part.shape[1]
         if rules.missing == "indicator":
@@ -101,6 +101,7 @@ def _number(table: Columns, name: str, span: tuple[float, float] | None) -> tupl
 
 
 def finite_numbers(table: Columns, name: str) -> Column:
+    """A column of numbers, none of which is infinite or beyond float32; NaN where missing."""
     values = table.values[name]
     wrong = np.abs(values) > _MOST  # an infinity too
     if wrong.any():

@@ -155,7 +155,7 @@ def read_parquet(path: Path, rules: ColumnRules) -> Columns:
     used = [name for name, role in roles.items() if role != "unused"]
     most = most_unpacked(path.stat().st_size)
     if rows * len(used) * 8 > most:
-        raise DataError(f"{path} unpacks to {rows * len(used) * 8:,} bytes; at most {most:,} are read: do not compress it")
+        raise DataError(f"{path} unpacks to {rows * len(used) * 8:,} bytes; at most {most:,} are read: store it as .csv")
     parts: dict[str, list[Column]] = {name: [] for name in used}
     done = 0
     try:
@@ -164,8 +164,9 @@ def read_parquet(path: Path, rules: ColumnRules) -> Columns:
                 done += batch.num_rows
                 if done > rows:
                     raise DataError(f"{path} holds more than the {rows} records that it declares")
-                for name, chunk in zip(batch.schema.names, batch.columns, strict=True):
-                    parts[name].append(_chunk(chunk, rules.is_text(roles[name]), f"{path}, column {name!r}", name, done))
+                for name in used:  # pyarrow also reads x.1 where x is asked for
+                    chunk = batch.column(name)
+                    parts[name].append(_chunk(chunk, rules.is_text(roles[name]), str(path), name, done))
     except DataError:
         raise
     except Exception as error:
@@ -175,16 +176,17 @@ def read_parquet(path: Path, rules: ColumnRules) -> Columns:
     )
 
 
-def _chunk(chunk: Any, as_text: bool, where: str, name: str, done: int) -> Column:
+def _chunk(chunk: Any, as_text: bool, source: str, name: str, done: int) -> Column:
     """A part of a Parquet column. Texts come as numbers into a list, so a long text that repeats is stored once."""
     first = done - len(chunk)
     if not hasattr(chunk, "dictionary"):
-        return as_column(chunk.to_numpy(zero_copy_only=False), as_text, where, name, first)
-    indices = chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        return as_column(chunk.to_numpy(zero_copy_only=False), as_text, source, name, first)
+    known = chunk.indices.is_valid().to_numpy(zero_copy_only=False)
+    indices = np.where(known, chunk.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64), -1)
     used, firsts, positions = np.unique(indices, return_index=True, return_inverse=True)
     read = _text_value if as_text else _number_value
     found = [
-        read(None if index < 0 else chunk.dictionary[index].as_py(), f"{where}, record {first + at}", name)
+        read(None if index < 0 else chunk.dictionary[index].as_py(), f"{source}, record {first + at}, column {name!r}", name)
         for index, at in zip(used.tolist(), firsts.tolist(), strict=True)
     ]
     return np.array(found, dtype=object if as_text else np.float64)[positions]
@@ -203,8 +205,8 @@ def read_frame(frame: Any, rules: ColumnRules, source: str = "the frame") -> Col
     for name, role in roles.items():
         if role == "unused":
             continue
-        where = f"{source}, column {name!r}"
-        values[name] = as_column(_as_array(frame[name], where), rules.is_text(role), where, name)
+        array = _as_array(frame[name], f"{source}, column {name!r}")
+        values[name] = as_column(array, rules.is_text(role), source, name)
     lengths = {name: len(column) for name, column in values.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"{source} has columns of different lengths: {', '.join(f'{n} {k}' for n, k in lengths.items())}")
@@ -225,19 +227,20 @@ def _as_array(column: Any, where: str) -> NDArray[Any]:
     return array
 
 
-def as_column(values: NDArray[Any], as_text: bool, where: str, name: str, first: int = 0) -> Column:
+def as_column(values: NDArray[Any], as_text: bool, source: str, name: str, first: int = 0) -> Column:
     """An array as a column of numbers or of texts; `first` is the number of its first record."""
+    where, kind = f"{source}, column {name!r}", values.dtype.kind
     if values.ndim != 1:
         raise DataError(f"{where} holds an array of shape {values.shape}: one value for each record is needed")
-    kind = values.dtype.kind
-    if kind in "iuf" or (kind == "b" and not as_text):
-        return text_column(values.astype(np.float64) if kind == "f" else values) if as_text else values.astype(np.float64)
-    if kind == "b":
-        return text_column(values)
+    if kind in "iufb":
+        return text_column(values) if as_text else values.astype(np.float64)
     if kind not in "UTO":
         raise DataError(f"{where} holds {values.dtype} values: turn them into numbers or text, or use --drop-columns {name}")
     read = _text_value if as_text else _number_value
-    found = [read(value, f"{where}, record {first + number}", name) for number, value in enumerate(values.tolist())]
+    found = [
+        read(value, f"{source}, record {first + number}, column {name!r}", name)
+        for number, value in enumerate(values.tolist())
+    ]
     column = np.empty(len(found), dtype=object if as_text else np.float64)
     column[:] = found
     return column

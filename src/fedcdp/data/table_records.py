@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,8 @@ class LabelledRecords:
     target_range: tuple[float, float] | None = None
 
     def dataset(self, inputs: NDArray[np.float32], records: NDArray[np.int64]) -> Dataset:
-        """A part of the records, with its inputs after scaling."""
+        """A part of the records, with its inputs after scaling; what is missing becomes 0."""
+        inputs[np.isnan(inputs)] = 0
         targets = self.targets[torch.from_numpy(records)]
         return Dataset(torch.from_numpy(inputs), targets, self.classes, self.task, self.target_range)
 
@@ -91,7 +93,7 @@ def clients_of(table: Columns, column: str) -> tuple[NDArray[np.int64], tuple[st
                 "or holds characters that cannot be printed"
             )
     names = sorted(set(texts))
-    if all(name.lstrip("-").isdecimal() for name in names):
+    with suppress(ValueError):
         names.sort(key=int)
     numbers = {name: number for number, name in enumerate(names)}
     return np.array([numbers[text] for text in texts], dtype=np.int64), tuple(names)

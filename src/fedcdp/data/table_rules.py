@@ -50,6 +50,9 @@ class ColumnRules:
             if unknown := next((name for name in columns if name not in header), None):
                 listed = ", ".join(header[:_SHOWN]) + (", …" if len(header) > _SHOWN else "")
                 raise DataError(f"{option}: {source} has no column {unknown!r}; its columns are {listed}")
+        declared = {*self.categories, *(self.ranges if self.task != "regression" else ())}
+        if not self.labels and labels[0] in declared:
+            raise DataError(f"columns: {labels[0]!r} is the label column of {source}; name it with --label-column too")
         if self.client in labels:
             raise DataError(f"label_column: {self.client!r} is also the client column; a column has one role")
         roles: dict[str, Role] = {}
