@@ -26,7 +26,7 @@ from fedcdp.files.tree import Inputs, each_tensor, tensors_in
 from fedcdp.mechanism.randomness import numpy_generator
 from fedcdp.models.networks import outputs_of
 from fedcdp.training.evaluation import is_binary
-from fedcdp.training.simulate import loss_for
+from fedcdp.training.loss_contract import loss_for
 
 CONFIDENCE = 0.99
 _BATCH = 1000

@@ -23,9 +23,10 @@ from fedcdp.engine import Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
 from fedcdp.files.tree import Inputs, each_tensor
 from fedcdp.models.networks import mixing_layers, prepare
+from fedcdp.training.loss_contract import loss_for
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
-from fedcdp.training.simulate import Run, loss_for
+from fedcdp.training.simulate import Run
 
 
 @dataclass(frozen=True)
