@@ -55,6 +55,7 @@ class Pace:
 # Found on the embedded digits and on tables of 150 to 36,000 records. Accuracy hardly changes within a factor of two.
 _ON_FEATURES = Pace(drift=2.0, step=80.0)  # the noise of a logit has the deviation of a weight's: features have norm 1
 _ON_OTHERS = Pace(drift=0.2, step=4.0)
+_ON_VALUES = Pace(drift=0.2, step=0.5)  # regression: outputs must settle at targets between −1 and 1, not grow like logits
 
 
 def recipe_applies(layers: Iterable[Settings]) -> bool:
@@ -117,9 +118,9 @@ def for_sizes(plan: Plan, sizes: Sequence[int], given: Container[str] = ()) -> P
     return plan.but(**chosen)
 
 
-def learning_rate(plan: Plan, sizes: Sequence[int], on_fixed_features: bool) -> float:
+def learning_rate(plan: Plan, sizes: Sequence[int], on_fixed_features: bool, task: str = "classification") -> float:
     """The learning rate for a plan whose noise is calibrated, over clients that hold `sizes` records; three digits."""
-    pace = _ON_FEATURES if on_fixed_features else _ON_OTHERS
+    pace = _ON_VALUES if task == "regression" else _ON_FEATURES if on_fixed_features else _ON_OTHERS
     # A client divides the noise on its sum by its number of records, and weights the result. The server divides by the
     # number of clients.
     mean = plan.mean_records or sum(sizes) / len(sizes)

@@ -88,7 +88,7 @@ def plan_experiment(
     if recipe:
         if not any("learning_rate" in layer.get("plan", {}) for layer in given):
             on_features = experiment.model.network in default_recipe.FIXED_FEATURES
-            plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, on_features))
+            plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, on_features, experiment.data.task))
         said = default_recipe.describe_recipe(plan, sizes, target.epsilon, target.adversary, target.unit)
     reached = target.reached(plan, population, mode=mode)  # type: ignore[arg-type]
     return Planned(replace(experiment, plan=plan), reached, said)
@@ -120,7 +120,8 @@ def recommended_plan(
     if scale_inputs:
         plan = plan.but(scaling_noise=_scaling_noise(target_epsilon, plan.delta))
     plan = calibrate.calibrate(plan, Population.of(federation, Layout.of(model), plan), target)
-    plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, trains_fixed_features(model)))
+    on_features = trains_fixed_features(model)
+    plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, on_features, federation.train.task))
     return plan, default_recipe.describe_recipe(plan, sizes, target.epsilon, target.adversary, target.unit)
 
 
