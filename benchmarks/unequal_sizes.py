@@ -4,8 +4,8 @@
     python -m benchmarks.unequal_sizes --train build/plans.json --device cuda --out results/unequal_sizes.json
 
 100 clients share MNIST's 50,000 training digits: 500 each, or sizes drawn from a Dirichlet distribution, the largest at most
-20 times the smallest. The recommended recipe at ε = 2 against the server weights clients by their records; the same plan with
-equal weights shows why. The two steps may run on different machines: the second does not need dp-accounting.
+20 times the smallest. The recommended recipe at ε = 2 against the server weights clients by their records; the same plan
+with equal weights shows why. The two steps may run on different machines: the second does not need dp-accounting.
 """
 
 from __future__ import annotations
