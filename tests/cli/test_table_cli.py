@@ -134,7 +134,8 @@ def test_names_reach_the_federation(table: Path) -> None:
 def test_private_scaling_of_a_table_is_part_of_its_epsilon(cli: Cli, workplace: Path) -> None:
     done = cli("train", *READ, "--scaling", "private", "--target-epsilon", "4", "--out", "scaled", "--json")
     assert done.status == 0, done.stderr
-    rows = json.loads(done.stdout)["epsilon"]
-    assert 3.8 < rows[0]["epsilon"] <= 4
+    found = json.loads(done.stdout)
+    assert 3.8 < found["epsilon"][0]["epsilon"] <= 4
+    assert {each["client"]: each["records"] for each in found["clients"]} == {"Ulm": 8, "Bad Aibling": 24, "Jena": 48}
     assert (workplace / "scaled" / "scaling.safetensors").exists()
     assert '"round":-1' in (workplace / "scaled" / "ledger.jsonl").read_text()
