@@ -34,8 +34,8 @@ COPIES = (
     "needlessly loose: one bound covers a person's copies at clients of different sizes, some with more records than slots"
 )
 SLOTS = (
-    "needlessly loose: one bound covers a person's copies at clients whose slots carry different noise: the highest sampling "
-    "rate with the least noise"
+    "needlessly loose: one bound covers a person's copies at clients whose slots carry different noise: the highest rate "
+    "with the least noise"
 )
 TABLE = (
     "discretisation: every release is rounded up to the step of the privacy loss distribution, which is visible in a small ε"
