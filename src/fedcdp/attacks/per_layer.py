@@ -59,7 +59,7 @@ class LayerLeaks:
     victims: int
     """How many victims were attacked."""
     promised_deviation: float
-    """Standard deviation of the noise that the method promises on each coordinate."""
+    """Standard deviation of the noise that the method promises on each coordinate (root mean square over the victims)."""
     layers: tuple[LayerLeak, ...]
     """One entry for each tensor."""
     seconds: float
@@ -123,19 +123,20 @@ def layer_by_layer(
         mse = _nearest(found.examples, seen, visible, value_range)
         exact = float((mse < exact_mse).double().mean())
         deviation = float(noise.square().mean().sqrt())
-        less = _much_less(deviation, seen.deviation, noise.numel())
+        relative = noise.flatten(1) / seen.deviation[:, None] if seen.noisy else torch.ones_like(noise)
+        less = _much_less(float(relative.square().mean().sqrt()), noise.numel())
         layers.append(LayerLeak(name, deviation, less, float(mse.quantile(0.5)), exact))
     seconds = round(time.perf_counter() - started, 2)
-    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.deviation, tuple(layers), seconds)
+    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.noise_level, tuple(layers), seconds)
 
 
-def _much_less(measured: float, promised: float, numbers: int) -> bool:
-    """Whether the root mean square of `numbers` values is far below the promised deviation of their noise."""
+def _much_less(measured: float, numbers: int) -> bool:
+    """Whether the root mean square of `numbers` values, each over its promised deviation, is far below 1."""
     from scipy.stats import chi2
 
-    if measured >= _MUCH_LESS * promised:
+    if measured >= _MUCH_LESS:
         return False
-    return bool(chi2.cdf(numbers * (measured / promised) ** 2, numbers) < _BY_CHANCE)
+    return bool(chi2.cdf(numbers * measured**2, numbers) < _BY_CHANCE)
 
 
 def _nearest(guesses: Tensor, captured: Captured, visible: Tensor, value_range: tuple[float, float]) -> Tensor:
