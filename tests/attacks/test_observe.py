@@ -226,9 +226,8 @@ def test_noise_of_several_steps_adds_up_as_promised(federation: Federation, meth
     at_one = float(watched(federation, method, learning_rate=rate).look("type1", 6).deviation[0])
     if method.startswith("fed-cdp"):
         weights = [sum(momentum**later for later in range(1 + left)) for left in range(4)]
-        assert captured.deviation.tolist() == pytest.approx([at_one * math.sqrt(sum(weight**2 for weight in weights))] * len(captured))
-    else:
-        assert captured.deviation.tolist() == pytest.approx([at_one] * len(captured))
+        at_one *= math.sqrt(sum(weight**2 for weight in weights))
+    assert captured.deviation.tolist() == pytest.approx([at_one] * len(captured))
 
 
 @pytest.mark.parametrize("step", [1, 2])

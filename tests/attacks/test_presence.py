@@ -139,7 +139,7 @@ def test_heterogeneous_victims_have_the_auc_of_their_pairs() -> None:
     assert within(found.auc_predicted, found.auc)
     distances = torch.cat([torch.zeros(1), torch.tensor([3.0])]).double()
     expected = (0.5 + 2 * ndtr(3 / 2) + ndtr(3 / math.sqrt(2))) / 4
-    assert presence._predicted(distances, 1.0) == pytest.approx(float(expected))
+    assert presence._predicted(distances) == pytest.approx(float(expected))
 
 
 # How it is measured --------------------------------------------------------------------------------------------------

@@ -123,20 +123,20 @@ def layer_by_layer(
         mse = _nearest(found.examples, seen, visible, value_range)
         exact = float((mse < exact_mse).double().mean())
         deviation = float(noise.square().mean().sqrt())
-        relative = noise.flatten(1) / seen.deviation[:, None] if seen.noisy else torch.ones_like(noise)
-        less = _much_less(float(relative.square().mean().sqrt()), noise.numel())
+        relative = noise.flatten(1) / torch.where(seen.deviation > 0, seen.deviation, 1.0)[:, None]
+        less = seen.noisy and _much_less(float(relative.square().mean().sqrt()), 1.0, noise.numel())
         layers.append(LayerLeak(name, deviation, less, float(mse.quantile(0.5)), exact))
     seconds = round(time.perf_counter() - started, 2)
     return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.noise_level, tuple(layers), seconds)
 
 
-def _much_less(measured: float, numbers: int) -> bool:
-    """Whether the root mean square of `numbers` values, each over its promised deviation, is far below 1."""
+def _much_less(measured: float, promised: float, numbers: int) -> bool:
+    """Whether the root mean square of `numbers` values is far below the promised deviation of their noise."""
     from scipy.stats import chi2
 
-    if measured >= _MUCH_LESS:
+    if measured >= _MUCH_LESS * promised:
         return False
-    return bool(chi2.cdf(numbers * measured**2, numbers) < _BY_CHANCE)
+    return bool(chi2.cdf(numbers * (measured / promised) ** 2, numbers) < _BY_CHANCE)
 
 
 def _nearest(guesses: Tensor, captured: Captured, visible: Tensor, value_range: tuple[float, float]) -> Tensor:
