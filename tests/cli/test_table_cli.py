@@ -129,3 +129,21 @@ def test_names_reach_the_federation(table: Path) -> None:
     assert np.bincount(federation.validation_clients).tolist() == [6, 12, 2]
     with pytest.raises(PlanError, match="clients: 10 is not allowed; site names 3"):
         deal_out(assemble({"data": data}), load_splits(experiment))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("network", "leak"), [("linear", "type0"), ("linear", "type2"), ("mlp", "type0")])
+def test_weighted_clients_behind_private_scaling_are_attacked(cli: Cli, network: str, leak: str) -> None:
+    """The run's own network and weights, and those that the plan would have; all rounds of a linear head are replayed."""
+    plan = (*PLAN, "--weighting", "records", "--noise-slots", "held", "--scaling", "private", "--model", network)
+    plan = (*plan, "--validation-fraction", "0.4")  # enough public records
+    assert cli("train", *READ, *plan, "--out", "run", "--quiet").status == 0
+    search = ("--attack", "clip-aware", "--victims", "3", "--iterations", "5") if network == "mlp" else ()
+    for target in (("--run", "run"), (*READ, *plan)):
+        found = cli("attack", *target, "--leak", leak, *search, "--json", "--quiet")
+        assert found.status == 0, found.stderr
+        figures = json.loads(found.stdout)
+        assert figures["noise_deviation"] > 0
+        if network == "linear":
+            told = {each["attack"]: each for each in figures["tried"]}
+            assert "refused" not in told["linear-head"]

@@ -15,7 +15,7 @@ from torch import nn
 from fedcdp.accounting.population import Population
 from fedcdp.config import consent
 from fedcdp.config.default_recipe import FIXED_FEATURES
-from fedcdp.config.experiment import DEFAULT_DATASET, DataSettings, Experiment, assemble, read_toml
+from fedcdp.config.experiment import DEFAULT_DATASET, DataSettings, Experiment, Scaling, assemble, read_toml
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS, UNEQUAL, Settings
 from fedcdp.data import load, load_file
@@ -67,17 +67,22 @@ class Prepared:
 def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quiet: bool = False) -> Splits:
     """Load the data of an experiment."""
     settings = experiment.data
-    if settings.scaling == "private":  # public ranges first; training standardises by what clients release under noise
-        settings = replace(settings, scaling="public")
     if settings.file is not None:
         return _own_splits(settings)
     name = settings.dataset or DEFAULT_DATASET
-    return load(name, data_dir, split_seed=settings.split_seed, scaling=settings.scaling or "training", quiet=quiet)
+    return load(name, data_dir, split_seed=settings.split_seed, scaling=_when_read(settings) or "training", quiet=quiet)
+
+
+def _when_read(settings: DataSettings) -> Scaling | None:
+    """How data are scaled when they are read: privately means by public ranges first, and then in training, by what clients
+    release under noise."""
+    return "public" if settings.scaling == "private" else settings.scaling
 
 
 def _own_splits(settings: DataSettings) -> Splits:
     """A user's own file. The splits that were read last are kept, as long as neither file nor settings change."""
     options = {name: getattr(settings, setting) for name, setting in _FILE_OPTIONS.items()}
+    options["scaling"] = _when_read(settings)
     stamps = []
     for path in filter(None, (settings.file, settings.columns)):
         with suppress(OSError, ValueError):  # a missing file is refused when it is read
