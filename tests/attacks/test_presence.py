@@ -201,4 +201,4 @@ def test_the_papers_network_under_the_papers_noise() -> None:
     assert found.success_rate <= 0.1  # 1 in 200 by chance
     distance = torch.tensor([found.distance_between_worlds]).double()
     for releases, auc in ((10, 0.655), (100, 0.896), (1000, 0.9999)):
-        assert presence._predicted(distance, 24 / math.sqrt(releases)) == pytest.approx(auc, abs=0.005)
+        assert presence._predicted(distance * math.sqrt(releases) / 24) == pytest.approx(auc, abs=0.005)
