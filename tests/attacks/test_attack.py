@@ -321,8 +321,8 @@ def test_several_releases_have_less_noise_and_give_a_record_away_in_the_end(tabl
     few, many = (
         leaks(plan, model=nn.Linear(30, 2), federation=tables, victims=10, releases=releases) for releases in (1, 100)
     )
-    assert few.captured.deviation == pytest.approx(0.08)
-    assert many.captured.deviation == pytest.approx(0.008)
+    assert few.captured.noise_level == pytest.approx(0.08)
+    assert many.captured.noise_level == pytest.approx(0.008)
     assert many.summary()["distance_median"] < few.summary()["distance_median"] / 20
 
 

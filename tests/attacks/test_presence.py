@@ -139,7 +139,7 @@ def test_heterogeneous_victims_have_the_auc_of_their_pairs() -> None:
     assert within(found.auc_predicted, found.auc)
     distances = torch.cat([torch.zeros(1), torch.tensor([3.0])]).double()
     expected = (0.5 + 2 * ndtr(3 / 2) + ndtr(3 / math.sqrt(2))) / 4
-    assert presence._predicted(distances, 1.0) == pytest.approx(float(expected))
+    assert presence._predicted(distances) == pytest.approx(float(expected))
 
 
 # How it is measured --------------------------------------------------------------------------------------------------
@@ -201,4 +201,4 @@ def test_the_papers_network_under_the_papers_noise() -> None:
     assert found.success_rate <= 0.1  # 1 in 200 by chance
     distance = torch.tensor([found.distance_between_worlds]).double()
     for releases, auc in ((10, 0.655), (100, 0.896), (1000, 0.9999)):
-        assert presence._predicted(distance, 24 / math.sqrt(releases)) == pytest.approx(auc, abs=0.005)
+        assert presence._predicted(distance * math.sqrt(releases) / 24) == pytest.approx(auc, abs=0.005)

@@ -139,3 +139,21 @@ def test_private_scaling_of_a_table_is_part_of_its_epsilon(cli: Cli, workplace: 
     assert {each["client"]: each["records"] for each in found["clients"]} == {"Ulm": 8, "Bad Aibling": 24, "Jena": 48}
     assert (workplace / "scaled" / "scaling.safetensors").exists()
     assert '"round":-1' in (workplace / "scaled" / "ledger.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("network", "leak"), [("linear", "type0"), ("linear", "type2"), ("mlp", "type0")])
+def test_weighted_clients_behind_private_scaling_are_attacked(cli: Cli, network: str, leak: str) -> None:
+    """The run's own network and weights, and those that the plan would have; all rounds of a linear head are replayed."""
+    plan = (*PLAN, "--weighting", "records", "--noise-slots", "held", "--scaling", "private", "--model", network)
+    plan = (*plan, "--validation-fraction", "0.4")  # enough public records
+    assert cli("train", *READ, *plan, "--out", "run", "--quiet").status == 0
+    search = ("--attack", "clip-aware", "--victims", "3", "--iterations", "5") if network == "mlp" else ()
+    for target in (("--run", "run"), (*READ, *plan)):
+        found = cli("attack", *target, "--leak", leak, *search, "--json", "--quiet")
+        assert found.status == 0, found.stderr
+        figures = json.loads(found.stdout)
+        assert figures["noise_deviation"] > 0
+        if network == "linear":
+            told = {each["attack"]: each for each in figures["tried"]}
+            assert "refused" not in told["linear-head"]

@@ -29,6 +29,8 @@ from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.targets import has_classes, solve_targets
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import ModelError
+from fedcdp.models.features import Standardised
+from fedcdp.models.networks import scaling_of
 
 _EXACT = 1e-3  # largest residual of a gradient that counts as exact
 _RANK, _LOOSE, _TIGHT = 10.0, 100.0, 20.0  # times the rounding: least singular value; zeros before and after a first fit
@@ -48,9 +50,11 @@ class Recovered:
 
 def first_dense(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, str | None]:
     """The names of the weight and the bias (None if no bias is trained) of the dense layer that receives the example: the
-    first registered module other than `Flatten` and `Identity`."""
+    first registered module other than `Flatten`, `Identity` and the layer that standardises inputs."""
+    free, scaling = (nn.Flatten, nn.Identity), scaling_of(model)
     leaves = ((name, module) for name, module in model.named_modules() if next(module.children(), None) is None)
-    name, first = next((leaf for leaf in leaves if not isinstance(leaf[1], nn.Flatten | nn.Identity)), ("", model))
+    passed = (leaf for leaf in leaves if not isinstance(leaf[1], free) and leaf[1] is not scaling)
+    name, first = next(passed, ("", model))
     needs = "analytic needs a network whose first layer is dense"
     if not isinstance(first, nn.Linear):
         raise ModelError(f"{needs}; this one starts with {type(first).__name__}")
@@ -235,7 +239,8 @@ def invert(
     if has_classes(captured.task):
         counted, single = (infer_labels(captured, rule, classes, drawn) for rule in _RULES)
         labels = torch.where(captured.present.sum(1, keepdim=True) == 1, single, counted)
-    usual = None if public is None else float(public.tensor.flatten(1).norm(dim=1).median())
+    scaling = scaling_of(model)
+    usual = None if public is None else _usual_length(public.tensor, scaling)
     examples, found = seeds.clone(), torch.zeros(len(captured), dtype=torch.int64, device=captured.device)
     loss = torch.full((len(captured),), torch.inf, device=captured.device)
     for victim in range(len(captured)):
@@ -250,10 +255,10 @@ def invert(
         )
         if recovered.up_to_scale and recovered.inputs.any() and labels is not None:
             alone = everyone[victim : victim + 1]
-            recovered = _scaled(recovered, captured.take(alone), labels[alone], usual)
+            recovered = _scaled(recovered, captured.take(alone), labels[alone], usual, scaling)
         elif recovered.up_to_scale:  # a target of any size explains an input of any length
             recovered = replace(recovered, inputs=recovered.inputs * (usual or 1.0), found=False)
-        examples[victim, :count] = recovered.inputs.to(examples).view(count, *shape)
+        examples[victim, :count] = _as_inputs(recovered.inputs, shape, scaling).to(examples)
         found[victim] = Reconstruction.CONVERGED if recovered.found else Reconstruction.DIVERGED
         loss[victim] = recovered.residual
         if progress is not None:
@@ -263,7 +268,21 @@ def invert(
     return Reconstruction(examples, examples, seeds, answers, loss, once, found, len(captured))
 
 
-def _scaled(recovered: Recovered, captured: Captured, labels: Tensor, usual: float | None) -> Recovered:
+def _usual_length(inputs: Tensor, scaling: Standardised | None) -> float:
+    """The median norm of what inputs become before the dense layer."""
+    seen = inputs if scaling is None else scaling(inputs.to(scaling.mean))
+    return float(seen.flatten(1).norm(dim=1).median())
+
+
+def _as_inputs(found: Tensor, shape: tuple[int, ...], scaling: Standardised | None) -> Tensor:
+    """The network's inputs [..., *shape] behind inputs [..., n] of its dense layer."""
+    inputs = found.view(*found.shape[:-1], *shape)
+    return inputs if scaling is None else scaling.undo(inputs)
+
+
+def _scaled(
+    recovered: Recovered, captured: Captured, labels: Tensor, usual: float | None, scaling: Standardised | None
+) -> Recovered:
     """Choose a length for inputs known only by direction (layer without bias): one that explains the observation.
 
     In a network without any bias two lengths may fit, because a longer example produces a larger gradient but also a more
@@ -274,7 +293,7 @@ def _scaled(recovered: Recovered, captured: Captured, labels: Tensor, usual: flo
         many = captured.take(torch.zeros(len(scales), dtype=torch.int64, device=captured.device))
         guesses = torch.zeros_like(many.tensor)
         scaled = recovered.inputs * scales.to(recovered.inputs).view(-1, 1, 1)
-        guesses[:, : scaled.shape[1]] = scaled.to(guesses).view(*scaled.shape[:2], *guesses.shape[2:])
+        guesses[:, : scaled.shape[1]] = _as_inputs(scaled, many.shape, scaling).to(guesses)
         with torch.no_grad():
             shown = predicted(many, "gradient", guesses, labels.expand(len(scales), -1), many.present)
         return Objective().between(shown, many.seen).nan_to_num(math.inf).cpu()

@@ -174,8 +174,8 @@ def attack_labels(
         accuracy, baseline, chance = found["label_accuracy"], found["label_baseline"], None
     labels = LabelGuesses(int(present.sum()), accuracy, baseline, chance, guesses)
     return Inferred(
-        captured.plan.method, captured.leak, "labels", len(captured), captured.deviation, captured.steps, captured.releases,
-        labels=labels, names=names, seconds=time.perf_counter() - started,
+        captured.plan.method, captured.leak, "labels", len(captured), captured.noise_level, captured.steps,
+        captured.releases, labels=labels, names=names, seconds=time.perf_counter() - started,
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Input
         evidence = captured.seen[weight].sum((1, 2)) if bias is None else captured.seen[bias][:, 0]
         labels = (evidence < 0).long()[:, None].expand(victims, examples)
     else:
-        scores = _single_scores(captured.seen, weight, bias, rule, classes, noisy=captured.deviation > 0)
+        scores = _single_scores(captured.seen, weight, bias, rule, classes, noisy=captured.noisy)
         labels = scores.argmin(1)[:, None].expand(victims, examples)
     if rule == "counts" and knows == "method" and (examples > 1 or captured.steps > 1):
         return refine_labels(captured, labels, classes, seeds)

@@ -174,7 +174,7 @@ class Leaks:
             "round": captured.round,
             "steps": captured.steps,
             "releases": captured.releases,
-            "noise_deviation": captured.deviation,
+            "noise_deviation": captured.noise_level,
             "evaluations": self.found.evaluations,
             "seconds": round(self.seconds, 2),
         }

@@ -22,6 +22,8 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.engine import Loss
 from fedcdp.errors import DataError
 from fedcdp.files.tree import Tree
+from fedcdp.models.features import Standardised
+from fedcdp.models.networks import scaling_of
 
 _BATCH = 500
 _SAME = 1e-4
@@ -156,6 +158,8 @@ class FeaturePrior:
     inverse: Tensor | None
     """[D, inputs]: from centred features (class mean subtracted) to centred inputs; None: the features are the inputs."""
     shape: tuple[int, ...]
+    scaling: Standardised | None = None
+    """Where the features are the inputs: what standardises them, if anything does."""
 
     @staticmethod
     def of(head: LinearHead, public: Dataset | None, shape: tuple[int, ...], victims: Tensor) -> FeaturePrior:
@@ -169,7 +173,8 @@ class FeaturePrior:
                 raise DataError(f"public: linear-head needs {_FEWEST} public examples to turn features into inputs")
             nothing = torch.zeros(head.classes, size, dtype=torch.float64)
             flat = torch.full((size,), torch.inf, dtype=torch.float64)
-            return FeaturePrior(nothing, torch.eye(size, dtype=torch.float64), flat, None, nothing, None, shape)
+            basis = torch.eye(size, dtype=torch.float64)
+            return FeaturePrior(nothing, basis, flat, None, nothing, None, shape, scaling_of(head.network))
         features, inputs = head.features(public.tensor), public.tensor.flatten(1).double()
         groups = groups_of(public.targets, head.classes)
         means, centred = _by_class(features, groups, head.classes)
@@ -178,12 +183,16 @@ class FeaturePrior:
         least = _LEAST_SPREAD * float(variances.max())
         length = float(features.norm(dim=1).quantile(0.5))
         inverse = None if plain else _ridge(centred, centred_inputs)
-        return FeaturePrior(means, basis, variances.clamp(min=max(least, 1e-12)), length, input_means, inverse, shape)
+        return FeaturePrior(
+            means, basis, variances.clamp(min=max(least, 1e-12)), length, input_means, inverse, shape,
+            scaling_of(head.network),
+        )  # fmt: skip
 
     def inputs(self, features: Tensor, labels: Tensor) -> Tensor:
         """The most likely inputs [n, *shape] for features [n, D] with these targets [n, ...]."""
         if self.inverse is None:
-            return features.view(*features.shape[:-1], *self.shape)
+            plain = features.view(*features.shape[:-1], *self.shape)
+            return plain if self.scaling is None else self.scaling.undo(plain)
         found = self.input_means[groups_of(labels, len(self.means))] + (features - self.typical(labels)) @ self.inverse
         return found.view(*features.shape[:-1], *self.shape)
 
@@ -198,10 +207,11 @@ def groups_of(targets: Tensor, classes: int) -> Tensor:
 
 
 def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:
-    """Whether the layers before the head leave an input unchanged except for its shape."""
+    """Whether the layers before the head leave an input, once it is standardised, unchanged except for its shape."""
     probe = torch.rand(3, *shape, generator=torch.Generator().manual_seed(1))
-    features = head.features(probe)
-    return features.shape == probe.flatten(1).shape and bool((features - probe.flatten(1)).abs().max() < 1e-6)
+    features, scaling = head.features(probe), scaling_of(head.network)
+    wanted = (probe if scaling is None else scaling(probe.to(scaling.mean)).cpu()).flatten(1).double()
+    return features.shape == wanted.shape and torch.allclose(features, wanted, rtol=1e-6, atol=1e-6)
 
 
 def _without(public: Dataset, victims: Tensor) -> Dataset:

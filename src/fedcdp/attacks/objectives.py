@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.observe import Captured
+from fedcdp.attacks.observe import Captured, as_gradient
 from fedcdp.engine.base import Batch, Unquestioning
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Inputs, Tree, each_tensor, masked
@@ -104,7 +104,7 @@ def predicted(captured: Captured, knows: Knows, inputs: Inputs, targets: Tensor,
 
 def check_reproduces(captured: Captured) -> None:
     """Raise if a noiseless capture is not reproduced from its own examples: an attack on it would prove nothing."""
-    if captured.deviation or prunes(captured):
+    if captured.noisy or prunes(captured):
         return
     again = predicted(captured, "method", captured.inputs, captured.targets, captured.present)
     layout = captured.engine.layout
@@ -139,11 +139,11 @@ def _plain_gradient(captured: Captured, inputs: Inputs, targets: Tensor, present
 
 def _by_method(captured: Captured, inputs: Inputs, targets: Tensor) -> Tree:
     """The method's own release for the examples, without its noise and its pruning."""
-    plan = captured.plan.but(compression=0.0, share_fraction=1.0, noise="batch")
+    plan = captured.plan.but(compression=0.0, share_fraction=1.0, noise="batch", noise_slots="all")
     clients = torch.arange(len(targets), device=targets.device)
     engine = Unquestioning(captured.engine)
     at = Moment(plan, engine, Silence(engine.layout), captured.round, clients, captured.expected_batch)
-    at = replace(at, current_clip=captured.current_clip)
+    at = replace(at, current_clip=captured.current_clip, records=captured.client_weight, mean_records=1.0)
     rows = clients[:, None]
     uses = captured.uses.clamp(max=targets.shape[1] - 1)  # one dummy may stand for all examples
     batches = [
@@ -153,8 +153,7 @@ def _by_method(captured: Captured, inputs: Inputs, targets: Tensor) -> Tree:
     if captured.leak == "type2":
         return _example_by_method(captured, batches[0], at)
     update = take_part(METHODS[plan.method], {name: v[0] for name, v in captured.weights.items()}, batches, at).update
-    rate = plan.learning_rate_at(captured.round)
-    return {name: value / -rate for name, value in update.items()}
+    return as_gradient(update, at)
 
 
 def _example_by_method(captured: Captured, batch: Batch, at: Moment) -> Tree:

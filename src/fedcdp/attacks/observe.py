@@ -7,8 +7,8 @@
 | `type0` | is the server | the client's update, as received |
 
 `capture` taps a training and returns `Captured`: the releases, the adversary's other knowledge, and the ground truth that
-scores the attack. Observations are in units of a gradient: an update is divided by −η. After one local step it is the mean
-gradient of the batch, after L steps the sum of L such means.
+scores the attack. Observations are in units of a gradient: an update is divided by −η and by the client's weight, both of
+which are public. After one local step it is the mean gradient of the batch, after L steps the sum of L such means.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedcdp.data.tasks import TaskName
 from fedcdp.engine.base import Batch, Engine
 from fedcdp.errors import DataError, PlanError
 from fedcdp.files.tree import Inputs, Tree, each_tensor, tensors_in
-from fedcdp.mechanism.noise import SeededNoise, Silence, deviation_of_step_sum, noise_of
+from fedcdp.mechanism.noise import SeededNoise, Silence, noise_of
 from fedcdp.mechanism.randomness import numpy_generator, stream_key
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS, Moment, take_part
@@ -36,7 +36,7 @@ from fedcdp.training.rundir import State
 Leak = Literal["type0", "type1", "type2"]
 LEAKS: tuple[Leak, ...] = get_args(Leak)
 
-_BY_VICTIM = ("targets", "present", "expected_batch", "slot", "client")
+_BY_VICTIM = ("targets", "present", "expected_batch", "client_weight", "deviation", "slot", "client")
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ class Captured:
     """[steps, victims, slots]: whether the slot was filled."""
     expected_batch: Tensor
     """[victims]: divisor of the sum over a step (1 for a single example)."""
-    deviation: float
-    """Standard deviation of the noise that the method promises on each coordinate of `seen`; 0 if it adds none."""
+    client_weight: Tensor
+    """[victims]: the weight of the victim's update, N_i over its mean; 1 if all are equal, and for a single example."""
+    deviation: Tensor
+    """[victims]: standard deviation of the noise that the method promises on each coordinate of `seen`; 0: none."""
     releases: int
     current_clip: float | None
     slot: Tensor
@@ -106,6 +108,16 @@ class Captured:
     def means(self) -> Tensor:
         """[victims]: number of mean gradients summed over a victim's examples; the step count if every batch was full."""
         return self.used.sum((0, 2)) / self.expected_batch
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the method promises noise."""
+        return bool((self.deviation > 0).any())
+
+    @property
+    def noise_level(self) -> float:
+        """The root mean square of the victims' noise deviations."""
+        return float(self.deviation.square().mean().sqrt())
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +161,8 @@ def join(parts: list[Captured]) -> Captured:
         uses=torch.cat([widen(part.uses, 2, slots) for part in parts], dim=1),
         used=torch.cat([widen(part.used, 2, slots) for part in parts], dim=1),
         expected_batch=torch.cat([part.expected_batch for part in parts]),
+        client_weight=torch.cat([part.client_weight for part in parts]),
+        deviation=torch.cat([part.deviation for part in parts]),
         slot=torch.cat([part.slot for part in parts]),
         client=torch.cat([part.client for part in parts]),
     )
@@ -240,18 +254,32 @@ def _check(plan: Plan, look: Look, victims: int) -> None:
         raise PlanError(f"step: {look.step} is for type2; a {look.leak} adversary sees whole updates")
 
 
-def promised_deviation(plan: Plan, leak: Leak, state: State, batch: int) -> float:
-    """Standard deviation of the noise that a method adds to the observation, in units of a gradient.
+def promised_deviation(at: Moment, leak: Leak) -> Tensor:
+    """Standard deviation of the noise that a method adds to the observation of each client [clients], as `seen` is scaled.
 
     For an update of several steps, this ignores how noise in one step changes the gradients of later steps.
     """
+    plan, one = at.plan, torch.ones(len(at.clients), dtype=torch.float64, device=at.clients.device)
     if leak == "type2":
-        return plan.noise_scale_at(state.round, state.clip) if plan.per_example and plan.noise == "example" else 0.0
-    if plan.per_example:
-        return deviation_of_step_sum(plan, state.round, state.clip) * _accumulated(plan) / batch
+        if not plan.per_example or plan.noise != "example":
+            return one * 0
+        return at.noise_scale * (one if at.slot_noise is None else at.slot_noise[:, 0].double())
+    if plan.per_example:  # the weight of an update multiplies gradients and noise alike
+        return at.step_deviation * _accumulated(plan) / at.expected_batch.double()
     if plan.method == "fed-sdp" and plan.noise_at == "client":
-        return plan.noise_scale_at(state.round, state.clip) / plan.learning_rate_at(state.round)
-    return 0.0
+        return at.noise_scale / at.learning_rate / weights_of(at).double()
+    return one * 0
+
+
+def weights_of(at: Moment) -> Tensor:
+    """The weight of each client's update [clients]; 1 if all are equal."""
+    return torch.ones(len(at.clients), device=at.clients.device) if at.client_weights is None else at.client_weights
+
+
+def as_gradient(update: Tree, at: Moment) -> Tree:
+    """Updates [clients, ...] in units of a gradient: divided by −η and by the weight of each client."""
+    scale = -at.learning_rate * weights_of(at)
+    return {name: value / scale.view(-1, *(1,) * (value.dim() - 1)) for name, value in update.items()}
 
 
 def _accumulated(plan: Plan) -> float:
@@ -292,10 +320,10 @@ def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor)
         seen, weights = _release(simulator, state, look, batches, at, number)
         total = {name: value + seen[name] for name, value in total.items()} if total else seen
     mean = {name: value / look.releases for name, value in total.items()}
-    deviation = 0.0 if look.silent else promised_deviation(simulator.plan, look.leak, state, int(at.expected_batch.max()))
+    deviation = promised_deviation(at, look.leak) * (0.0 if look.silent else 1 / math.sqrt(look.releases))
     known = _examples(simulator, drawn[-1]) if look.leak == "type2" else _updates(simulator, drawn, at)
     place = (known["client"], known["slot"]) if look.leak == "type2" else (known["client"],)
-    known["client"] = at.clients[known["client"]]
+    known |= {"client": at.clients[place[0]], "deviation": deviation[place[0]]}
     return Captured(
         leak=look.leak,
         plan=simulator.plan,
@@ -304,7 +332,6 @@ def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor)
         seen={name: value[place] for name, value in mean.items()},
         weights={name: value[place[0]] for name, value in weights.items()},
         weights_shared=len(drawn) == 1 or look.leak != "type2",
-        deviation=deviation / math.sqrt(look.releases),
         releases=look.releases,
         current_clip=state.clip,
         **known,
@@ -341,8 +368,7 @@ def _release(
     take_part(METHODS[plan.method], state.weights, batches, replace(at, noise=noise, tap=tap))
     if look.leak == "type2":
         return told["type2", look.step], told["local-weights", look.step]
-    rate = plan.learning_rate_at(state.round)
-    return {name: value / -rate for name, value in told[look.leak, 0].items()}, told["local-weights", 0]
+    return as_gradient(told[look.leak, 0], at), told["local-weights", 0]
 
 
 def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -360,6 +386,7 @@ def _examples(simulator: Simulator, drawn: tuple[Tensor, Tensor]) -> dict[str, A
         "uses": one,
         "used": torch.ones_like(one, dtype=torch.bool),
         "expected_batch": torch.ones_like(client),
+        "client_weight": torch.ones(len(client), device=records.device),
     }
 
 
@@ -386,4 +413,5 @@ def _updates(simulator: Simulator, drawn: list[tuple[Tensor, Tensor]], at: Momen
         "uses": torch.stack(places, dim=1),
         "used": used[:, client],
         "expected_batch": at.expected_batch[client],
+        "client_weight": weights_of(at)[client],
     }

@@ -59,7 +59,7 @@ class LayerLeaks:
     victims: int
     """How many victims were attacked."""
     promised_deviation: float
-    """Standard deviation of the noise that the method promises on each coordinate."""
+    """Standard deviation of the noise that the method promises on each coordinate (root mean square over the victims)."""
     layers: tuple[LayerLeak, ...]
     """One entry for each tensor."""
     seconds: float
@@ -123,10 +123,11 @@ def layer_by_layer(
         mse = _nearest(found.examples, seen, visible, value_range)
         exact = float((mse < exact_mse).double().mean())
         deviation = float(noise.square().mean().sqrt())
-        less = _much_less(deviation, seen.deviation, noise.numel())
+        relative = noise.flatten(1) / torch.where(seen.deviation > 0, seen.deviation, 1.0)[:, None]
+        less = seen.noisy and _much_less(float(relative.square().mean().sqrt()), 1.0, noise.numel())
         layers.append(LayerLeak(name, deviation, less, float(mse.quantile(0.5)), exact))
     seconds = round(time.perf_counter() - started, 2)
-    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.deviation, tuple(layers), seconds)
+    return LayerLeaks(simulator.plan.method, look.leak, "per-layer", len(seen), seen.noise_level, tuple(layers), seconds)
 
 
 def _much_less(measured: float, promised: float, numbers: int) -> bool:

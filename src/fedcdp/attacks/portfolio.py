@@ -175,7 +175,7 @@ def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress
         raise DataError(next(iter(refused.values())))
     labels: Inferred | None = found.get("labels")
     return Inferred(
-        captured.plan.method, captured.leak, "inference", len(captured), captured.deviation, captured.steps,
+        captured.plan.method, captured.leak, "inference", len(captured), captured.noise_level, captured.steps,
         captured.releases, None if labels is None else labels.labels, found.get("matched-filter"), found.get("membership"),
         refused, attempts.scene.names(captured), time.perf_counter() - started,
     )  # fmt: skip
@@ -257,7 +257,7 @@ def searches(attempts: Attempts) -> list[str]:
     """The search attacks, most promising first: those that know the method, if it changes a gradient."""
     captured = attempts.captured
     single = captured.most == 1 and captured.steps == 1
-    if captured.deviation:
+    if captured.noisy:
         return ["clip-aware" if single else "batch", "averaging"]
     if captured.plan.per_example or prunes(captured) or captured.steps > 1:
         return ["clip-aware", "cpl", "inverting-gradients"] if single else ["unrolled", "clip-aware", "batch"]
@@ -267,7 +267,7 @@ def searches(attempts: Attempts) -> list[str]:
 def filters(attempts: Attempts) -> list[str]:
     """Under noise: the test that shows what an adversary can tell at all."""
     known = attempts.scene.simulator is not None and len(attempts.captured) > 1
-    return ["matched-filter"] if known and attempts.captured.deviation else []
+    return ["matched-filter"] if known and attempts.captured.noisy else []
 
 
 def trial(summary: dict[str, Any]) -> dict[str, Any]:

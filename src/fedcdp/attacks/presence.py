@@ -71,7 +71,7 @@ class Presence:
     distance_between_worlds: float
     """Mean norm of the change that one example makes, in units of a gradient."""
     noise_deviation: float
-    """Standard deviation of the noise on the mean of the releases."""
+    """Standard deviation of the noise on the mean of the releases (root mean square over the victims)."""
     releases: int
     """How many releases the adversary averaged."""
     steps: int
@@ -123,8 +123,10 @@ def matched_filter(
                 progress(number + 1, 2 * releases)
         means.append(total / releases)
     deviation = captured.deviation / math.sqrt(releases)
-    scores = [((mean - middle) * difference).sum(1) for mean in means]
     distance = difference.norm(dim=1)
+    # The scores of victims are compared, so each is in units of its own noise.
+    unit = torch.where(deviation > 0, deviation, 1.0)
+    scores = [((mean - middle) * difference).sum(1) / unit.square() for mean in means]
     identified, among = None, None
     if leak == "type2" and there.weights_shared:
         identified, among = _identify(there, means[0], public, candidates)
@@ -136,9 +138,9 @@ def matched_filter(
         identified,
         among,
         area_under_curve(*(score.cpu().numpy() for score in scores)),
-        _predicted(distance, deviation) if deviation else None,
+        _predicted(distance / unit) if captured.noisy else None,
         float(distance.mean()),
-        deviation,
+        captured.noise_level / math.sqrt(releases),
         releases,
         simulator.plan.local_steps,
         state.round,
@@ -146,11 +148,11 @@ def matched_filter(
     )
 
 
-def _predicted(distance: Tensor, deviation: float) -> float:
-    """The expected AUC: the scores of a present victim and of another, absent one differ by (d² + d'²)/2 on average, with a
-    variance of (d² + d'²)·τ²."""
+def _predicted(distance: Tensor) -> float:
+    """The expected AUC for distances d in units of the noise: the scores of a present victim and of another, absent one
+    differ by (d² + d'²)/2 on average, with a variance of d² + d'²."""
     squares = distance.square()
-    return float(torch.special.ndtr((squares[:, None] + squares).sqrt() / (2 * deviation)).mean())
+    return float(torch.special.ndtr((squares[:, None] + squares).sqrt() / 2).mean())
 
 
 def _identify(there: Captured, seen: Tensor, public: Dataset, candidates: int) -> tuple[float, int]:

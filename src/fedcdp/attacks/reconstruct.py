@@ -237,7 +237,8 @@ class Problem:
         shown = predicted(part, self._recipe.knows, examples, targets, self._present[names])
         if self._space.has_prior:  # −log of the posterior density, up to a constant
             misfit = self._recipe.objective.misfit(shown, part.seen)
-            loss = misfit / (2 * max(part.deviation, _LEAST_NOISE) ** 2) + self._space.penalty(points[:, : self._size])
+            variance = part.deviation.to(misfit).clamp(min=_LEAST_NOISE).square()
+            loss = misfit / (2 * variance) + self._space.penalty(points[:, : self._size])
         else:
             loss = self._recipe.objective.between(shown, part.seen)
         if self._recipe.objective.total_variation:

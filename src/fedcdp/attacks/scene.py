@@ -26,6 +26,7 @@ from fedcdp.models.networks import mixing_layers, prepare
 from fedcdp.training.loss_contract import loss_for
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
+from fedcdp.training.scaling import with_set_scaling
 from fedcdp.training.simulate import Run
 
 
@@ -141,6 +142,10 @@ def simulated(
     else:
         plan, network = target, model
     _check_place(plan, leak, at_round, step, steps)
+    if plan.scaling_noise is not None and model is not None:  # rounds are computed behind the layer that scales inputs
+        given = network is model
+        model = with_set_scaling(model, federation, plan, target.model if isinstance(target, Run) else None)
+        network = model if given else network
     check_apart(network)
     loss = loss_for(federation.train, loss)
     # Earlier rounds follow the plan; only in the captured round does a client take the requested number of steps.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.linear_head import LinearHead, Link
-from fedcdp.attacks.observe import Captured, Leak, promised_deviation
+from fedcdp.attacks.observe import Captured, Leak, as_gradient, promised_deviation, weights_of
 from fedcdp.attacks.replay import Course
 from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Batch
@@ -74,13 +74,17 @@ class Sightings:
 def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings:
     """A single observation, or the mean of several at the same weights, as a sighting of one release."""
     seen, (weights, biases) = head.gradient(captured.seen), head.weights(captured.weights)
-    plan, most = captured.plan, captured.present.shape[1]
-    bound = _bound(plan, captured.leak, captured.round, captured.current_clip, most if captured.steps == 1 else 0)
+    counts = (captured.present.sum(1) * (captured.steps == 1)).tolist()
+    bounds = [
+        _bound(captured.plan, captured.leak, captured.round, captured.current_clip, count, weight)
+        for count, weight in zip(counts, captured.client_weight.tolist(), strict=True)
+    ]
+    deviations = captured.deviation.tolist()
     shares = _shares(captured)
     one = torch.ones(1, dtype=torch.float64)
     found = [
         Sighting(
-            seen[v : v + 1], weights[v : v + 1], biases[v : v + 1], one * captured.deviation, one * bound,
+            seen[v : v + 1], weights[v : v + 1], biases[v : v + 1], one * deviations[v], one * bounds[v],
             shares[v : v + 1, captured.present[v].cpu()], head.bias is not None, head.link,
         )
         for v in range(len(captured))
@@ -88,12 +92,12 @@ def sighted_once(captured: Captured, head: LinearHead, source: str) -> Sightings
     return Sightings(captured, found, source)
 
 
-def _bound(plan: Plan, leak: Leak, round_: int, current: float | None, examples: int) -> float:
+def _bound(plan: Plan, leak: Leak, round_: int, current: float | None, examples: int, weight: float) -> float:
     """The clip bound of an example's gradient; for a clipped update of one example, in units of a gradient."""
     if plan.per_example:
         return plan.clip_at(round_, current)
     if plan.method == "fed-sdp" and plan.noise_at == "client" and leak != "type2" and examples == 1:
-        return plan.clip_at(round_, current) / plan.learning_rate_at(round_)
+        return plan.clip_at(round_, current) / plan.learning_rate_at(round_) / weight
     return math.inf
 
 
@@ -168,6 +172,18 @@ def _drawn(course: Course, simulator: Simulator, clients: list[int], wanted: int
     return {client: list(records) for client, records in found.items() if records}
 
 
+@dataclass(frozen=True)
+class _EachAlone(Moment):
+    """A moment whose slots are victims of one client, each noised as in a slot of its client's own batch."""
+
+    units: Tensor | None = None
+
+    @property
+    def slot_noise(self) -> Tensor | None:
+        """See `Moment`."""
+        return self.units
+
+
 class _Spy:
     """Observes the victims' clients in every round."""
 
@@ -193,20 +209,21 @@ class _Spy:
         most = max(map(len, records))
         mine = torch.tensor([each + [-1] * (most - len(each)) for each in records], device=at.clients.device)
         local = Local(repeat(state.weights, len(names)))
+        units = None if at.slot_noise is None else at.slot_noise[:, :1].expand(-1, most)
         for step, (positions, filled) in enumerate(zip(draw.positions, draw.present, strict=True)):
             there = ((positions[:, :, None] == mine[:, None]) & filled[:, :, None]).any(1)
             if bool(there.any()):
                 told: list[Tree] = []
-                alone = replace(
-                    at, step=step, plan=plan.but(batch_size=most, slots=most),
-                    tap=_kept_in(told),
+                alone = _EachAlone(
+                    plan.but(batch_size=most, slots=most), at.engine, at.noise, at.round, at.clients, at.expected_batch,
+                    step=step, tap=_kept_in(told), current_clip=at.current_clip, units=units,
                 )  # fmt: skip
                 method.gradient_sum(local.weights, self._simulator.data.examples.batch(mine.clamp(min=0), there), alone)
                 seen, (weights, biases) = self._head.gradient(told[0]), self._head.weights(local.weights)
                 for client, slot in there.nonzero().tolist():
                     key = (names[client], int(mine[client, slot]))
                     shares = torch.ones(1, dtype=torch.float64)
-                    self._keep(key, state, seen[client, slot], weights[client], biases[client], shares, 1)
+                    self._keep(key, at, client, seen[client, slot], weights[client], biases[client], shares)
             if step + 1 < len(draw.positions):
                 batch = self._simulator.data.examples.batch(positions, filled)
                 local = method.local_step(local, batch, replace(at, step=step))
@@ -216,22 +233,22 @@ class _Spy:
             self._simulator.data.examples.batch(*each) for each in zip(draw.positions, draw.present, strict=True)
         ]
         update = take_part(METHODS[at.plan.method], state.weights, batches, at).update
-        rate = self._simulator.plan.learning_rate_at(state.round)
-        seen, (weights, biases) = self._head.gradient(update) / -rate, self._head.weights(state.weights)
+        seen, (weights, biases) = self._head.gradient(as_gradient(update, at)), self._head.weights(state.weights)
         for place, client in enumerate(at.clients.tolist()):
             used = draw.positions[:, place][draw.present[:, place]].cpu()
-            expected = int(at.expected_batch[place])
             counts = torch.tensor([int((used == record).sum()) for record in self._records[client]], dtype=torch.float64)
-            self._keep((client, -1), state, seen[place], weights, biases, counts / expected, expected)
+            shares = counts / int(at.expected_batch[place])
+            self._keep((client, -1), at, place, seen[place], weights, biases, shares)
 
     def _keep(
-        self, key: tuple[int, int], state: State, seen: Tensor, weights: Tensor, biases: Tensor, shares: Tensor, batch: int
+        self, key: tuple[int, int], at: Moment, place: int, seen: Tensor, weights: Tensor, biases: Tensor, shares: Tensor
     ) -> None:
-        plan = self._simulator.plan
+        """Keep what was seen of the client at this place."""
+        weight = 1.0 if self._leak == "type2" else float(weights_of(at)[place])
         self._releases[key].append({
             "seen": seen.float(), "weights": weights.float(), "biases": biases, "shares": shares,
-            "deviation": promised_deviation(plan, self._leak, state, batch),
-            "bound": _bound(plan, self._leak, state.round, state.clip, len(shares)),
+            "deviation": float(promised_deviation(at, self._leak)[place]), "weight": weight,
+            "bound": _bound(at.plan, self._leak, at.round, at.current_clip, len(shares), weight),
         })  # fmt: skip
 
     def told(self, source: str, wanted: int | None) -> Sightings:
@@ -243,9 +260,12 @@ class _Spy:
             )
         found = [_sighting(releases, self._head) for releases in seen.values()]
         records = [[r] if r >= 0 else self._records[c] for c, r in seen]
-        return Sightings(self._captured(found, records, [client for client, _ in seen]), found, source)
+        own = [float(releases[0]["weight"]) for releases in seen.values()]
+        return Sightings(self._captured(found, records, [client for client, _ in seen], own), found, source)
 
-    def _captured(self, found: list[Sighting], records: list[list[int]], clients: list[int]) -> Captured:
+    def _captured(
+        self, found: list[Sighting], records: list[list[int]], clients: list[int], client_weights: list[float]
+    ) -> Captured:
         """The victims with their examples; the observation is that of the first release."""
         simulator, most = self._simulator, max(map(len, records))
         train = simulator.data.federation.train
@@ -265,7 +285,9 @@ class _Spy:
             weights_shared=False, inputs=train.tensor[padded].to(device), targets=train.targets[padded].to(device),
             present=present.to(device), uses=slots, used=present[None].to(device),
             expected_batch=torch.tensor([len(each) for each in records], device=device),
-            deviation=float(found[0].deviation[0]), releases=max(len(each.seen) for each in found), current_clip=None,
+            client_weight=torch.tensor(client_weights, device=device),
+            deviation=torch.stack([each.deviation[0] for each in found]).to(device),
+            releases=max(len(each.seen) for each in found), current_clip=None,
             slot=torch.zeros(len(found), dtype=torch.int64, device=device), client=torch.tensor(clients, device=device),
             task="binary" if found[0].link == "sigmoid" and found[0].classes else train.task,
         )  # fmt: skip

@@ -162,6 +162,10 @@ class Standardised(nn.Module):
         """See the class."""
         return (inputs - self.mean) * self.scale
 
+    def undo(self, outputs: Tensor) -> Tensor:
+        """The inputs [..., *shape] that give these outputs, in their precision and on their device."""
+        return outputs / self.scale.to(outputs) + self.mean.to(outputs)
+
 
 FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm, PeriodicFeatures, Standardised)
 """The layers of this module: nothing to train, no randomness, each output a function of its own example alone."""

@@ -168,9 +168,15 @@ def with_scaling(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     """The model behind a layer that standardises its inputs, unless it has one; a sequence keeps its parameters' names."""
     if type(model) is not nn.Sequential:
         return nn.Sequential(OrderedDict([(SCALING_LAYER, Standardised(shape)), ("model", model)]))
-    if isinstance(dict(model.named_children()).get(SCALING_LAYER), Standardised):
+    if scaling_of(model) is not None:
         return model
     return nn.Sequential(OrderedDict([(SCALING_LAYER, Standardised(shape)), *model.named_children()]))
+
+
+def scaling_of(model: nn.Module) -> Standardised | None:
+    """The layer that standardises a model's inputs (`with_scaling`); None if it has none."""
+    layer = dict(model.named_children()).get(SCALING_LAYER)
+    return layer if isinstance(layer, Standardised) else None
 
 
 def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -211,7 +211,7 @@ class Demo:
                 experiment.plan, model, federation, each.leak, None, 0, 1, torch.device("cpu"), F.cross_entropy, None
             )
             seen = scene.captured(Look(each.leak), each.victims)
-            if each.noised_only and not seen.deviation:
+            if each.noised_only and not seen.noisy:
                 continue
             if before is not None and before.attack == each.name and _same(before.captured, seen):
                 found = replace(before, captured=seen)  # the same attack on the same values

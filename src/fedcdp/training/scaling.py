@@ -6,6 +6,8 @@ a resumed run reads them. Under secure noise a repeated release is charged again
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from fedcdp.files.tree import Layout
 from fedcdp.mechanism.moments import moment_sensitivity, noised_moments, standardisation
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.models.features import Standardised
-from fedcdp.models.networks import SCALING_LAYER
+from fedcdp.models.networks import scaling_of, with_scaling
 from fedcdp.training.rundir import RunDirectory
 
 
@@ -57,6 +59,22 @@ def restore_scaling(network: nn.Module, directory: RunDirectory) -> bool:
     return True
 
 
+def with_set_scaling(model: nn.Module, federation: Federation, plan: Plan, trained: nn.Module | None) -> nn.Module:
+    """A copy of an untrained model behind its scaling layer, set as in a trained network, or as the plan's training would.
+
+    Without a trained network the clients' moments are released here, under the plan's noise, and no ledger counts that: it
+    is for an attack on a plan.
+    """
+    check_inputs(federation)
+    network = with_scaling(copy.deepcopy(model), federation.train.shape)
+    known = None if trained is None else scaling_of(trained)
+    if known is None:
+        set_scaling(network, federation, plan, Releases(federation.clients), None)
+    else:
+        _set(network, known.mean, known.scale)
+    return network
+
+
 def check_inputs(federation: Federation) -> None:
     """Refuse inputs that have no means and variances."""
     if isinstance(federation.train.inputs, dict) or not federation.train.inputs.is_floating_point():
@@ -80,8 +98,8 @@ def _released(federation: Federation, plan: Plan, releases: Releases) -> tuple[T
 
 
 def _layer(network: nn.Module) -> Standardised:
-    layer = dict(network.named_children())[SCALING_LAYER]
-    assert isinstance(layer, Standardised)
+    layer = scaling_of(network)
+    assert layer is not None
     return layer
 
 
