@@ -69,7 +69,7 @@ def with_set_scaling(model: nn.Module, federation: Federation, plan: Plan, train
     network = with_scaling(copy.deepcopy(model), federation.train.shape)
     known = None if trained is None else scaling_of(trained)
     if known is None:
-        set_scaling(network, federation, plan, Releases(federation.clients), None)
+        set_scaling(network, federation, plan, Releases(federation.clients), directory=None, budget=None)
     else:
         _set(network, known.mean, known.scale)
     return network
