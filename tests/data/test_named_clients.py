@@ -127,13 +127,13 @@ def test_the_task_and_the_names_of_classes_hold_for_all_clients() -> None:
     ages = Dataset(torch.tensor(inputs), torch.rand(4), task="regression")
     assert Federation.from_datasets({"a": ages, "b": (inputs, [1, 2, 3, 4])}).train.task == "regression"
     texts = {"ids": np.zeros((4, 7), dtype=np.int64), "mask": np.ones((4, 7), dtype=np.int64), "label": [0, 1, 0, 1]}
-    assert isinstance(Federation.from_datasets({"a": texts, "b": texts}).train.inputs, dict)
+    assert isinstance(Federation.from_datasets({"a": texts, "b": dict(texts)}).train.inputs, dict)
 
 
 def test_targets_of_any_shape_are_held_out_by_client_alone() -> None:
     inputs, _ = site(20)
-    custom = (inputs, np.zeros((20, 2, 3)))
-    federation = Federation.from_datasets({"a": custom, "b": custom}, task="custom", classes=3, validation_fraction=0.25)
+    sources = {name: (inputs, np.zeros((20, 2, 3))) for name in "ab"}
+    federation = Federation.from_datasets(sources, task="custom", classes=3, validation_fraction=0.25)
     assert federation.validation_clients is not None
     assert np.bincount(federation.validation_clients).tolist() == [5, 5]
 

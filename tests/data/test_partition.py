@@ -304,7 +304,7 @@ def test_a_pair_of_arrays_is_enough(convert):
 
 @pytest.mark.parametrize("targets", [[0.0, 0.5], [[1, 0], [0, 1]], [-1, 0]])
 def test_labels_that_are_not_classes_are_refused(targets):
-    with pytest.raises(DataError, match="labels"):
+    with pytest.raises(DataError, match="label"):
         partition((np.ones((2, 1)), np.array(targets)), 1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -82,7 +82,11 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row for programs: an infinite ε is written as "inf", since JSON has no number for it."""
-        return {name: "inf" if value == math.inf else value for name, value in vars(self).items()}
+        return _without_infinity(vars(self))
+
+
+def _without_infinity(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: "inf" if value == math.inf else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,10 @@ class ClientRow:
     """ε spent so far by this client."""
     epsilon_worst: float
     """ε if it takes part in every round."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for programs; see `Row.as_json`."""
+        return _without_infinity(vars(self))
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class Privacy:
     def as_json(self) -> dict[str, Any]:
         """The statement for programs (a contract: these keys stay); `clients` only where clients differ."""
         stated = {"delta": self.delta, "mode": self.mode, "rows": [row.as_json() for row in self.rows]}
-        return stated | ({"clients": [vars(row) for row in self.clients]} if self.clients else {})
+        return stated | ({"clients": [row.as_json() for row in self.clients]} if self.clients else {})
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table's cells, as strings."""
@@ -268,7 +276,8 @@ def _client_rows(
 ) -> tuple[ClientRow, ...]:
     """ε of each client, the largest first; of some clients where too many sizes occur: those at the quantiles of N_i.
 
-    A client's own ε depends on its number of records and on how often it took part.
+    A client's own ε depends on its number of records and on how often it took part. How often is not shown where a row
+    assumes that nobody knows who took part.
     """
     if not plan.per_example or not population.held:
         return ()
@@ -279,7 +288,8 @@ def _client_rows(
     found: dict[tuple[int, int | None], Row] = {}
     stated = []
     for client in by_size:
-        times = usage.by_client[client] if usage is not None and usage.by_client else None
+        listed = usage is not None and usage.by_client and not (plan.hides_members and plan.per_round < population.clients)
+        times = usage.by_client[client] if usage is not None and listed else None
         case = population.held[client], times
         if case not in found:
             own = Population(population.clients, case[0], population.copies, population.layers)

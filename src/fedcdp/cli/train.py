@@ -169,12 +169,12 @@ def _say_whether_noise_is_secret(plan: Plan) -> None:
 
 
 def _summary(run: Run, privacy: Privacy | None) -> dict[str, object]:
-    speed = None if run.plan.hides_cohort else run.us_per_client_step  # the time would reveal how many clients took part
+    speed = None if run.hides_time else run.us_per_client_step  # it would reveal who took part
     stated = {} if privacy is None else privacy.as_json()
     summary = {
         "accuracy": run.accuracy,
         "rounds": run.rounds,
-        "seconds": None if run.plan.hides_cohort else round(run.seconds, 3),
+        "seconds": None if run.hides_time else round(run.seconds, 3),
         "us_per_client_step": None if speed is None else round(speed, 2),
         "metrics": {name: value for name, value in run.scores.items() if name != "accuracy"},
         "epsilon": stated.get("rows"),
@@ -199,9 +199,7 @@ def _show_run(run: Run, privacy: Privacy | None) -> None:
         "rounds": f"{run.rounds}{ended}",
         f"validation {main}": value,
         **({"other metrics": ", ".join(f"{name} {figure}" for name, figure in others)} if others else {}),
-        "time": "not shown: it would reveal how many clients took part"
-        if run.plan.hides_cohort
-        else f"{run.seconds:.1f} s{speed}",
+        "time": "not shown: it would reveal who took part" if run.hides_time else f"{run.seconds:.1f} s{speed}",
         "run directory": str(run.directory),
     }
     terminal.table("Trained", rows)

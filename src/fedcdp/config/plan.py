@@ -205,6 +205,11 @@ class Plan:
         return self.method == "fed-sdp" and self.noise_at == "server" and self.client_sampling == "poisson"
 
     @property
+    def hides_members(self) -> bool:
+        """Whether an ε assumes that nobody knows who took part in a round: noise at the server, or secure aggregation."""
+        return self.private and (self.secure_aggregation or (self.method == "fed-sdp" and self.noise_at == "server"))
+
+    @property
     def noise_on_sum(self) -> float:
         """The noise on the sum of a Fed-CDP step, in units of one draw, under the plan's convention."""
         return {"example": math.sqrt(self.slots), "batch": 1.0, "cohort": 1 / self.per_round}[self.noise]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ class Federation:
             ...     return torch.utils.data.TensorDataset(torch.rand(rows, 4), torch.arange(rows) % 2)
             >>> federation = fedcdp.Federation.from_datasets({"charite": site(400), "jena": site(50)})
             >>> federation
-            <Federation: 2 clients × 40 to 320 records, clients as given, each record stored at one client at most>
+            <Federation: 2 clients × 40 to 320 records, clients as given, each row taken as another person's>
             >>> federation.name(1), len(federation.validation)
             ('jena', 90)
         """
@@ -113,6 +114,12 @@ class Federation:
             raise PlanError("datasets: it must be a dictionary with the dataset of each client by its name")
         names = tuple(datasets)
         _check_names(names)
+        for first, second in itertools.combinations(names, 2):
+            if datasets[first] is datasets[second]:
+                raise PlanError(
+                    f"datasets: {first} and {second} have the same dataset, whose records would count as different people; "
+                    "use partition with scheme 'full', which counts copies"
+                )
         train, sizes = join_clients(datasets, task=task, classes=classes, inputs=inputs, label=label)
         owners = np.repeat(np.arange(len(names)), sizes)
         held, held_owners = None, None
@@ -184,7 +191,7 @@ class Federation:
             ...     made_up, client="ward", label="readmitted", task="binary", ranges={"age": (0, 110)}
             ... )
             >>> federation
-            <Federation: 2 clients × 40 records, clients as given, each record stored at one client at most>
+            <Federation: 2 clients × 40 records, clients as given, each row taken as another person's>
             >>> federation.names
             ('A', 'B')
         """
@@ -249,8 +256,14 @@ class Federation:
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
         spread = "" if self.smallest == self.largest else f"{self.smallest} to "
         records = "1 record" if self.largest == 1 else f"{spread}{self.largest} records"
-        stored = "one client at most" if self.copies == 1 else f"up to {self.copies} clients"
-        return f"{clients} × {records}, {self.sentence}, each record stored at {stored}"
+        stored = (
+            "each record stored at one client at most"
+            if self.copies == 1
+            else f"each record stored at up to {self.copies} clients"
+        )
+        if self.scheme == "natural":
+            stored = "each row taken as another person's"
+        return f"{clients} × {records}, {self.sentence}, {stored}"
 
     def __repr__(self) -> str:
         return f"<Federation: {self.describe()}>"

@@ -169,7 +169,7 @@ def _of_loader(loader: torch_data.DataLoader[Any], named: NamedColumns, where: s
     try:
         batch = loader.collate_fn([rows[row] for row in range(len(rows))])
     except Exception as error:  # of the user's own function; its message may hold private values
-        raise DataError(f"{where}: the DataLoader's collate_fn fails on all rows ({type(error).__name__})") from error
+        raise DataError(f"{where}: the DataLoader's collate_fn fails on all rows ({type(error).__name__})") from None
     return reader_of(batch if isinstance(batch, Mapping) else tuple(batch), named, where)
 
 
@@ -186,7 +186,7 @@ def _row(source: Any, row: int, named: NamedColumns, where: str) -> Block:
     try:
         found = source[row]
     except Exception as error:  # of the user's own dataset; its message may hold private values
-        raise DataError(f"{where} cannot be read ({type(error).__name__})") from error
+        raise DataError(f"{where} cannot be read ({type(error).__name__})") from None
     if isinstance(found, Mapping):
         chosen = named.chosen([str(name) for name in found], where)
         return chosen.block({name: as_values(found[name], f"{where}: {name!r}")[None] for name in chosen.all})

@@ -49,11 +49,11 @@ class Classification(LearningTask):
         """See `LearningTask`."""
         if targets.dim() != 1 or targets.dtype != torch.int64:
             raise self._refuse(targets, "one int64 class number for each example")
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or (classes and high >= classes):
-            allowed = f"outside 0 to {classes - 1}" if classes else "but must not be below 0"
-            raise DataError(f"labels run from {low} to {high}, {allowed}")
-        return classes or high + 1
+        wrong = (targets < 0) | (targets >= classes if classes else targets < 0)
+        if bool(wrong.any()):  # the label itself may be private
+            allowed = f"from 0 to {classes - 1}" if classes > 1 else "0 or more"
+            raise DataError(f"the label of record {int(wrong.nonzero()[0])} is not allowed: it must be {allowed}")
+        return classes or int(targets.max()) + 1
 
     def outputs(self, targets: Tensor, classes: int) -> int:  # noqa: ARG002
         """See `LearningTask`."""

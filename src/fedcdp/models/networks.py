@@ -170,6 +170,8 @@ def with_scaling(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         return nn.Sequential(OrderedDict([(SCALING_LAYER, Standardised(shape)), ("model", model)]))
     if scaling_of(model) is not None:
         return model
+    if SCALING_LAYER in dict(model.named_children()):
+        raise ModelError(f"layer {SCALING_LAYER} has the name of the layer that standardises inputs; rename it")
     return nn.Sequential(OrderedDict([(SCALING_LAYER, Standardised(shape)), *model.named_children()]))
 
 

@@ -75,6 +75,12 @@ def with_set_scaling(model: nn.Module, federation: Federation, plan: Plan, train
     return network
 
 
+def copy_scaling(source: nn.Module, target: nn.Module) -> None:
+    """Give a network the layer's mean and scale of another one; without such a layer, nothing."""
+    if (layer := scaling_of(source)) is not None:
+        _set(target, layer.mean, layer.scale)
+
+
 def check_inputs(federation: Federation) -> None:
     """Refuse inputs that have no means and variances."""
     if isinstance(federation.train.inputs, dict) or not federation.train.inputs.is_floating_point():

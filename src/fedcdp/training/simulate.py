@@ -43,7 +43,7 @@ from fedcdp.training.planning import recommended_plan
 from fedcdp.training.prepared import Prepared, prepare_experiment
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import Row, RunDirectory, State
-from fedcdp.training.scaling import set_scaling
+from fedcdp.training.scaling import copy_scaling, set_scaling
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Mode, Privacy
@@ -140,6 +140,11 @@ class Run:
         released = tuple(charge.round for charge in self.charges)
         usage = Usage(released, tuple(int(count) for count in most_used), tuple(self.participations.tolist()))
         return state(self.plan, self.population, mode=mode, rounds=released, usage=usage)
+
+    @property
+    def hides_time(self) -> bool:
+        """Whether the time that the run took must not be shown: it would reveal who took part."""
+        return hides_time(self.plan, self.federation)
 
     @property
     def us_per_client_step(self) -> float | None:
@@ -408,7 +413,8 @@ def begin(
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
-    tried = each_tensor(data.first_batch().inputs, lambda value: value[0])
+    # Zeros, not records: outside `torch.func` a network may keep what it sees in a buffer, and only the shape matters.
+    tried = each_tensor(data.first_batch().inputs, lambda value: torch.zeros_like(value[0]))
     outputs = first.outputs(weights, tried)
     check_outputs(outputs, federation.train, loss)
     check_loss(first.loss, outputs, federation.train)
@@ -490,7 +496,7 @@ def _rounds(
         steps += (plan.per_round if plan.hides_cohort else len(chosen)) * plan.local_steps
         row = simulator.measure(before, state, torch.from_numpy(chosen), every)
         wait(data.device)
-        if not plan.hides_cohort:  # the duration of a round reveals how many clients it had
+        if not hides_time(plan, data.federation):
             row["seconds"] = round(time.perf_counter() - round_started, 4)
         metrics.append(row)
         if directory:
@@ -499,17 +505,17 @@ def _rounds(
         if progress:
             progress(row)
     final, seconds = state.average or state.weights, time.perf_counter() - started
-    network.load_state_dict(final, strict=False)
+    trained = _released_model(prepared.network, network, final)
     scores, client_scores = Figures(), list[dict[str, Any]]()
     if data.validation is not None and state.round:
         scores, client_scores = score(simulator.engine, final, data.federation, data.validation, data.device, own)
     if directory:
         directory.save_scores(state.round, scores, client_scores)
-        directory.save_model(network.state_dict(), state.round)
+        directory.save_model(trained.state_dict(), state.round)
     return Run(
         plan=plan,
         federation=prepared.federation,
-        model=network,
+        model=trained,
         population=prepared.population,
         metrics=metrics,
         seconds=seconds,
@@ -522,6 +528,25 @@ def _rounds(
         scores=scores,
         client_scores=client_scores,
     )
+
+
+def _released_model(untrained: nn.Module, computing: nn.Module, weights: Tree) -> nn.Module:
+    """The trained network: a copy that never saw a record, with the released weights and what inputs are standardised by.
+
+    The network that computed gradients saw raw records, and may have kept some in a buffer or an attribute.
+    """
+    model = copy.deepcopy(untrained).to(next(iter(weights.values())).device)
+    model.load_state_dict(weights, strict=False)
+    copy_scaling(computing, model)
+    return model
+
+
+def hides_time(plan: Plan, federation: Federation) -> bool:
+    """Whether durations are not shown, because they reveal who took part where an ε assumes that nobody knows.
+
+    Under Poisson sampling a duration tells how many clients took part; with clients of different sizes, which ones.
+    """
+    return plan.hides_cohort or (plan.hides_members and federation.smallest < federation.largest)
 
 
 def _at_most(releases: int, budget: Allows | None) -> Allows:
