@@ -204,7 +204,8 @@ def _known(table: Columns, label: str, known: dict[str, int], allowed: str) -> N
     texts = table.values[label]
     as_known = str.lower if known is _YES_NO else str
     numbers = [-1 if text is None else known.get(as_known(text), -1) for text in texts]
-    numbers = [known.get(_whole(text), -1) if number < 0 else number for number, text in zip(numbers, texts, strict=True)]
+    if -1 in numbers and known is not _YES_NO:  # 1.0 is class 1
+        numbers = [-1 if text is None else known.get(text, known.get(_whole(text), -1)) for text in texts]
     if -1 in numbers:
         record = numbers.index(-1)
         missing = "missing" if is_missing(texts[record]) else f"not {allowed}"
@@ -212,10 +213,10 @@ def _known(table: Columns, label: str, known: dict[str, int], allowed: str) -> N
     return np.array(numbers, dtype=np.int64)
 
 
-def _whole(text: str | None) -> str | None:
-    """A whole number without its decimal point: 1.0 is class 1. Other texts as they are."""
+def _whole(text: str) -> str:
+    """A whole number without its decimal point; other texts as they are."""
     try:
-        return None if text is None else text_of(float(text))
+        return text_of(float(text))
     except ValueError:
         return text
 

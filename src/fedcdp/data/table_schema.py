@@ -42,7 +42,9 @@ class TableSchema:
             raise ValueError("a table has inputs, labels, classes and missing")
         inputs = tuple((name, _span(values) or _texts(values)) for name, values in _pairs(written["inputs"]))
         labels = tuple((name, _span(values)) for name, values in _pairs(written["labels"]))
-        if any(span is None and values is not None for (_, span), (_, values) in zip(labels, written["labels"], strict=True)):
+        if any(
+            span is None and values is not None for (_, span), (_, values) in zip(labels, written["labels"], strict=True)
+        ):
             raise ValueError("a label has a range or nothing")
         if written["missing"] not in ("refuse", "indicator"):
             raise ValueError("missing is refuse or indicator")
