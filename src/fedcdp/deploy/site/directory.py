@@ -16,6 +16,7 @@ DIR/logs/  DIR/run/     the logs; the run directory
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,7 @@ class Site:
     def node(self, number: int, client: str = "") -> NodePlace:
         """The directory of a node, counted from 1: a new one that is named for its client, or the one that is there."""
         plain = self.path / f"node-{number}"
-        if (folder := _FOLDER.sub("-", client).strip("-.")[:_LONGEST_FOLDER]) != "":
+        if folder := _folder(client):
             return NodePlace(number, self.path / f"node-{number}-{folder}")
         named = [] if plain.exists() else sorted(self.path.glob(f"node-{number}-*"))
         return NodePlace(number, named[0] if named else plain)
@@ -162,3 +163,9 @@ class Site:
     def nodes(self, count: int, clients: Sequence[str] = ()) -> list[NodePlace]:
         """The directories of all nodes; new ones are named for their `clients`."""
         return [self.node(number, clients[number - 1] if clients else "") for number in range(1, count + 1)]
+
+
+def _folder(client: str) -> str:
+    """A client's name in the names of files: letters without accents, digits, and a few signs."""
+    plain = "".join(sign for sign in unicodedata.normalize("NFKD", client) if not unicodedata.combining(sign))
+    return _FOLDER.sub("-", plain).strip("-.")[:_LONGEST_FOLDER]
