@@ -64,11 +64,12 @@ def write_site(directory: Path, task: str = "binary", **plan: Any) -> tuple[Site
     return write(directory / "site", SiteSettings(nodes=len(SIZES)), wanted), wanted
 
 
-def nodes_of(site: Site, policy: ClientPolicy = OPEN) -> dict[int, Node]:
-    """The nodes of a deployment, with paths as they would see them from their own folders."""
+def nodes_of(site: Site, policy: ClientPolicy | None = OPEN) -> dict[int, Node]:
+    """The nodes of a deployment, with paths as they would see them from their own folders; policy None: their own."""
     nodes = {}
     for place in site.nodes(len(SIZES)):
         config = tomllib.loads(place.config.read_text())
-        paths = {name: str(place.path / config[name]) for name in ("data", "columns", "state-dir") if name in config}
+        named = [name for name in ("data", "columns", "policy", "state-dir") if name in config]
+        paths = {name: str(place.path / config[name]) for name in named}
         nodes[100 + place.number - 1] = Node(client_app(policy=policy), config | paths)
     return nodes

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 
+from fedcdp.cli.program import app
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client import client_app
@@ -24,11 +26,13 @@ from fedcdp.deploy.protocol.local_round import Round, records_of
 from fedcdp.deploy.protocol.roster import load_roster
 from fedcdp.deploy.protocol.server import serve
 from fedcdp.deploy.protocol.task import Task
-from fedcdp.deploy.site.writer import experiment_for
+from fedcdp.deploy.site.directory import SiteSettings
+from fedcdp.deploy.site.writer import experiment_for, plan_for, write
 from fedcdp.errors import DataError, FedcdpError, TaskError
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.prepared import load_splits, network_of
 from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.saved_run import spent
 from fedcdp.training.simulate import train_experiment
 from tests.support.hospital_table import SIZES, nodes_of, settings_of, write_site
 from tests.support.local_grid import OPEN, LocalGrid, Node, settings
@@ -66,6 +70,23 @@ def test_tables_of_named_clients_give_the_simulators_model(task: str, plan: dict
     assert [member.client for member in load_roster(tmp_path / "deployed" / "clients.json")] == sorted(SIZES)
     first = network_of(wanted, load_splits(wanted, quiet=True)).state_dict()
     assert max(float((value - first[name]).abs().max()) for name, value in model.items()) > 1e-3
+
+
+@pytest.mark.parametrize("adversary", ["server", "example"])
+def test_the_recipe_runs_to_its_end_under_the_clients_own_policies(adversary: str, tmp_path: Path) -> None:
+    """Noise of equal size at every client: nobody's ε depends on its size, and each policy grants what its client needs."""
+    given = settings_of(tmp_path)
+    given = {"data": given["data"], "plan": {"rounds": 3}, "run": {"adversary": adversary}}
+    target = 8.0 if adversary == "server" else 400.0
+    wanted = plan_for(None, [given], target).experiment
+    assert (wanted.plan.weighting, wanted.plan.noise_slots, wanted.plan.secure_noise) == ("records", "held", True)
+    site = write(tmp_path / "site", SiteSettings(nodes=4), wanted)
+    outcome = serve(LocalGrid(nodes_of(site, None)), wanted, tmp_path / "run", settings())
+    assert outcome.ended == "done"
+    assert [row["clients"] for row in RunDirectory(tmp_path / "run").read_metrics()] == [4, 4, 4]
+    assert spent(tmp_path / "run")[1].row(adversary).epsilon <= target
+    told = CliRunner().invoke(app, ["evaluate", str(tmp_path / "run"), "--per-client", "--json"])
+    assert [row["client"] for row in json.loads(told.stdout)["clients"]] == sorted(SIZES)
 
 
 @pytest.fixture(scope="module")
