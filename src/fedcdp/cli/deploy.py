@@ -44,7 +44,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no t
     app,
     "fedcdp deploy init site --nodes 3 --dataset cancer",
     "fedcdp deploy init site --nodes 5 --host fl.example.org --port 9443",
-    "fedcdp deploy init site --data hospitals.csv --client-column hospital --label-column readmitted --task binary",
+    "fedcdp deploy init site --data patients.csv --client-column hospital",
 )
 @takes_settings
 def init(

@@ -24,7 +24,7 @@ from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client import client_app
 from fedcdp.deploy.protocol.local_round import Round, records_of
 from fedcdp.deploy.protocol.roster import load_roster
-from fedcdp.deploy.protocol.server import serve
+from fedcdp.deploy.protocol.server import ServerSettings, serve
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.deploy.site.directory import SiteSettings
 from fedcdp.deploy.site.writer import experiment_for, plan_for, write
@@ -87,6 +87,21 @@ def test_the_recipe_runs_to_its_end_under_the_clients_own_policies(adversary: st
     assert spent(tmp_path / "run")[1].row(adversary).epsilon <= target
     told = CliRunner().invoke(app, ["evaluate", str(tmp_path / "run"), "--per-client", "--json"])
     assert [row["client"] for row in json.loads(told.stdout)["clients"]] == sorted(SIZES)
+
+
+def test_a_server_with_public_records_of_its_own_trains_the_clients(tmp_path: Path) -> None:
+    """It needs no client's records: their columns are enough, and the fewest records of a client are in the settings."""
+    site, wanted = write_site(tmp_path, weighting="records")
+    with (tmp_path / "hospitals.csv").open() as table:
+        (tmp_path / "public.csv").write_text("".join(table.readline() for _ in range(30)))
+    data = replace(wanted.data, file=str(tmp_path / "public.csv"), client_column=None, partition="iid",
+                   drop_columns=f"{wanted.data.drop_columns},hospital")  # fmt: skip
+    config = tomllib.loads((site.app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert config["smallest-records"] == 10
+    told = ServerSettings.of(config | {"round-timeout": 1.0, "subscribe-timeout": 1.0})
+    outcome = serve(LocalGrid(nodes_of(site)), replace(wanted, data=data), tmp_path / "run", told)
+    assert outcome.ended == "done"
+    assert [row["clients"] for row in RunDirectory(tmp_path / "run").read_metrics()] == [4, 4, 4]
 
 
 @pytest.fixture(scope="module")

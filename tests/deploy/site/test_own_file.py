@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -20,11 +22,13 @@ pytest.importorskip("flwr")
 from fedcdp.cli.program import app
 from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.deploy.protocol.local_round import records_of
+from fedcdp.deploy.protocol.server import serve
 from fedcdp.deploy.site.directory import Site, SiteSettings
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.errors import DeploymentError
 from fedcdp.training.prepared import deal_out, load_splits
 from tests.support.hospital_table import SIZES, nodes_of, settings_of, write_site
+from tests.support.local_grid import LocalGrid, settings
 from tests.support.small_task import task as small_task
 
 FOLDERS = ["node-1-Charite", "node-2-Jena", "node-3-St.-Georg", "node-4-Sud-2"]
@@ -137,3 +141,17 @@ def test_the_command_makes_a_node_of_every_named_client(tmp_path: Path) -> None:
     assert experiment.plan.mean_records == 34.5
     refused = CliRunner().invoke(app, ["deploy", "init", str(tmp_path / "other"), "--scaling", "private"])
     assert isinstance(refused.exception, DeploymentError)
+
+
+def test_the_commands_show_the_main_metric_of_the_task(tmp_path: Path) -> None:
+    site, wanted = write_site(tmp_path, "regression")
+    serve(LocalGrid(nodes_of(site)), wanted, site.run, settings(reproducible=True))
+    told = json.loads(CliRunner().invoke(app, ["deploy", "status", str(site.path), "--json"]).stdout)
+    assert told["accuracy"] is None
+    assert told["metrics"] == json.loads((site.run / "scores.json").read_text())["metrics"]
+    assert {"mae", "rmse", "r2", "loss"} == told["metrics"].keys()
+    shown = CliRunner().invoke(app, ["deploy", "status", str(site.path)]).stdout
+    assert re.search(rf"validation MAE +│ {told['metrics']['mae']:.4g} ", shown)
+    (site.run / "scores.json").unlink()  # before the end of a run: what its last round shows
+    told = json.loads(CliRunner().invoke(app, ["deploy", "status", str(site.path), "--json"]).stdout)
+    assert told["metrics"].keys() == {"mae", "loss"}

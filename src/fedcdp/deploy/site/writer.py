@@ -221,7 +221,10 @@ def write(
         site.path.mkdir(parents=True, exist_ok=True)
         own = OwnFile.of(experiment)
         nodes = site.nodes(settings.nodes, () if own is None else own.names)
-        texts = [*_texts(site, nodes, settings, experiment, own, client_epsilon), _app(site, experiment, server or {})]
+        texts = [
+            *_texts(site, nodes, settings, experiment, own, client_epsilon),
+            _app(site, experiment, _of_sizes(own) | dict(server or {})),
+        ]
         records = [] if own is None else [file for node in nodes for file in own.files(node)]
         for path, content, mode in [*_secrets(site, nodes, settings), *texts, *records]:
             _write(path, content, mode)
@@ -283,6 +286,11 @@ def _texts(
             (site.path / f"start-{node.name}.sh", node_script(settings, node.number, node.name), _PROGRAM),
         ]
     return [(path, content.encode(), mode) for path, content, mode in files]
+
+
+def _of_sizes(own: OwnFile | None) -> dict[str, int | float]:
+    """The server's setting that follows from the sizes of clients in a user's own file, whatever file the server gets."""
+    return {} if own is None else {"smallest-records": own.federation.smallest}
 
 
 def _app(site: Site, experiment: Experiment, server: Mapping[str, int | float]) -> tuple[Path, bytes, int]:
