@@ -150,7 +150,7 @@ def test_the_commands_show_the_main_metric_of_the_task(tmp_path: Path) -> None:
     assert told["accuracy"] is None
     assert told["metrics"] == json.loads((site.run / "scores.json").read_text())["metrics"]
     assert {"mae", "rmse", "r2", "loss"} == told["metrics"].keys()
-    shown = CliRunner().invoke(app, ["deploy", "status", str(site.path)]).stdout
+    shown = CliRunner().invoke(app, ["deploy", "status", str(site.path)]).output
     assert re.search(rf"validation MAE +│ {told['metrics']['mae']:.4g} ", shown)
     (site.run / "scores.json").unlink()  # before the end of a run: what its last round shows
     told = json.loads(CliRunner().invoke(app, ["deploy", "status", str(site.path), "--json"]).stdout)
