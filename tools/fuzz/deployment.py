@@ -6,8 +6,10 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedcdp.config.experiment import assemble
 from fedcdp.config.plan import Plan
+from fedcdp.data.table_schema import TableSchema
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.admission import check_size, is_counted
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
-from fedcdp.deploy.protocol.local_round import Round, network_for
+from fedcdp.deploy.protocol.local_round import Round, network_for, records_of
 from fedcdp.deploy.protocol.policy import ClientPolicy, Facts
 from fedcdp.deploy.protocol.roster import Subscribing, load_roster
 from fedcdp.deploy.protocol.task import Task, tensors_of
@@ -82,7 +85,9 @@ def policy(place: Path) -> Attempt:
 
 def roster(_place: Path) -> Attempt:
     """The roster and the outcome of a run, as a server wrote them."""
-    clients = {"clients": [{"number": n, "node": 10**18 + n, "records": 50, "name": f"{n:032x}"} for n in range(3)]}
+    clients = {
+        "clients": [{"number": n, "node": 10**18 + n, "records": 50, "name": f"{n:032x}", "client": "a"} for n in range(3)]
+    }
     outcome = {"ended": "done", "rounds": 3, "sentence": "all rounds are done", "warning": "no better than guessing"}
     experiment = assemble(SMALL)
 
@@ -109,7 +114,9 @@ def roster(_place: Path) -> Attempt:
 
 def task(place: Path) -> Attempt:
     """A published task, up to the network that a client would build for it."""
-    sound = json.loads(TASK.to_json())
+    table = TableSchema((("age", (0.0, 110.0)), ("sex", ("f", "m")), ("bmi", None)), (("ill", None),), ("no", "yes"))
+    sound = json.loads(replace(TASK, learning_task="binary", table=table).to_json())
+    own = replace(FACTS, learning_task="binary", classes=1, table=table)
     state = place / "task-state"
 
     def attempt(case: Random, _where: Path) -> None:
@@ -121,7 +128,25 @@ def task(place: Path) -> Attempt:
             network_for(read)
         if case.random() < 0.1:
             with ClientLedger.held(state) as ledger:
-                ClientPolicy().decide(read, FACTS, ledger)
+                ClientPolicy().decide(read, own, ledger)
+
+    return attempt
+
+
+def node_table(_place: Path) -> Attempt:
+    """A client's table, under hostile options of its node configuration."""
+    sound = {"data": "records.csv", "label-column": "ill", "task": "binary", "categories": "sex=f|m", "classes": "no|yes",
+             "client-column": "site", "client": "a", "missing": "indicator", "delimiter": "comma",
+             "drop-columns": "id"}  # fmt: skip
+    table = b"site,id,age,sex,ill\na,1,40,f,no\nb,2,50,m,yes\na,3,60,x,yes\n"
+
+    def attempt(case: Random, where: Path) -> None:
+        (where / "records.csv").write_bytes(table if case.random() < 0.7 else mutate_bytes(case, table))
+        config = mutate_value(case, sound) if case.random() < 0.8 else sound
+        config = (config if isinstance(config, dict) else {}) | {"data": str(where / "records.csv")}
+        found, _ = records_of(None, SimpleNamespace(node_config=config), TASK)
+        if not found.tensor.isfinite().all():
+            raise AssertionError("an input that is not finite was believed")
 
     return attempt
 
@@ -249,7 +274,8 @@ def flower_messages(_place: Path) -> Attempt:
                 if type(asked.number) is not int or type(asked.attempt) is not int:
                     raise AssertionError("a round that is no number was believed")
             elif kind == 1:
-                answer = {"accepts": True, "reason": "accepted", "records": 100, "member": "0" * 32, "number": -1}
+                answer = {"accepts": True, "reason": "accepted", "records": 100, "member": "0" * 32, "number": -1,
+                          "client": "charite"}  # fmt: skip
                 content = _some({"answer": _config(case, answer)}, case)
                 Subscribing(_NoGrid(), TASK)._hear(_reply(content))  # type: ignore[arg-type]
             else:
@@ -286,6 +312,7 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
     "policy.toml": policy,
     "clients.json, outcome.json": roster,
     "task": task,
+    "node table": node_table,
     "client ledger": client_ledger,
     "wire arrays": wire_arrays,
     "Flower messages": flower_messages,

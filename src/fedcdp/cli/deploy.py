@@ -16,6 +16,7 @@ from fedcdp.cli.privacy import TargetEpsilon
 from fedcdp.cli.remarks import remarks
 from fedcdp.config.presets import Settings
 from fedcdp.errors import StoppedError
+from fedcdp.training.metrics import main_figure, metric_text, metric_title
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy
@@ -43,13 +44,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no t
     app,
     "fedcdp deploy init site --nodes 3 --dataset cancer",
     "fedcdp deploy init site --nodes 5 --host fl.example.org --port 9443",
+    "fedcdp deploy init site --data patients.csv --client-column hospital",
 )
 @takes_settings
 def init(
     *,
     given: list[Settings],
     directory: Directory,
-    nodes: Annotated[int, typer.Option("--nodes", help="Number of SuperNodes. Each is one client.")] = 2,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", help="Number of SuperNodes. Each is one client. Default: 2, or as a client column names."),
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="Name or address where the nodes reach the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port of the server. 0: any free port, for one machine.")] = 0,
     target_epsilon: TargetEpsilon = None,
@@ -64,13 +69,14 @@ def init(
     from fedcdp.deploy.site.directory import SiteSettings
     from fedcdp.deploy.site.writer import plan_for, write
 
-    settings = SiteSettings(nodes=nodes, host=host, port=port)
-    planned = plan_for(settings.nodes, given, target_epsilon)
+    SiteSettings(nodes=1 if nodes is None else nodes, host=host, port=port)  # refuses a bad value before a calibration
+    planned = plan_for(nodes, given, target_epsilon)
+    settings = SiteSettings(nodes=planned.experiment.data.clients, host=host, port=port)
     site = write(directory, settings, planned.experiment, client_epsilon)
     terminal.say_recipe(planned)
     terminal.notes(remarks(planned.experiment, given, calibrated=planned.epsilon is not None))
     terminal.console.print(
-        f"{site.path}: a server and {nodes} nodes. README.md lists what to replace before production.\n"
+        f"{site.path}: a server and {settings.nodes} nodes. README.md lists what to replace before production.\n"
         f"Run it on this machine: fedcdp deploy up {directory}",
         soft_wrap=True,
         highlight=False,
@@ -163,6 +169,7 @@ def _show(deployment: Deployment, outcome: LocalOutcome, as_json: bool, quiet: b
             "rounds": outcome.rounds,
             "seconds": round(outcome.seconds, 3),
             "us_per_client_step": None,
+            "metrics": {name: value for name, value in outcome.scores.items() if name != "accuracy"},
             "ended": outcome.ended,
             "epsilon": None if privacy is None else privacy.as_json()["rows"],
         }
@@ -171,11 +178,12 @@ def _show(deployment: Deployment, outcome: LocalOutcome, as_json: bool, quiet: b
     if quiet:
         return
     planned = deployment.experiment.plan.rounds
+    name, value = main_figure(outcome.scores) or ("accuracy", None)
     rows = {
         "method": deployment.experiment.plan.method,
         "nodes": str(deployment.settings.nodes),
         "rounds": f"{outcome.rounds}" + ("" if outcome.rounds == planned else f" of {planned}: {outcome.sentence}"),
-        "validation accuracy": "-" if outcome.accuracy is None else f"{outcome.accuracy:.4f}",
+        f"validation {metric_title(name)}": "-" if value is None else metric_text(value),
         "run directory": str(deployment.site.run),
     }
     if outcome.seconds:

@@ -55,19 +55,19 @@ def npz_records(path: Path, rules: ColumnRules) -> LabelledRecords:
     if len(values) != len(table):
         raise DataError(f"{path} holds {len(values)} inputs but {len(table)} labels")
     owners, names = clients_of(table, rules.client) if rules.client is not None else (None, None)
-    targets, classes, target_range = labels_to_targets(table, rules)
+    found = labels_to_targets(table, rules)
     pixels = inputs.dtype == np.uint8 and inputs.ndim > 2
     return LabelledRecords(
         inputs=values,
-        targets=targets,
-        classes=classes,
+        targets=found.targets,
+        classes=found.classes,
         task=rules.task,
         description=description,
         plain=np.ones(values.shape[1], dtype=bool),
         unscaled=() if pixels else ("the inputs",),
         owners=owners,
         names=names,
-        target_range=target_range,
+        target_range=found.span,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import LearningTask, TaskName, task_called
 from fedcdp.errors import DataError
 from fedcdp.files.tree import Inputs, each_tensor, first_tensor, tensors_in
@@ -130,6 +131,10 @@ class Splits:
     """The number of the client that each validation record came from, if it came from one."""
     owner_names: tuple[str, ...] | None = None
     """The clients' names, by number; with `owners` only."""
+    table: TableSchema | None = None
+    """What the columns of a user's own table mean, if nothing but public rules made inputs of them."""
+    rows: NDArray[np.int64] | None = None
+    """Which record of a user's own file each training record is, counted from 0."""
 
     def __post_init__(self) -> None:
         for part, owners in ((self.train, self.owners), (self.validation, self.validation_owners)):

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from numpy.typing import NDArray
+import numpy as np
 
 from fedcdp.config.experiment import Missing, Scaling, TableTask
-from fedcdp.data.array_files import as_inputs, npz_records, read_npz
-from fedcdp.data.dataset import Splits
+from fedcdp.data.array_files import npz_records
+from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.prepare import random_split, split_within_clients, stratified_split
 from fedcdp.data.prepare import standardise as standardise_by_train
-from fedcdp.data.table_columns import Columns, inputs_of
+from fedcdp.data.table_columns import Columns
 from fedcdp.data.table_files import read_csv, read_frame, read_parquet
-from fedcdp.data.table_records import LabelledRecords, as_records, label_texts
+from fedcdp.data.table_records import LabelledRecords, as_records
 from fedcdp.data.table_rules import ColumnRules, column_rules
+from fedcdp.data.table_schema import TableSchema
 from fedcdp.errors import DataError, PlanError
 
 SUFFIXES = (".npz", ".csv", ".parquet")
@@ -174,18 +176,27 @@ def split_records(
         owners=None if owners is None else owners[train],
         validation_owners=None if owners is None else owners[validation],
         owner_names=records.names,
+        table=None if scaling == "training" else records.schema,
+        rows=train,
     )
 
 
-def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs and labels of a deployed client's file. Labels are not numbered: they must mean the same at every client."""
-    rules = ColumnRules()
-    if _suffix(path) == ".npz":
-        inputs, labels, _ = read_npz(path, rules)
-        assert inputs is not None  # because no labels are named
-        return as_inputs(inputs, path)[0], next(iter(labels.values()))
-    table = _read_table(path, rules)
-    return inputs_of(table, rules).values, label_texts(table)
+def read_client(path: Path, rules: ColumnRules, client: str | None = None) -> tuple[Dataset, TableSchema | None]:
+    """The records of one deployed client, in the file's order, and what their columns mean.
+
+    Nothing is computed from the file: numbers are scaled by public ranges only, and without `classes` labels are class
+    numbers. With a client column, only the rows of `client` are read; without a name, the column must name one client.
+    """
+    records = read_records(path, replace(rules, class_numbers=True))
+    chosen = np.arange(len(records.targets))
+    if records.owners is not None and records.names is not None:
+        if client is None and len(records.names) > 1:
+            raise DataError(f"client: {path} names {len(records.names)} clients in {rules.client!r}; say which one this is")
+        if client is not None and client not in records.names:
+            raise DataError(f"client: {path} has no rows of {client!r} in its column {rules.client!r}")
+        number = 0 if client is None else records.names.index(client)
+        chosen = np.flatnonzero(records.owners == number)
+    return records.dataset(records.inputs[chosen], chosen), records.schema
 
 
 def _suffix(path: Path) -> str:

@@ -37,7 +37,7 @@ def read_csv(path: Path, rules: ColumnRules) -> Columns:
 
 
 def _parse(file: TextIO, path: Path, rules: ColumnRules) -> Columns:
-    delimiter = rules.delimiter or _found_delimiter(file)
+    delimiter = rules.delimiter or delimiter_of(file)
     reader = csv.reader(file, delimiter=delimiter, strict=True)
     header: list[str] = []
     lines: list[int] = []
@@ -69,7 +69,7 @@ def _parse(file: TextIO, path: Path, rules: ColumnRules) -> Columns:
     return Columns(str(path), values, roles, np.array(lines, dtype=np.int64))
 
 
-def _found_delimiter(file: TextIO) -> str:
+def delimiter_of(file: TextIO) -> str:
     """The delimiter that cuts the header line into the most columns; of equals, the comma, then the semicolon."""
     first = file.readline()
     file.seek(0)

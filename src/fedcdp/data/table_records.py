@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.table_columns import Columns, InputBlock, finite_numbers, inputs_of, is_missing, scale_to_range
-from fedcdp.data.table_rules import ColumnRules
+from fedcdp.data.table_rules import ColumnRules, text_of
+from fedcdp.data.table_schema import Span, TableSchema
 from fedcdp.data.tasks import TaskName
 from fedcdp.errors import DataError
 
@@ -37,7 +38,9 @@ class LabelledRecords:
     """The columns of these numbers."""
     owners: NDArray[np.int64] | None = None
     names: tuple[str, ...] | None = None
-    target_range: tuple[float, float] | None = None
+    target_range: Span | None = None
+    schema: TableSchema | None = None
+    """What the columns mean; None if the inputs have no columns."""
 
     def dataset(self, inputs: NDArray[np.float32], records: NDArray[np.int64]) -> Dataset:
         """A part of the records, with its inputs after scaling; what is missing becomes 0."""
@@ -50,18 +53,30 @@ def as_records(table: Columns, rules: ColumnRules) -> LabelledRecords:
     """Apply the rules to a table."""
     block = inputs_of(table, rules)
     owners, names = clients_of(table, rules.client) if rules.client is not None else (None, None)
-    targets, classes, target_range = labels_to_targets(table, rules)
+    found = labels_to_targets(table, rules)
     return LabelledRecords(
         inputs=block.values,
-        targets=targets,
-        classes=classes,
+        targets=found.targets,
+        classes=found.classes,
         task=rules.task,
-        description=_description(block, rules, target_range is not None),
+        description=_description(block, rules, found.span is not None),
         plain=block.plain,
         unscaled=block.unscaled,
         owners=owners,
         names=names,
-        target_range=target_range,
+        target_range=found.span,
+        schema=_schema(table, rules, found.names),
+    )
+
+
+def _schema(table: Columns, rules: ColumnRules, classes: tuple[str, ...]) -> TableSchema:
+    inputs = (name for name, role in table.roles.items() if role in ("number", "category"))
+    spans = rules.ranges if rules.task == "regression" else {}
+    return TableSchema(
+        inputs=tuple((name, rules.categories.get(name) or rules.ranges.get(name)) for name in inputs),
+        labels=tuple((name, spans.get(name)) for name in _label_columns(table, rules)),
+        classes=classes,
+        missing=rules.missing,
     )
 
 
@@ -99,36 +114,67 @@ def clients_of(table: Columns, column: str) -> tuple[NDArray[np.int64], tuple[st
     return np.array([numbers[text] for text in texts], dtype=np.int64), tuple(names)
 
 
-def labels_to_targets(table: Columns, rules: ColumnRules) -> tuple[Tensor, int, tuple[float, float] | None]:
-    """The targets of a task, the number of classes, and the public range that they were scaled from."""
+@dataclass(frozen=True, eq=False)
+class TaskTargets:
+    """The targets of a task."""
+
+    targets: Tensor
+    classes: int = 0
+    names: tuple[str, ...] = ()
+    """What the classes are called, in order; empty if there are none, or if labels are class numbers."""
+    span: Span | None = None
+    """The public range that the targets were scaled from."""
+
+
+def _label_columns(table: Columns, rules: ColumnRules) -> list[str]:
+    """The label columns, in the order that was asked for."""
     labels = [name for name, role in table.roles.items() if role == "label"]
-    labels = [name for name in rules.labels if name in labels] or labels  # in the order that was asked for
+    return [name for name in rules.labels if name in labels] or labels
+
+
+def labels_to_targets(table: Columns, rules: ColumnRules) -> TaskTargets:
+    """The targets that the labels of a table mean."""
+    labels = _label_columns(table, rules)
     if rules.task == "regression":
         return _values(table, labels, rules)
     if rules.task == "multilabel":
         known = {name: n for n, name in enumerate(rules.classes)} if rules.classes else _YES_NO
         allowed = "|".join(rules.classes) if rules.classes else "0 or 1"
         answers = [_known(table, name, known, allowed) for name in labels]
-        return torch.from_numpy(np.stack(answers, axis=1).astype(np.float32)), 0, None
+        return TaskTargets(torch.from_numpy(np.stack(answers, axis=1).astype(np.float32)), names=rules.classes or ())
     (label,) = labels
     if rules.classes is not None:
         known = {name: n for n, name in enumerate(rules.classes)}
-        return torch.from_numpy(_known(table, label, known, "|".join(rules.classes))), len(rules.classes), None
-    numbers, classes = number_classes(_whole_or_text(table, label), table.source)
-    if rules.task == "binary" and classes != 2:
-        raise DataError(f"{table.source}, column {label!r}: {classes} classes, but task binary has 2")
-    return torch.from_numpy(numbers), classes, None
+        numbers = _known(table, label, known, "|".join(rules.classes))
+        return TaskTargets(torch.from_numpy(numbers), len(rules.classes), rules.classes)
+    found = _whole_or_text(table, label)
+    if rules.class_numbers:
+        return _class_numbers(found, rules, f"{table.source}, column {label!r}")
+    numbers, names = number_classes(found, table.source)
+    if rules.task == "binary" and len(names) != 2:
+        raise DataError(f"{table.source}, column {label!r}: {len(names)} classes, but task binary has 2")
+    return TaskTargets(torch.from_numpy(numbers), len(names), names)
 
 
-def number_classes(labels: NDArray[Any], source: str) -> tuple[NDArray[np.int64], int]:
-    """Number the distinct labels in order. That these labels occur is public."""
+def _class_numbers(labels: NDArray[Any], rules: ColumnRules, where: str) -> TaskTargets:
+    """Labels that are class numbers as they stand."""
+    if labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise DataError(
+            f"classes: the labels in {where}, are not class numbers 0, 1, …; list the classes in order, such as no|yes, so "
+            "labels mean the same at every client"
+        )
+    return TaskTargets(torch.from_numpy(labels), 2 if rules.task == "binary" else int(labels.max()) + 1)
+
+
+def number_classes(labels: NDArray[Any], source: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Number the distinct labels in order, and name them. That these labels occur is public."""
     distinct, targets = np.unique(labels, return_inverse=True)
     if len(distinct) < 2:
         raise DataError(f"{source} holds {len(distinct)} class{'' if len(distinct) == 1 else 'es'}: at least two are needed")
-    return targets.astype(np.int64), len(distinct)
+    return targets.astype(np.int64), tuple(map(str, distinct.tolist()))
 
 
-def _values(table: Columns, labels: list[str], rules: ColumnRules) -> tuple[Tensor, int, tuple[float, float] | None]:
+def _values(table: Columns, labels: list[str], rules: ColumnRules) -> TaskTargets:
     spans = {rules.ranges.get(name) for name in labels}
     if len(spans) > 1:
         raise DataError(f"range: the label columns of {table.source} need the same range, all of them or none")
@@ -140,13 +186,7 @@ def _values(table: Columns, labels: list[str], rules: ColumnRules) -> tuple[Tens
             raise DataError(f"{table.place(int(np.argmax(absent)), name)}: the label is missing")
         columns.append(values if span is None else scale_to_range(values, span))
     values = np.stack(columns, axis=1).astype(np.float32)
-    return torch.from_numpy(values[:, 0].copy() if len(labels) == 1 else values), 0, span
-
-
-def label_texts(table: Columns) -> NDArray[np.str_]:
-    """The labels of a table with one label column, as written."""
-    (label,) = (name for name, role in table.roles.items() if role == "label")
-    return np.array(_label_texts(table, label))
+    return TaskTargets(torch.from_numpy(values[:, 0].copy() if len(labels) == 1 else values), span=span)
 
 
 def _label_texts(table: Columns, label: str) -> list[str]:
@@ -164,11 +204,21 @@ def _known(table: Columns, label: str, known: dict[str, int], allowed: str) -> N
     texts = table.values[label]
     as_known = str.lower if known is _YES_NO else str
     numbers = [-1 if text is None else known.get(as_known(text), -1) for text in texts]
+    if -1 in numbers and known is not _YES_NO:  # 1.0 is class 1
+        numbers = [-1 if text is None else known.get(text, known.get(_whole(text), -1)) for text in texts]
     if -1 in numbers:
         record = numbers.index(-1)
         missing = "missing" if is_missing(texts[record]) else f"not {allowed}"
         raise DataError(f"{table.place(record, label)}: the label is {missing}")
     return np.array(numbers, dtype=np.int64)
+
+
+def _whole(text: str) -> str:
+    """A whole number without its decimal point; other texts as they are."""
+    try:
+        return text_of(float(text))
+    except ValueError:
+        return text
 
 
 def _whole_or_text(table: Columns, label: str) -> NDArray[Any]:

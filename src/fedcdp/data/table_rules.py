@@ -38,6 +38,9 @@ class ColumnRules:
     missing: Missing = "refuse"
     delimiter: str | None = None
     """Between the cells of a `.csv` file; None: found in its header line."""
+    class_numbers: bool = False
+    """Without `classes`, labels are class numbers already, as at a deployed client, whose labels must mean the same as
+    everyone's. False: the distinct labels of the table are numbered."""
 
     def roles(self, header: Sequence[str], source: str) -> dict[str, Role]:
         """What each column of a table is for; a `DataError` names a column that is missing or has two roles."""

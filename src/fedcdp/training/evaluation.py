@@ -41,14 +41,19 @@ def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device)
 
 
 def score(
-    engine: Engine, weights: Tree, federation: Federation, validation: Dataset, device: torch.device, own: OwnMetrics
+    engine: Engine,
+    weights: Tree,
+    federation: Federation | None,
+    validation: Dataset,
+    device: torch.device,
+    own: OwnMetrics,
 ) -> tuple[Figures, list[dict[str, Any]]]:
     """All metrics of the global weights on the validation split, and those of each client that has records in it.
 
-    `validation` is the federation's, perhaps as features of frozen layers. A metric of the user's own that fails here is
-    None, and a warning says why: the model is trained by now.
+    `validation` is the federation's, perhaps as features of frozen layers. Without a federation, no record is a client's. A
+    metric of the user's own that fails here is None, and a warning says why: the model is trained by now.
     """
-    clients = federation.validation_clients
+    clients = None if federation is None else federation.validation_clients
     if validation.task == "custom" and not own and clients is None:
         return evaluate(engine, weights, validation, device), []  # without keeping outputs, which may be large
     outputs = torch.cat([answer for answer, _ in _answers(engine, weights, validation, device)])
@@ -59,7 +64,9 @@ def score(
         except PlanError as error:
             _LOG.warning("%s", error)
             found[name] = None
-    return found, [] if clients is None else figures_of_clients(engine.loss, outputs, validation, federation)
+    if federation is None or clients is None:
+        return found, []
+    return found, figures_of_clients(engine.loss, outputs, validation, federation)
 
 
 def try_own_metrics(own: OwnMetrics, engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> None:

@@ -57,6 +57,35 @@ def test_an_honest_client_with_more_records_than_the_fewest_stays_below_the_boun
     assert bounds[plan.batch_size - 1 :] == [bounds[-1]] * len(bounds[plan.batch_size - 1 :])
 
 
+@pytest.mark.parametrize("noise", [{}, {"noise": "batch"}, {"noise_slots": "held", "record_sampling": "partition"}])
+@pytest.mark.parametrize("records", [2, 4, 20, 1200])
+def test_honest_clients_are_admitted_where_records_are_weights(noise: dict[str, Any], records: int) -> None:
+    """A client with 1,200 records sends 60 times the mean client's update, and one with few does not get that room."""
+    plan = experiment(weighting="records", mean_records=20.0, local_steps=2, **noise).plan
+    direction = torch.zeros(LAYOUT.size)
+    direction[0] = plan.clip_at(0) * math.sqrt(len(LAYOUT.layers)) * min(plan.slots, records)
+    generator, update = torch.Generator().manual_seed(1), torch.zeros(LAYOUT.size)
+    for _ in range(plan.local_steps):
+        noised = direction + torch.randn(LAYOUT.size, generator=generator) * plan.noise_scale_at(0) * plan.noise_on_sum
+        update = update - plan.learning_rate_at(0) * noised / min(plan.batch_size, records)
+    sent = Update(LAYOUT.unflatten(update * records / 20.0), None)
+    check_size(sent, plan, LAYOUT, FIRST, 2, records)
+    larger = Update({name: 40 * value for name, value in sent.update.items()}, None)
+    with pytest.raises(WireError, match="update is too large"):
+        check_size(larger, plan, LAYOUT, FIRST, 2, records)
+    if records == 1200:
+        with pytest.raises(WireError, match="update is too large"):
+            check_size(sent, plan, LAYOUT, FIRST, 2, 20)
+
+
+def test_the_weighted_bound_grows_with_the_stated_records_only_above_a_batch() -> None:
+    plan = experiment(weighting="records", mean_records=20.0).plan
+    bounds = [largest_norm(plan, LAYOUT, FIRST, 1, records) for records in (1, 2, plan.batch_size, 10 * plan.batch_size)]
+    assert bounds == pytest.approx([bounds[0], bounds[0], bounds[0], 10 * bounds[0]])
+    unweighted = experiment().plan
+    assert largest_norm(unweighted, LAYOUT, FIRST, 9, 1) == largest_norm(unweighted, LAYOUT, FIRST, 9)
+
+
 def test_a_server_that_clips_itself_admits_any_size() -> None:
     assert largest_norm(experiment(method="fed-sdp").plan, LAYOUT, FIRST, 20) == math.inf
     assert largest_norm(experiment(method="fed-sdp", noise_at="client").plan, LAYOUT, FIRST, 20) < math.inf

@@ -240,11 +240,15 @@ def test_a_budget_of_the_servers_own_ends_the_run(tmp_path: Path) -> None:
     assert 0 < outcome.rounds == Ledger.open(tmp_path / "run" / "ledger.jsonl").rounds_charged < 9
 
 
-@pytest.mark.parametrize("labels", [np.array("a"), np.array([["1"], ["2"]])], ids=["no axis", "two axes"])
-def test_labels_of_text_that_are_not_one_a_record_are_refused(tmp_path: Path, labels: Any) -> None:
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [(np.array("a"), "each record needs one label"), (np.array(["a", "b"]), "list the classes in order"),
+     (np.array([-1, 1]), "list the classes in order"), (np.array([[0, 1], [1, 0]]), "each record needs one label")],
+)  # fmt: skip
+def test_labels_that_do_not_mean_the_same_everywhere_are_refused(tmp_path: Path, labels: Any, said: str) -> None:
     np.savez(tmp_path / "own.npz", x=np.zeros((2, 3)), y=labels)
-    with pytest.raises(DataError, match="one whole number per record"):
-        _file(tmp_path / "own.npz")
+    with pytest.raises(DataError, match=said):
+        _file(tmp_path / "own.npz", {}, job().task())
 
 
 @pytest.mark.parametrize("clip", [1e-45, 1e-20, 4e-6 * (1 - 1e-9), 4e6 * (1 + 1e-9), 1e300, 5e-324])

@@ -105,6 +105,25 @@ def test_the_method_is_given_noised_gradients_and_nothing_else(
         assert float(alike.abs().max()) < 6 / math.sqrt(LAYOUT.size)
 
 
+def test_a_small_client_has_more_noise_on_the_slots_that_it_fills(
+    tmp_path: Path, handed_over: list[tuple[str, Tree]]
+) -> None:
+    """With `noise_slots = held`: √(S/N_i) on each of N_i slots and none on the others, as much in sum as anyone's."""
+    weights = {name: p.detach() for name, p in NETWORK.named_parameters()}
+    plan = {"noise_slots": "held", "record_sampling": "partition", "batch_size": 45}
+    take_part(tmp_path, FEARS_READERS, weights, **plan)
+    wanted = job(noise_multiplier=SIGMA, local_steps=2, **plan).plan
+    held, slots = 20, wanted.slots
+    assert held < slots
+    assert {name for name, _ in handed_over} == {"released"}
+    for _, tree in handed_over:
+        flat = LAYOUT.flatten(tree, 2)[0].double()
+        spread = flat.norm(dim=1) / (SIGMA * wanted.clip_at(0) * math.sqrt(LAYOUT.size))
+        assert len(spread) == slots
+        assert spread[:held].tolist() == pytest.approx([math.sqrt(slots / held)] * held, rel=0.1)
+        assert float(spread[held:].max()) == 0
+
+
 def test_without_such_a_policy_the_engine_hands_over_a_sum_without_noise(
     tmp_path: Path, handed_over: list[tuple[str, Tree]]
 ) -> None:

@@ -89,6 +89,17 @@ def test_whatever_a_client_says_the_admitted_norm_is_the_same(
     assert len(set(asked)) == 1
 
 
+def test_who_says_more_than_all_clients_have_is_not_taken_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where updates are weighted by records, a larger claim means a larger admitted update."""
+    wanted = experiment(weighting="records", mean_records=20.0, **EVERYBODY)
+    for said, taken in ((20 * CLIENTS, 4), (20 * CLIENTS + 1, 3)):
+        nodes = make_nodes(tmp_path / str(said))
+        nodes[101] = Liar(nodes[101], said)
+        serve(LocalGrid(nodes), wanted, tmp_path / str(said) / "run", settings(min_clients=3))
+        assert Ledger.open(tmp_path / str(said) / "run" / "ledger.jsonl").population["clients"] == taken
+    assert "node 101 is left out: it has 81 records; by mean_records, all clients together have 80" in caplog.text
+
+
 def test_a_run_that_is_resumed_keeps_the_number_it_began_with(tmp_path: Path) -> None:
     wanted = experiment(per_round=3, rounds=2)
 

@@ -75,12 +75,12 @@ def test_of_a_file_each_node_gets_its_own_part(tmp_path: Path) -> None:
     experiment = experiment_for(2, [own])
     site = write(tmp_path / "site", SiteSettings(nodes=2), experiment)
     federation = deal_out(experiment, load_splits(experiment))
-    held = [np.load(node.records) for node in site.nodes(2)]
+    held = [np.load(node.records()) for node in site.nodes(2)]
     assert [len(part["x"]) for part in held] == [16, 16]
     assert not set(held[0]["x"][:, 0]) & set(held[1]["x"][:, 0])
     for number, part in enumerate(held):
         assert np.array_equal(part["x"], federation.train.inputs.numpy()[federation.indices(number)])
-    assert stat.S_IMODE(site.node(1).records.stat().st_mode) == 0o600
+    assert stat.S_IMODE(site.node(1).records().stat().st_mode) == 0o600
     assert tomllib.loads(site.node(1).config.read_text())["data"] == "records.npz"
     with pytest.raises(DeploymentError, match="several nodes"):
         write(tmp_path / "copies", SiteSettings(nodes=2), experiment_for(2, [own, {"data": {"partition": "full"}}]))
@@ -112,7 +112,7 @@ def test_a_shell_reads_the_address_as_it_is(host: str) -> None:
 @pytest.mark.parametrize("value", ["$(id)", "`id`", 'a"; id; "', "a}; id; {", "a\\", "a\nid"])
 def test_no_script_takes_what_a_shell_obeys_within_quotes(value: str) -> None:
     with pytest.raises(DeploymentError, match="cannot be written into a script"):
-        render("start-node.sh", settings=SimpleNamespace(address=value), number=1, runtime_port=9101)
+        render("start-node.sh", settings=SimpleNamespace(address=value), number=1, folder="node-1", runtime_port=9101)
 
 
 def test_a_template_needs_all_its_values() -> None:

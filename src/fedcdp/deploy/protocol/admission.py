@@ -12,6 +12,11 @@ slots, and so stays below the bound. Whether a client lies about its own records
 server's ε, either, which is stated for clients with `smallest_records` records or any number above (`server`): a client that
 states fewer is refused.
 
+Where updates are weighted by records, a client multiplies its update by N_i / mean_records, so an honest client with many
+records sends a large one. Its bound is that of the number of records that it stated when it subscribed. For up to B records
+the bound is the same, since the weight cancels the divisor. A client that claims more is admitted with a larger norm, but
+none may claim more than mean_records times the number of clients (`roster.subscribe`), the records of all clients together.
+
 | method | the largest admitted norm |
 | --- | --- |
 | Fed-CDP | what L steps of clipped, noised gradients can sum up to, except with probability 1e-9 |
@@ -45,16 +50,23 @@ def is_counted(plan: Plan) -> bool:
     return plan.quantile is not None and (plan.per_example or plan.noise_at == "client")
 
 
-def check_size(sent: Update, plan: Plan, layout: Layout, asked: Round, smallest_records: int) -> None:
-    """Raise `WireError` for an update or a count that no client with `smallest_records` records or more can have made."""
-    norm, most = norm_of(sent.update), largest_norm(plan, layout, asked, smallest_records)
+def check_size(
+    sent: Update, plan: Plan, layout: Layout, asked: Round, smallest_records: int, stated_records: int | None = None
+) -> None:
+    """Raise `WireError` for an update or a count that no client with `smallest_records` records or more can have made.
+
+    Where updates are weighted by records, it is a client with `stated_records`.
+    """
+    norm, most = norm_of(sent.update), largest_norm(plan, layout, asked, smallest_records, stated_records)
     if norm > most:
         raise WireError(f"its update is too large: its norm is {norm:.3g}; the method allows at most {most:.3g}")
     if sent.count is not None and abs(sent.count) > (allowed := largest_count(plan)):
         raise WireError(f"its count is too large: {sent.count:.3g}; the method allows at most {allowed:.3g}")
 
 
-def largest_norm(plan: Plan, layout: Layout, asked: Round, smallest_records: int) -> float:
+def largest_norm(
+    plan: Plan, layout: Layout, asked: Round, smallest_records: int, stated_records: int | None = None
+) -> float:
     """The largest norm of an update of this plan, except with probability 1e-9; infinite if there is no bound."""
     if not plan.private or (plan.method == "fed-sdp" and plan.noise_at == "server"):
         return math.inf
@@ -66,8 +78,12 @@ def largest_norm(plan: Plan, layout: Layout, asked: Round, smallest_records: int
     clipped = plan.local_steps * plan.slots * together
     noise = math.sqrt(plan.local_steps) * deviation_of_step_sum(plan, asked.number, asked.clip) * spread
     # With momentum a step's gradient counts again in later steps: 1 + β + β² + … times in total, at most.
-    rate = plan.learning_rate_at(asked.number) / min(plan.batch_size, smallest_records) / (1 - plan.momentum)
-    return _ROUNDING * rate * (clipped + noise)
+    rate = plan.learning_rate_at(asked.number) / (1 - plan.momentum)
+    if plan.weighting == "equal":
+        return _ROUNDING * rate / min(plan.batch_size, smallest_records) * (clipped + noise)
+    assert plan.mean_records is not None  # in every task
+    records = smallest_records if stated_records is None else stated_records
+    return _ROUNDING * rate * records / plan.mean_records / min(plan.batch_size, records) * (clipped + noise)
 
 
 def largest_count(plan: Plan) -> float:

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedcdp.data.dataset import Dataset
+from fedcdp.data.table_schema import TableSchema
+from fedcdp.data.tasks import task_called
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
 from fedcdp.deploy.protocol.local_round import (
@@ -29,10 +30,11 @@ from fedcdp.deploy.protocol.local_round import (
     NetworkFunction,
     Round,
     imported,
+    name_of_client,
     network_for,
     records_of,
 )
-from fedcdp.deploy.protocol.policy import Answer, ClientPolicy, Facts
+from fedcdp.deploy.protocol.policy import Answer, ClientPolicy, Facts, still_fits
 from fedcdp.deploy.protocol.task import Task, constants_of, tensors_of
 from fedcdp.engine import Loss
 from fedcdp.engine.runtime import usable_device
@@ -47,19 +49,20 @@ def client_app(
     data: DataFunction | None = None,
     network: NetworkFunction | None = None,
     policy: ClientPolicy | None = None,
-    loss: Loss = F.cross_entropy,
+    loss: Loss | None = None,
 ) -> ClientApp:
     """Make a Flower ClientApp that takes part in tasks.
 
     Arguments that are left out are read from the node configuration.
 
     Args:
-        data: A function of Flower's context that returns inputs and labels. In the node configuration: `data-function`, as
-            package.module:function, or a file.
+        data: A function of Flower's context that returns inputs and labels, or a `fedcdp.Dataset`. In the node
+            configuration: `data-function`, as package.module:function, or `data`, a file.
         network: A function of the task that makes the network, for a network that the task does not name in a way that this
             client may import. In the node configuration: `network-function`, as package.module:function.
         policy: What this client grants. In the node configuration: `policy`, a TOML file. Default: `ClientPolicy()`.
-        loss: The loss to train with, which must be the server's.
+        loss: The loss to train with, which must be the server's. Default: that of the published task, such as cross-entropy
+            for classification.
 
     Returns:
         The app.
@@ -89,7 +92,7 @@ class _Client:
     """The handlers. Each message is handled in its own process: only the ledger persists."""
 
     def __init__(
-        self, data: DataFunction | None, network: NetworkFunction | None, policy: ClientPolicy | None, loss: Loss
+        self, data: DataFunction | None, network: NetworkFunction | None, policy: ClientPolicy | None, loss: Loss | None
     ) -> None:
         self._data, self._network, self._policy, self._loss = data, network, policy, loss
 
@@ -100,10 +103,11 @@ class _Client:
             policy = self._policy_of(context)
             if (reason := policy.objection(task)) is not None:  # before importing or reading anything for the task
                 raise RefusedError(reason)
-            number = _number(task, context)
-            data = records_of(self._data, context)
+            number, _ = _number(task, context), self._loss_for(task)
+            data, table = records_of(self._data, context, task)
             network = network_for(task, self._network_of(context))
-            facts = Facts(len(data), data.shape, data.classes, tensors_of(Layout.of(network)), constants_of(network))
+            layout, constants = tensors_of(Layout.of(network)), constants_of(network)
+            facts = Facts(len(data), data.shape, data.outputs or 0, layout, constants, data.task, table)
             with ClientLedger.held(_state_dir(context)) as ledger:
                 answer = policy.decide(task, facts, ledger)
                 if not answer.accepts:
@@ -113,18 +117,19 @@ class _Client:
         except Exception as error:
             return messages.answer(Answer(False, _said(error, "declines the task")))
         _LOG.info("accepts the task of run %s: %s, with %d records", task.run, task.plan.method, answer.records)
-        return messages.answer(answer, name, number)
+        return messages.answer(answer, name, number, name_of_client(context))
 
     def train(self, message: Message, context: Context) -> RecordDict:
         """Take part in a round: check everything, then charge, then compute; only then does anything leave the client."""
         try:
             digest, asked, arrays = messages.read_ask(message.content)
-            policy, data = self._policy_of(context), records_of(self._data, context)
+            policy = self._policy_of(context)
             with ClientLedger.held(_state_dir(context)) as ledger:
                 accepted = ledger.tasks.get(digest)
                 if accepted is None:
                     raise RefusedError("this task was not accepted here", final=True)
-                _check_again(policy, accepted, data)
+                data, table = records_of(self._data, context, accepted.task)
+                _check_again(policy, accepted, data, table)
                 training = self._training(accepted.task, data, context, one_by_one=policy.adversary == "example")
                 weights = wire.decode(arrays, training.engine.layout)
                 _charge(policy, ledger, digest, asked)
@@ -142,7 +147,12 @@ class _Client:
         if not task.fits(Layout.of(network)) or constants_of(network) != task.constants:
             raise RefusedError("the network has changed since the task was accepted", final=True)
         device = usable_device(str(context.node_config.get("device", "cpu")))
-        return LocalTraining(task, network, data, self._loss, torch.device(device), one_by_one=one_by_one)
+        return LocalTraining(task, network, data, self._loss_for(task), torch.device(device), one_by_one=one_by_one)
+
+    def _loss_for(self, task: Task) -> Loss:
+        if (loss := self._loss or task_called(task.learning_task).loss) is None:
+            raise RefusedError(f"the task is {task.learning_task}, and this client's app has no loss for it", final=True)
+        return loss
 
     def _policy_of(self, context: Context) -> ClientPolicy:
         if self._policy is not None:
@@ -158,11 +168,11 @@ class _Client:
         return function
 
 
-def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset) -> None:
+def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset, table: TableSchema | None) -> None:
     """Check again what held when the task was accepted: the policy may be stricter now, and the data may have changed."""
     if (reason := policy.objection(accepted.task)) is not None:
         raise RefusedError(reason, final=True)
-    if len(data) != accepted.records or data.shape != accepted.task.shape or data.classes > accepted.task.classes:
+    if len(data) != accepted.records or not still_fits(accepted.task, data, table):
         raise RefusedError("the data have changed since the task was accepted", final=True)
 
 

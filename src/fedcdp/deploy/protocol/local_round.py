@@ -1,6 +1,7 @@
 """The client's part of a round: its records and its local training.
 
 The records come from a user's function, from a file, or are one partition of a benchmark (for tests and demonstrations).
+A file is read as in a simulation, with the same options (`_FILE_OPTIONS`), so a client sees the inputs of the simulator's.
 The training uses the methods' own functions on an axis of length one.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from fedcdp.config.plan import Plan
 from fedcdp.data import load
 from fedcdp.data.dataset import Dataset
-from fedcdp.data.own_files import read_arrays
+from fedcdp.data.own_files import read_client
 from fedcdp.data.partition import partition
-from fedcdp.data.table_records import integers_if_all
+from fedcdp.data.table_rules import column_rules
+from fedcdp.data.table_schema import TableSchema
+from fedcdp.data.tasks import TaskName, task_called
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.engine import Engine, Loss
 from fedcdp.engine.batched import engines_for
@@ -36,25 +39,33 @@ from fedcdp.models.networks import build, mixing_layers, prepare
 from fedcdp.training.local_engines import Examples, StepwiseEngine
 
 Inputs = Tensor | ArrayLike
-DataFunction = Callable[[Any], tuple[Inputs, Inputs]]
+DataFunction = Callable[[Any], tuple[Inputs, Inputs] | Dataset]
 NodeConfig = Mapping[str, Any]
 
 _SOURCES = ("data-function", "data", "dataset")
+# The arguments of `column_rules`, and the settings of a node configuration that they come from.
+_FILE_OPTIONS = {
+    "client": "client-column", "label": "label-column", "task": "task", "drop": "drop-columns",
+    "categories": "categories", "columns": "columns", "classes": "classes", "missing": "missing",
+    "delimiter": "delimiter",
+}  # fmt: skip
 
 
-def records_of(data: DataFunction | None, context: Any) -> Dataset:
-    """The records of this client: from the function, or as named in its node configuration."""
+def records_of(data: DataFunction | None, context: Any, task: Task) -> tuple[Dataset, TableSchema | None]:
+    """The records of this client, from the function or as named in its node configuration, and what their columns mean."""
     config: NodeConfig = context.node_config
     given = [name for name in _SOURCES if name in config]
     if data is None and len(given) != 1:
         raise DataError(f"node configuration: give one of {', '.join(_SOURCES)}, not {' and '.join(given) or 'none'}")
-    if data is not None:
-        return _checked(*data(context))
-    if given == ["dataset"]:
-        return _part(config)
-    if given == ["data"]:
-        return _file(Path(str(config["data"])))
-    return _checked(*imported(str(config["data-function"]))(context))
+    if data is None and given == ["dataset"]:
+        return _part(config), None
+    if data is None and given == ["data"]:
+        return _file(Path(str(config["data"])), config, task)
+    found = (data or imported(str(config["data-function"])))(context)
+    if isinstance(found, Dataset):
+        return found, None
+    inputs, labels = found
+    return _checked(inputs, labels, task_called(_text(config, "task") or "classification").name), None
 
 
 def imported(path: str) -> Any:
@@ -84,21 +95,40 @@ def _part(config: NodeConfig) -> Dataset:
     return federation.train.take(torch.from_numpy(federation.indices(config["partition-id"])))
 
 
-def _file(path: Path) -> Dataset:
-    return _checked(*read_arrays(path))
+def _file(path: Path, config: NodeConfig, task: Task) -> tuple[Dataset, TableSchema | None]:
+    """A file, under the options of the node configuration. Classes that it does not list are those of the task's table."""
+    given: dict[str, Any] = {name: text for name, key in _FILE_OPTIONS.items() if (text := _text(config, key)) is not None}
+    if _text(config, "scaling") not in (None, "public"):
+        raise DataError("node configuration: scaling must be public for a file; a deployed client computes no statistics")
+    rules = column_rules(**given)
+    if rules.classes is None and task.table is not None and task.table.classes and rules.task == task.learning_task:
+        rules = replace(rules, classes=task.table.classes)
+    return read_client(path, rules, _text(config, "client"))
 
 
-def _checked(inputs: Inputs, labels: Inputs) -> Dataset:
-    """Check a client's records. Labels are not renumbered: they must mean the same at every client."""
+def name_of_client(context: Any) -> str:
+    """What this client is called in logs, if its node configuration says so."""
+    return _text(context.node_config, "client") or ""
+
+
+def _text(config: NodeConfig, name: str) -> str | None:
+    """A setting that is a text; None if it is not given."""
+    if not isinstance(value := config.get(name), str | None):
+        raise DataError(f"node configuration: {name} must be a text in quotes")
+    return value
+
+
+def _checked(inputs: Inputs, labels: Inputs, task: TaskName) -> Dataset:
+    """Check the records that a function returned. Labels are not renumbered: they must mean the same at every client."""
     values = torch.as_tensor(inputs if isinstance(inputs, Tensor) else np.asarray(inputs), dtype=torch.float32)
-    given = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-    if given.dtype.kind == "U" and given.ndim == 1:  # from a .csv
-        given = integers_if_all(given)
-    if given.ndim != 1 or given.dtype.kind not in "iuf" or not np.array_equal(given, given.astype(np.int64)):
-        raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number per record is needed")
     if not bool(torch.isfinite(values).all()):
         raise DataError("inputs contain a value that is not finite")
-    return Dataset(values, torch.from_numpy(given.astype(np.int64)), int(given.max(initial=0)) + 1)
+    given = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    if task not in ("classification", "binary"):
+        return Dataset(values, torch.as_tensor(given, dtype=None if task == "custom" else torch.float32), task=task)
+    if given.ndim != 1 or given.dtype.kind not in "iuf" or not np.array_equal(given, given.astype(np.int64)):
+        raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number per record is needed")
+    return Dataset(values, torch.from_numpy(given.astype(np.int64)), task=task)
 
 
 NetworkFunction = Callable[[Task], nn.Module]

@@ -2,7 +2,7 @@
 
 | message | content | reply |
 | --- | --- | --- |
-| `query.subscribe` | the task | whether the client accepts, the reason, N_i, a name that identifies the client |
+| `query.subscribe` | the task | whether the client accepts, the reason, N_i, a random name that identifies the client, what it is called if it says so |
 | `train` | the weights, the task's digest, round, attempt, and a clip bound that follows a quantile | the update (and its count), with task, round and attempt; or a refusal |
 
 A reply to `train` contains nothing but what the method releases.
@@ -28,6 +28,7 @@ from fedcdp.files.untrusted import printable
 SUBSCRIBE, TRAIN = "query.subscribe", "train"
 MOST_RECORDS = 2**31
 _LONGEST_REASON = 500
+_LONGEST_CALLED = 100
 _NAME = re.compile("[0-9a-f]{32}")
 
 
@@ -42,6 +43,8 @@ class Subscription:
     """A name that identifies this client, also under another node."""
     number: int
     """The number of the simulator's client, if the task is reproducible; otherwise −1."""
+    client: str = ""
+    """What the client calls itself, for logs."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ def is_name(text: object) -> bool:
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
+def is_called(text: object) -> bool:
+    """Whether a client may be called this; empty: it says nothing."""
+    return isinstance(text, str) and len(text) <= _LONGEST_CALLED and text.isprintable()
+
+
 # Publish and subscribe -----------------------------------------------------------------------------------------------
 
 
@@ -70,9 +78,11 @@ def read_task(content: RecordDict) -> Task:
     return Task.from_json(_text(_config(content, "task"), "task"))
 
 
-def answer(answer_: Answer, member: str = "", number: int = -1) -> RecordDict:
+def answer(answer_: Answer, member: str = "", number: int = -1, client: str = "") -> RecordDict:
     """A client's answer to a task."""
     about: dict[str, Any] = {"accepts": answer_.accepts, "reason": answer_.reason, "records": answer_.records}
+    if client:
+        about["client"] = client
     return RecordDict({"answer": ConfigRecord({**about, "member": member, "number": number})})
 
 
@@ -84,7 +94,8 @@ def read_answer(message: Message) -> Subscription:
     records, member, number = _whole(found, "records"), _text(found, "member"), _whole(found, "number")
     if not 1 <= records < MOST_RECORDS or not is_name(member) or not -1 <= number < MOST_RECORDS:
         raise WireError("its answer has an invalid number of records, name or client number")
-    return Subscription(True, "accepted", records, member, number)
+    called = found.get("client", "")
+    return Subscription(True, "accepted", records, member, number, str(called) if is_called(called) else "")
 
 
 # A round -------------------------------------------------------------------------------------------------------------

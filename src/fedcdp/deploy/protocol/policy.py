@@ -21,6 +21,9 @@ from typing import Any, get_args
 from fedcdp.accounting.adversaries import Adversary
 from fedcdp.accounting.statement import format_epsilon
 from fedcdp.config.plan import MethodName, Plan
+from fedcdp.data.dataset import Dataset
+from fedcdp.data.table_schema import TableSchema
+from fedcdp.data.tasks import TaskName
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
 from fedcdp.deploy.protocol.grant import (
     Grant,
@@ -47,11 +50,15 @@ class Facts:
     shape: tuple[int, ...]
     """The shape of one input."""
     classes: int
-    """One more than the largest label: a network needs at least this many outputs."""
+    """Outputs that a network needs for the data; of class numbers, at least one more than the largest; 0: any number."""
     tensors: dict[str, tuple[int, ...]]
     """Names and shapes of the trainable tensors of the network that this client would train for the task."""
     constants: str
     """A digest of the parts of that network that are not trained."""
+    learning_task: TaskName = "classification"
+    """What the labels are."""
+    table: TableSchema | None = None
+    """What the columns of its table mean; None if the records do not come from a table."""
 
 
 @dataclass(frozen=True)
@@ -289,12 +296,32 @@ def _is_number(value: object) -> bool:
 
 def _misfit(task: Task, facts: Facts) -> str | None:
     """How the task differs from this client's data and network, or None."""
-    if facts.shape != task.shape:
-        return f"inputs here have the shape {list(facts.shape)}, not {list(task.shape)}"
-    if facts.classes > task.classes:
-        return f"some label here is not one of the task's {task.classes} classes"
+    if (reason := _data_misfit(task, facts.shape, facts.classes, facts.learning_task, facts.table)) is not None:
+        return reason
     if facts.constants != task.constants:
         return f"the frozen parameters of the network {task.network} differ from the server's"
     if list(facts.tensors.items()) != list(task.tensors.items()):
         return f"the network {task.network} has other tensors here than in the task, or in another order"
+    return None
+
+
+def still_fits(task: Task, data: Dataset, table: TableSchema | None) -> bool:
+    """Whether data fit a task that was accepted before."""
+    return _data_misfit(task, data.shape, data.outputs or 0, data.task, table) is None
+
+
+def _data_misfit(
+    task: Task, shape: tuple[int, ...], outputs: int, learning_task: TaskName, table: TableSchema | None
+) -> str | None:
+    """How the task differs from a client's data. The reason is sent to the server: it names columns of the task only."""
+    if learning_task != task.learning_task:
+        return f"labels here are for {learning_task}, not for {task.learning_task}"
+    if table is not None and task.table is not None and (where := task.table.difference(table)) is not None:
+        return f"the table here differs from the task's in {where}"
+    if shape != task.shape:
+        return f"inputs here have the shape {list(shape)}, not {list(task.shape)}"
+    if learning_task == "classification" and outputs > task.classes:
+        return f"some label here is not one of the task's {task.classes} classes"
+    if learning_task != "classification" and outputs not in (0, task.classes):
+        return f"records here have {outputs} labels, not {task.classes}"
     return None

@@ -2,7 +2,7 @@
 
 ```
 RUN/task.json      the published task
-RUN/clients.json   each client's number, node, number of records, and the name that identifies it
+RUN/clients.json   each client's number, node, number of records, the name that identifies it, and what it calls itself
 ```
 
 A run's clients are those that accepted at its start: the ledger counts by their numbers. When a run is resumed, each client
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -44,6 +45,13 @@ class Member:
     node: int
     records: int
     name: str
+    client: str = ""
+    """What it calls itself; empty: nothing."""
+
+    @property
+    def title(self) -> str:
+        """The client in a log line."""
+        return f"client {self.number} ({self.client + ', ' if self.client else ''}node {self.node})"
 
 
 Roster = tuple[Member, ...]
@@ -52,13 +60,15 @@ Roster = tuple[Member, ...]
 
 def save_roster(path: Path, roster: Roster) -> None:
     """Write the roster atomically."""
-    write_atomically(path, json.dumps({"clients": [asdict(member) for member in roster]}, indent=1).encode())
+    members = [{name: value for name, value in asdict(each).items() if name != "client" or value} for each in roster]
+    write_atomically(path, json.dumps({"clients": members}, indent=1).encode())
 
 
 def _member(written: Any) -> Member:
     member = Member(**written)
     whole = all(type(each) is int and each >= 0 for each in (member.number, member.node, member.records))
-    if not (whole and 1 <= member.records < messages.MOST_RECORDS and messages.is_name(member.name)):
+    named = messages.is_name(member.name) and messages.is_called(member.client)
+    if not (whole and 1 <= member.records < messages.MOST_RECORDS and named):
         raise ValueError
     return member
 
@@ -123,8 +133,8 @@ def _pull(grid: Grid, waiting: set[str]) -> list[Message]:
 class Subscribing:
     """Publishes a task to every connected node, and collects the answers."""
 
-    def __init__(self, grid: Grid, task: Task, smallest_records: int = 1) -> None:
-        self._grid, self._task, self._smallest_records = grid, task, smallest_records
+    def __init__(self, grid: Grid, task: Task, smallest_records: int = 1, most_records: float = math.inf) -> None:
+        self._grid, self._task, self._smallest_records, self._most_records = grid, task, smallest_records, most_records
         self.accepted: dict[int, Subscription] = {}
         """By node."""
         self.declined: dict[int, str] = {}
@@ -166,9 +176,14 @@ class Subscribing:
             self.declined[node] = "it has too few records"
             _LOG.warning("node %d is left out: it has %d records, and smallest-records is %d", node, answer.records,
                          self._smallest_records)  # fmt: skip
+        elif answer.accepts and answer.records > self._most_records:
+            self.declined[node] = "it has too many records"
+            _LOG.warning("node %d is left out: it has %d records; by mean_records, all clients together have %.0f", node,
+                         answer.records, self._most_records)  # fmt: skip
         elif answer.accepts:
             self.accepted[node] = answer
-            _LOG.info("node %d accepts, with %d records", node, answer.records)
+            called = f" ({answer.client})" if answer.client else ""
+            _LOG.info("node %d%s accepts, with %d records", node, called, answer.records)
         else:
             self.declined[node] = answer.reason
             _LOG.info("node %d declines: %s", node, answer.reason)
@@ -177,16 +192,17 @@ class Subscribing:
 def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_records: int | None = None) -> Roster:
     """The clients of a new run: those that accept, until there are `expected` clients or the time is up.
 
-    A client with fewer than `smallest_records` records (default: a batch) is left out.
+    A client with fewer than `smallest_records` records (default: a batch) is left out. So is one with more records than the
+    plan expects of all clients together, where updates are weighted by records.
     """
-    subscribing = Subscribing(grid, task, task.plan.batch_size if smallest_records is None else smallest_records)
+    fewest = task.plan.batch_size if smallest_records is None else smallest_records
+    subscribing = Subscribing(grid, task, fewest, (task.plan.mean_records or math.inf) * expected)
     subscribing.gather(lambda accepted: len(accepted) >= expected, timeout)
     accepted = list(subscribing.accepted.items())[:expected]
     if not task.reproducible:
-        return tuple(Member(n, node, each.records, each.member) for n, (node, each) in enumerate(accepted))
-    roster = sorted(
-        (Member(each.number, node, each.records, each.member) for node, each in accepted), key=lambda m: m.number
-    )
+        return tuple(Member(n, node, each.records, each.member, each.client) for n, (node, each) in enumerate(accepted))
+    members = (Member(each.number, node, each.records, each.member, each.client) for node, each in accepted)
+    roster = sorted(members, key=lambda member: member.number)
     if [member.number for member in roster] != list(range(len(roster))):
         numbers = ", ".join(str(member.number) for member in roster)
         raise RunError(f"the clients of a reproducible run have the partition-ids {numbers}; they must be 0, 1, 2, …")

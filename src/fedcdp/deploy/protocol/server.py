@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -48,9 +47,9 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.files.tensors import check_tensors
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import resolve
-from fedcdp.training.evaluation import evaluate, no_better_than_guessing
-from fedcdp.training.metrics import main_figure
-from fedcdp.training.prepared import build_network, deal_out, load_splits
+from fedcdp.training.evaluation import evaluate, no_better_than_guessing, score
+from fedcdp.training.metrics import Figures, main_figure
+from fedcdp.training.prepared import build_network, deal_out, load_splits, outputs_needed
 from fedcdp.training.rundir import Row, RunDirectory, State
 
 _LOG = logging.getLogger("flwr.fedcdp")
@@ -119,7 +118,7 @@ def server_app(
     *,
     out: Path | str | None = None,
     settings: ServerSettings | None = None,
-    loss: Loss = F.cross_entropy,
+    loss: Loss | None = None,
 ) -> ServerApp:
     """Make a Flower ServerApp that trains an experiment. Arguments that are left out are read from the run configuration.
 
@@ -127,7 +126,8 @@ def server_app(
         experiment: Data, network and plan. In the run configuration: `experiment`, a configuration file of fedcdp.
         out: The run directory. In the run configuration: `out`.
         settings: How long to wait, and with how few clients to continue.
-        loss: The loss by which the server evaluates the model, which must be the clients'.
+        loss: The loss by which the server evaluates the model, which must be the clients'. Default: that of the data's task,
+            such as cross-entropy for classification.
 
     Returns:
         The app.
@@ -152,7 +152,7 @@ def server_app(
 
 
 def serve(
-    grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings, loss: Loss = F.cross_entropy
+    grid: Grid, experiment: Experiment, out: Path | str, settings: ServerSettings, loss: Loss | None = None
 ) -> Outcome:
     """Train an experiment over the clients of a grid, or continue the run in the directory."""
     directory = RunDirectory(out)
@@ -167,10 +167,10 @@ def serve(
         dealt = _dealt(experiment, splits)
         if settings.smallest_records is None:
             settings = replace(settings, smallest_records=dealt.smallest if dealt else experiment.plan.batch_size)
-        job = replace(_job(directory, experiment, splits.train.shape, splits.train.classes, settings), loss=loss)
+        job = replace(_job(directory, experiment, splits, settings), loss=loss)
         # Clients with a part of a benchmark hold the copies that its partition makes; others are assumed to have none.
         copies = dealt.copies if dealt and experiment.data.dataset else 1
-        return _Server(grid, directory, experiment, job, splits.validation, copies, settings).run()
+        return _Server(grid, directory, experiment, job, splits.validation, dealt, copies, settings).run()
 
 
 def _dealt(experiment: Experiment, splits: Splits) -> Federation | None:
@@ -198,10 +198,9 @@ def _stored(directory: RunDirectory, given: Experiment, reproducible: bool) -> E
     return replace(stored, run=given.run)
 
 
-def _job(
-    directory: RunDirectory, experiment: Experiment, shape: tuple[int, ...], classes: int, settings: ServerSettings
-) -> Job:
+def _job(directory: RunDirectory, experiment: Experiment, splits: Splits, settings: ServerSettings) -> Job:
     """The job, under the name that the run got at its start."""
+    shape, classes = splits.train.shape, outputs_needed(splits.train)
     job = Job(
         plan=experiment.plan,
         network=build_network(experiment, shape, classes),
@@ -213,6 +212,8 @@ def _job(
         smallest_cohort=settings.min_cohort,
         smallest_records=settings.smallest_records,
         reproducible=settings.reproducible,
+        learning_task=splits.train.task,
+        table=splits.table,
     )
     path = directory.path / "task.json"
     if not path.exists():
@@ -223,6 +224,8 @@ def _job(
     except (OSError, UnicodeDecodeError, FedcdpError) as error:
         raise RunError(f"{path} cannot be used: {error}") from error
     job = replace(job, run=published.run)
+    if published.table is None:  # version 0.1.0 published none
+        job = replace(job, table=None)
     if job.task().digest() != published.digest():
         raise RunError(f"{path} is not the task of the current experiment and settings: was min-cohort changed?")
     return job
@@ -238,11 +241,12 @@ class _Server:
         experiment: Experiment,
         job: Job,
         validation: Dataset | None,
+        dealt: Federation | None,
         copies: int,
         settings: ServerSettings,
     ) -> None:
         self._grid, self._directory, self._experiment, self._job = grid, directory, experiment, job
-        self._validation, self._copies, self._settings = validation, copies, settings
+        self._validation, self._dealt, self._copies, self._settings = validation, dealt, copies, settings
         self._least = settings.min_clients or job.clients
         self._hidden = hides_participation(job.plan)
 
@@ -373,13 +377,21 @@ class _Server:
         noise: NoiseKind = "seeded" if self._job.reproducible else "secure"
         return Ledger.of_run(self._directory.ledger, self._job.plan, population, noise, rounds_done)
 
+    def _score(self, state: State) -> Figures:
+        """All metrics of the model on the validation split, which are also stored."""
+        if self._validation is None or not state.round:
+            return {}
+        weights = state.average or state.weights
+        scores, clients = score(self._job.engine(), weights, self._dealt, self._validation, torch.device("cpu"), {})
+        self._directory.save_scores(state.round, scores, clients)
+        return scores
+
     def _end(self, ended: str, state: State, sentence: str) -> Outcome:
         """Save the result, and log its privacy cost."""
         network = self._job.network
         network.load_state_dict(state.average or state.weights, strict=False)
         self._directory.save_model(network.state_dict(), state.round)
-        measured = [row for row in self._directory.read_metrics() if main_figure(row)]
-        warning = no_better_than_guessing(measured[-1] if measured else {}, self._validation)
+        warning = no_better_than_guessing(self._score(state), self._validation)
         outcome = Outcome(ended, state.round, sentence, warning)
         write_atomically(self._directory.path / "outcome.json", json.dumps(asdict(outcome)).encode())
         _LOG.info("the run ends after %d of %d rounds: %s", state.round, self._job.plan.rounds, sentence)

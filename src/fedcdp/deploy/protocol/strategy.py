@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -26,12 +25,14 @@ from torch import nn
 
 from fedcdp.accounting.budget import Releases
 from fedcdp.config.plan import Plan
+from fedcdp.data.table_schema import TableSchema
+from fedcdp.data.tasks import TaskName, task_called
 from fedcdp.deploy.protocol import admission, messages, wire
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.messages import Update
 from fedcdp.deploy.protocol.roster import Member, Roster
 from fedcdp.deploy.protocol.task import Task, constants_of, hides_participation, tensors_of
-from fedcdp.engine import Loss
+from fedcdp.engine import Engine, Loss
 from fedcdp.engine.batched import engines_for
 from fedcdp.errors import PlanError, RefusedError, WireError
 from fedcdp.files.tree import Layout
@@ -71,7 +72,7 @@ class Job:
     shape: tuple[int, ...]
     """The shape of one input."""
     classes: int
-    """The number of classes."""
+    """How many outputs the network needs: one for each class, label or value."""
     clients: int
     """Number of clients expected to subscribe."""
     smallest_cohort: int = 1
@@ -82,8 +83,20 @@ class Job:
     """Take noise and sampling from the published seed: for tests; it protects nobody."""
     run: str = field(default_factory=lambda: secrets.token_hex(16))
     """The run's random name."""
-    loss: Loss = F.cross_entropy
-    """The loss by which the server evaluates the model."""
+    loss: Loss | None = None
+    """The loss by which the server evaluates the model; None: that of the learning task."""
+    learning_task: TaskName = "classification"
+    """What is predicted."""
+    table: TableSchema | None = None
+    """What the columns of clients' tables mean, which they check; None: nothing is said."""
+
+    def engine(self) -> Engine:
+        """The network, prepared for its plan, and its loss."""
+        if (loss := self.loss or task_called(self.learning_task).loss) is None:
+            raise PlanError(
+                f"loss: task {self.learning_task} has no loss of its own; pass a function of outputs and targets"
+            )
+        return next(iter(engines_for(prepare(self.network, self.plan, "cpu"), loss).values()))
 
     def task(self) -> Task:
         """The task that the server publishes for this job."""
@@ -99,6 +112,8 @@ class Job:
             plan=self.plan if self.reproducible else self.plan.but(seed=0),
             smallest_cohort=self.smallest_cohort,
             reproducible=self.reproducible,
+            learning_task=self.learning_task,
+            table=self.table,
         )
 
 
@@ -146,10 +161,9 @@ class PlanStrategy(Strategy):
     ) -> None:
         job.plan.check_clients(len(roster))
         self.job, self.roster, self.task = job, roster, job.task().digest()
-        network = prepare(job.network, job.plan, "cpu")
-        self.engine = next(iter(engines_for(network, job.loss).values()))
+        self.engine = job.engine()
         self.releases = releases or Releases(len(roster))
-        weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        weights = {name: p.detach() for name, p in self.engine.model.named_parameters() if p.requires_grad}
         self.state = state or first_state(job.plan, weights)
         self.gone: set[int] = set()
         """The numbers of clients that will not take part again, by their own statement."""
@@ -246,7 +260,7 @@ class PlanStrategy(Strategy):
                 continue
             try:
                 sent = messages.read_reply(reply, self.task, self._asked, self.engine.layout, admission.is_counted(plan))
-                admission.check_size(sent, plan, self.engine.layout, self._asked, self._smallest_records)
+                admission.check_size(sent, plan, self.engine.layout, self._asked, self._smallest_records, member.records)
                 updates[member.number] = sent
             except RefusedError as error:
                 self._leave_out(member, f"it refuses: {error}")
@@ -289,9 +303,7 @@ class PlanStrategy(Strategy):
         return Moment(plan, self.engine, self._noise, state.round, clients, clients, current_clip=state.clip)
 
     def _leave_out(self, member: Member, reason: str) -> None:
-        _LOG.warning(
-            "round %d: client %d (node %d) is left out: %s", self.state.round + 1, member.number, member.node, reason
-        )
+        _LOG.warning("round %d: %s is left out: %s", self.state.round + 1, member.title, reason)
 
 
 def first_state(plan: Plan, weights: dict[str, torch.Tensor]) -> State:

@@ -6,8 +6,11 @@ during training.
 
 A task has one written form, and its digest is computed from that form: keys in alphabetical order, numbers of their field's
 type, no negative zero, schedules as this program prints them, tensors in the order of the network's layout. Any other form
-is refused. Tasks are compared by their digests only: values that compare equal (0.0 and −0.0, two dictionaries in different
-orders) may have different digests, and a ledger that mistook one task for another would count too little.
+is refused. `learning_task` and `table` are new since version 0.1.0. They are left out where they say nothing, so older
+tasks keep their digests.
+
+Tasks are compared by their digests only: values that compare equal (0.0 and −0.0, two dictionaries in different orders) may
+have different digests, and a ledger that mistook one task for another would count too little.
 """
 
 from __future__ import annotations
@@ -18,18 +21,21 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from fedcdp.config.plan import Plan
+from fedcdp.data.table_schema import TableSchema
+from fedcdp.data.tasks import TaskName
 from fedcdp.errors import FedcdpError, PlanError, TaskError
 from fedcdp.files.tree import Layout
 
 FORMAT = "fedcdp-task-1"
 _KEYS = ("format", "run", "modality", "shape", "classes", "network", "activation", "tensors", "constants", "plan",
          "smallest_cohort", "reproducible")  # fmt: skip
+_OPTIONAL = {"learning_task", "table"}  # since version 0.1.0
 _RUN = re.compile("[0-9a-f]{32}")
 _MOST_WEIGHTS = 2**30
 _MOST_STEPS = 10**6  # over all rounds: a client can account for these in seconds
@@ -62,7 +68,7 @@ class Task:
     shape: tuple[int, ...]
     """The shape of one input."""
     classes: int
-    """The number of classes."""
+    """How many outputs the network needs: one for each class, label or value."""
     network: str
     """As in a configuration file: cnn, mlp, …, or package.module:factory."""
     activation: str | None
@@ -77,6 +83,10 @@ class Task:
     """Minimum number of updates for the server to use a round, unless it adds the noise (`hides_participation`)."""
     reproducible: bool = False
     """Noise and sampling come from the published seed, so anyone can subtract the noise: for tests only."""
+    learning_task: TaskName = "classification"
+    """What is predicted, which decides the loss."""
+    table: TableSchema | None = None
+    """What the columns of tables mean. A client that reads a table must mean the same; None: clients see to that."""
 
     def __post_init__(self) -> None:
         if self.plan.secure_aggregation:
@@ -117,6 +127,10 @@ class Task:
             "smallest_cohort": self.smallest_cohort,
             "reproducible": self.reproducible,
         }
+        if self.learning_task != "classification":
+            written["learning_task"] = self.learning_task
+        if self.table is not None:
+            written["table"] = self.table.written()
         return json.dumps(written, sort_keys=True)
 
     @staticmethod
@@ -150,7 +164,7 @@ class Task:
         if not isinstance(written, dict) or written.get("format") != FORMAT:
             known = written.get("format") if isinstance(written, dict) else None
             raise TaskError(f"the task has the format {known!s:.40}; this program supports {FORMAT}")
-        if set(written) != set(_KEYS):
+        if set(written) - _OPTIONAL != set(_KEYS):
             raise TaskError(f"the task must have exactly the fields {', '.join(_KEYS)}")
         return _read(written)
 
@@ -212,6 +226,12 @@ def _read(written: Mapping[str, Any]) -> Task:
     _require(bool(pairs) and len({name for name, _ in tensors}) == len(tensors), "tensors", "names, each once, with shapes")
     _require(isinstance(plan, dict) and all(isinstance(key, str) for key in plan), "plan", "the fields of a plan")
     _require(("seed" in plan) == written["reproducible"], "plan", "one with a seed if, and only if, it is reproducible")
+    learning_task = written.get("learning_task", "classification")
+    _require(learning_task in get_args(TaskName), "learning_task", f"one of {', '.join(get_args(TaskName))}")
+    try:
+        table = TableSchema.read(written["table"]) if "table" in written else None
+    except ValueError as error:
+        raise TaskError(f"the task's table is invalid: {error}") from None
     try:
         task = Task(
             run=run,
@@ -224,6 +244,8 @@ def _read(written: Mapping[str, Any]) -> Task:
             plan=Plan(**plan),
             smallest_cohort=written["smallest_cohort"],
             reproducible=written["reproducible"],
+            learning_task=learning_task,
+            table=table,
         )
     except (TypeError, FedcdpError) as error:
         raise TaskError(f"the task's plan is invalid: {error}") from None

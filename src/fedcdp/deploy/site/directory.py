@@ -6,6 +6,7 @@ DIR/experiment.toml     the plan; read by the server only
 DIR/authority/          ca.pem, and ca.key: only needed to sign another server certificate
 DIR/server/             server.pem, server.key, the server's database
 DIR/node-1/             node.toml (its data), policy.toml (what it grants), node.key, node.pub, ca.pem, its ledger
+                        (node-1-charite/ where the client has a name)
 DIR/app/                the Flower app: names what to run, and holds no secret
 DIR/flwr/config.toml    where `flwr` finds the server
 DIR/logs/  DIR/run/     the logs; the run directory
@@ -15,6 +16,8 @@ DIR/logs/  DIR/run/     the logs; the run directory
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +29,8 @@ CONNECTION = "deployment"
 MOST_NODES = 10_000
 _USUAL_PORT = 9443
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9]{1,15})?")  # scripts contain it
+_FOLDER = re.compile(r"[^A-Za-z0-9._-]+")  # what a client's name is stripped of in the names of files
+_LONGEST_FOLDER = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ class NodePlace:
 
     @property
     def name(self) -> str:
-        """`node-1` and so on."""
+        """`node-1` and so on, or `node-1-charite` where the client has a name."""
         return self.path.name
 
     @property
@@ -95,10 +100,14 @@ class NodePlace:
         """What the client grants."""
         return self.path / "policy.toml"
 
+    def records(self, suffix: str = ".npz") -> Path:
+        """The client's own records, if they come from a file of this kind."""
+        return self.path / f"records{suffix}"
+
     @property
-    def records(self) -> Path:
-        """The client's own records, if they come from a file."""
-        return self.path / "records.npz"
+    def columns(self) -> Path:
+        """The public categories and ranges of the columns, if they come from a file."""
+        return self.path / "columns.toml"
 
     @property
     def authority(self) -> Path:
@@ -143,10 +152,20 @@ class Site:
             raise DeploymentError(f"{self.settings_file}: there is no setting called {min(unknown)!r}")
         return SiteSettings(**written)
 
-    def node(self, number: int) -> NodePlace:
-        """The directory of a node, counted from 1."""
-        return NodePlace(number, self.path / f"node-{number}")
+    def node(self, number: int, client: str = "") -> NodePlace:
+        """The directory of a node, counted from 1: a new one that is named for its client, or the one that is there."""
+        plain = self.path / f"node-{number}"
+        if folder := _folder(client):
+            return NodePlace(number, self.path / f"node-{number}-{folder}")
+        named = [] if plain.exists() else sorted(self.path.glob(f"node-{number}-*"))
+        return NodePlace(number, named[0] if named else plain)
 
-    def nodes(self, count: int) -> list[NodePlace]:
-        """The directories of all nodes."""
-        return [self.node(number) for number in range(1, count + 1)]
+    def nodes(self, count: int, clients: Sequence[str] = ()) -> list[NodePlace]:
+        """The directories of all nodes; new ones are named for their `clients`."""
+        return [self.node(number, clients[number - 1] if clients else "") for number in range(1, count + 1)]
+
+
+def _folder(client: str) -> str:
+    """A client's name in the names of files: letters without accents, digits, and a few signs."""
+    plain = "".join(sign for sign in unicodedata.normalize("NFKD", client) if not unicodedata.combining(sign))
+    return _FOLDER.sub("-", plain).strip("-.")[:_LONGEST_FOLDER]

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fedcdp.deploy.site.processes import Process, Supervisor, ended_by_signals
 from fedcdp.errors import DeploymentError, DeploymentFailedError, RunError
 from fedcdp.files.disk import open_unlinked
 from fedcdp.files.untrusted import MOST_SETTINGS, parse_json, printable, read_bounded
+from fedcdp.training.metrics import MAIN_METRICS, main_figure
 from fedcdp.training.rundir import Row, RunDirectory
 
 _POLL_SECONDS = 0.25
@@ -43,7 +44,9 @@ class LocalOutcome:
     """`done`, `too-few-clients` or `budget`, or `unfinished`."""
     sentence: str
     warning: str | None = None
-    """What the server says of an accuracy that is no better than guessing."""
+    """What the server says of a model that is no better than guessing."""
+    scores: Row = field(default_factory=dict)
+    """All metrics of the final model on the validation split, or those of the last round that was evaluated."""
 
 
 class Deployment:
@@ -67,11 +70,12 @@ class Deployment:
     def outcome(self, seconds: float) -> LocalOutcome:
         """The progress of the run, according to its directory."""
         rows = self.follower.rows()
-        measured = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
+        scores = self.follower.scores()
+        accuracy = scores.get("accuracy")
         ended, sentence = self.follower.ended() or ("unfinished", "the run has not ended")
         rounds = int(rows[-1]["round"]) if rows else 0
         warning = self.follower.warning()
-        return LocalOutcome(rounds, measured[-1] if measured else None, seconds, ended, sentence, warning)
+        return LocalOutcome(rounds, accuracy, seconds, ended, sentence, warning, scores)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -110,7 +114,8 @@ class _Local:
         self._finish(self._start("register", "run.sh", "--register-only"), server)
         for number, node_port in enumerate(node_ports, start=1):
             self._environment["FEDCDP_NODE_PORT"] = str(node_port)
-            self._nodes.append(self._start(f"node-{number}", f"start-node-{number}.sh"))
+            name = self._site.node(number).name
+            self._nodes.append(self._start(name, f"start-{name}.sh"))
         self._deployment.follower.forget_outcome()
         job = self._start("run", "run.sh", "--run-only")
         self._follow(job, server, progress)
@@ -224,6 +229,16 @@ class Follower:
             return self._run.read_metrics()
         except RunError:  # being replaced at this moment
             return []
+
+    def scores(self) -> Row:
+        """The metrics of the final model; before the end, those of the last round that was evaluated."""
+        rows = self.rows()
+        measured = next((row for row in reversed(rows) if main_figure(row)), {})
+        try:
+            final = self._run.read_scores(rows[-1]["round"])[0] if rows else {}
+        except RunError:  # being replaced at this moment
+            final = {}
+        return final or {name: value for name, value in measured.items() if name in MAIN_METRICS}
 
     def new_rows(self) -> Iterator[Row]:
         """The rounds finished since the last call."""

@@ -11,21 +11,21 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.presets import Settings
 from fedcdp.deploy.site.certificates import VALID_DAYS, Authority, new_node_key, require_cryptography
-from fedcdp.deploy.site.directory import CONNECTION, Site, SiteSettings
+from fedcdp.deploy.site.directory import CONNECTION, NodePlace, Site, SiteSettings
+from fedcdp.deploy.site.own_file import OwnFile
 from fedcdp.errors import DeploymentError, PlanError
 from fedcdp.training.planning import Planned, plan_experiment
-from fedcdp.training.prepared import deal_out, load_splits, population_of
+from fedcdp.training.prepared import deal_out, load_splits, population_of, with_clients_of_file
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -68,9 +68,11 @@ def _inside_quotes(value: object) -> str:
     return text
 
 
-def node_text(experiment: Experiment, number: int) -> str:
+def node_text(experiment: Experiment, number: int, own: OwnFile | None = None) -> str:
     """`node.toml`: the node's configuration for Flower. Client k of the simulator is node k + 1 here."""
     data, plan = experiment.data, experiment.plan
+    if own is not None:
+        return render("node.toml", own_records=True, part=own.options(number - 1))
     part: dict[str, str | int | float | None] = {
         "dataset": data.dataset,
         "partition-id": number - 1,
@@ -84,15 +86,18 @@ def node_text(experiment: Experiment, number: int) -> str:
         "partition-seed": plan.seed,
     }
     given = {name: value for name, value in part.items() if value is not None}
-    return render("node.toml", own_records=data.file is not None, part=given)
+    return render("node.toml", own_records=False, part=given)
 
 
-def policy_text(experiment: Experiment, epsilon: float | None) -> str:
-    """`policy.toml`: what the client grants; without an `epsilon`, the plan's cost over all its rounds."""
+def policy_text(experiment: Experiment, epsilon: float | None, records: int | None = None) -> str:
+    """`policy.toml`: what the client grants; without an `epsilon`, the plan's cost over all its rounds.
+
+    The cost is that of a client with this many `records`; by default, of the smallest client.
+    """
     from fedcdp.deploy.protocol.policy import effective_noise
 
     plan, run = experiment.plan, experiment.run
-    granted = needed_epsilon(experiment) if epsilon is None else epsilon
+    granted = needed_epsilon(experiment, records) if epsilon is None else epsilon
     return render(
         "policy.toml",
         no_limit=granted == math.inf,
@@ -107,15 +112,15 @@ def policy_text(experiment: Experiment, epsilon: float | None) -> str:
     )
 
 
-def needed_epsilon(experiment: Experiment) -> float:
+def needed_epsilon(experiment: Experiment, records: int | None = None) -> float:
     """The ε by a client's own accounting for every round and some repeated ones, rounded up; ∞ if there is none."""
     from fedcdp.deploy.protocol.grant import wanted_participations
 
-    cost = epsilon_of(experiment, wanted_participations(experiment.plan))
+    cost = epsilon_of(experiment, wanted_participations(experiment.plan), records)
     return cost if cost in (0.0, math.inf) else _rounded_up(cost)
 
 
-def epsilon_of(experiment: Experiment, releases: int) -> float:
+def epsilon_of(experiment: Experiment, releases: int, records: int | None = None) -> float:
     """The ε by a client's own accounting (`protocol.grant`) for this many releases of its first task."""
     from fedcdp.deploy.protocol.grant import Grant, Reservation
     from fedcdp.deploy.protocol.task import Task
@@ -137,7 +142,8 @@ def epsilon_of(experiment: Experiment, releases: int) -> float:
         reproducible=not plan.secure_noise,
     )
     try:
-        return Grant(1.0, plan.delta, run.adversary, run.unit).cost(Reservation(task, population.records, 1, releases))
+        reserved = Reservation(task, records or population.records, 1, releases)
+        return Grant(1.0, plan.delta, run.adversary, run.unit).cost(reserved)
     except PlanError as error:
         raise PlanError(f"{error}; choose another --adversary or --unit for the nodes' policies") from None
 
@@ -154,27 +160,46 @@ def _shortest(value: float) -> int | float:
 
 
 _SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
+_USUAL_NODES = 2
 _FIRST_RUNTIME_PORT = 9100  # used by the programs that a node starts; on one machine each node needs its own
 
 
-def experiment_for(nodes: int, given: list[Settings]) -> Experiment:
+def experiment_for(nodes: int | None, given: list[Settings]) -> Experiment:
     """The experiment of `plan_for`."""
     return plan_for(nodes, given).experiment
 
 
-def plan_for(nodes: int, given: list[Settings], target_epsilon: float | None = None) -> Planned:
+def plan_for(nodes: int | None, given: list[Settings], target_epsilon: float | None = None) -> Planned:
     """The experiment of a deployment: one client per node, all in every round, noise from the operating system.
 
-    Given settings take precedence, except the number of clients, which is the number of nodes. Without a plan, the
-    recommended recipe is used; with a target, the noise is calibrated to it.
+    Given settings take precedence, except the number of clients, which is the number of nodes: by default, as many as a
+    client column names, else 2. Without a plan, the recommended recipe is used; with a target, the noise is calibrated to
+    it. Where clients weigh by their records, the plan gets the public mean of these: clients do not know each other's.
     """
-    ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
-    named = (layer["data"]["clients"] for layer in reversed(given) if "clients" in layer.get("data", {}))
-    if (clients := next(named, nodes)) != nodes:
+    if _last(given, "data", "scaling") == "private" or _last(given, "plan", "scaling_noise") is not None:
+        raise DeploymentError(
+            "scaling: private needs a release before the first round, which a deployment does not have; use public ranges"
+        )
+    named = with_clients_of_file(given)[0].get("data", {}).get("clients") if _last(given, "data", "client_column") else None
+    if named is not None and nodes not in (None, named):
+        raise DeploymentError(f"nodes: {nodes} is not {named}, the number of clients that the client column names")
+    nodes = named or nodes or _USUAL_NODES
+    if (clients := _last(given, "data", "clients", nodes)) != nodes:
         raise DeploymentError(f"clients: {clients} is not the number of nodes, {nodes}: each node is one client")
+    ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
     planned = plan_experiment([ours, *given], population_of, target_epsilon=target_epsilon)
-    planned.experiment.plan.check_clients(nodes)
+    experiment, plan = planned.experiment, planned.experiment.plan
+    plan.check_clients(nodes)
+    if plan.weighting == "records" and plan.mean_records is None:
+        federation = deal_out(experiment, load_splits(experiment, quiet=True))
+        mean = float(federation.sizes(np.arange(federation.clients)).mean())
+        planned = replace(planned, experiment=replace(experiment, plan=plan.but(mean_records=mean)))
     return planned
+
+
+def _last(given: list[Settings], section: str, name: str, default: Any = None) -> Any:
+    """The value of a setting in the last layer that has it."""
+    return next((layer[section][name] for layer in reversed(given) if name in layer.get(section, {})), default)
 
 
 def write(
@@ -194,9 +219,14 @@ def write(
     try:
         _refuse_content(site.path)
         site.path.mkdir(parents=True, exist_ok=True)
-        policy = policy_text(experiment, client_epsilon)
-        texts = [*_texts(site, settings, experiment, policy), _app(site, experiment, server or {})]
-        for path, content, mode in [*_secrets(site, settings), *texts, *_records(site, experiment)]:
+        own = OwnFile.of(experiment)
+        nodes = site.nodes(settings.nodes, () if own is None else own.names)
+        texts = [
+            *_texts(site, nodes, settings, experiment, own, client_epsilon),
+            _app(site, experiment, _of_sizes(own) | dict(server or {})),
+        ]
+        records = [] if own is None else [file for node in nodes for file in own.files(node)]
+        for path, content, mode in [*_secrets(site, nodes, settings), *texts, *records]:
             _write(path, content, mode)
     except OSError as error:
         raise DeploymentError(f"{error.filename or site.path} cannot be written: {error.strerror}") from error
@@ -210,7 +240,7 @@ def _refuse_content(path: Path) -> None:
         raise DeploymentError(f"{path} is not empty; choose a new directory for the deployment")
 
 
-def _secrets(site: Site, settings: SiteSettings) -> list[tuple[Path, bytes, int]]:
+def _secrets(site: Site, nodes: list[NodePlace], settings: SiteSettings) -> list[tuple[Path, bytes, int]]:
     authority = Authority.new()
     server = authority.sign_server([settings.host, "localhost", "127.0.0.1"])
     files = [
@@ -219,7 +249,7 @@ def _secrets(site: Site, settings: SiteSettings) -> list[tuple[Path, bytes, int]
         (site.server / "server.key", server.private, _SECRET),
         (site.server / "server.pem", server.public, _PLAIN),
     ]
-    for node in site.nodes(settings.nodes):
+    for node in nodes:
         key = new_node_key()
         files += [
             (node.key, key.private, _SECRET),
@@ -229,7 +259,15 @@ def _secrets(site: Site, settings: SiteSettings) -> list[tuple[Path, bytes, int]
     return files
 
 
-def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: str) -> list[tuple[Path, bytes, int]]:
+def _texts(
+    site: Site,
+    nodes: list[NodePlace],
+    settings: SiteSettings,
+    experiment: Experiment,
+    own: OwnFile | None,
+    client_epsilon: float | None,
+) -> list[tuple[Path, bytes, int]]:
+    policies: dict[int | None, str] = {}
     files = [
         (site.settings_file, settings.to_toml(), _PLAIN),
         (site.experiment, experiment.to_toml(), _PLAIN),
@@ -238,28 +276,21 @@ def _texts(site: Site, settings: SiteSettings, experiment: Experiment, policy: s
         (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which do not belong in a repository
     ]
     files += [(site.path / name, text, _PROGRAM) for name, text in server_scripts(settings).items()]
-    for node in site.nodes(settings.nodes):
+    for node in nodes:
+        held = None if own is None else own.records(node.number - 1)
+        if held not in policies:
+            policies[held] = policy_text(experiment, client_epsilon, held)
         files += [
-            (node.config, node_text(experiment, node.number), _SECRET),
-            (node.policy, policy, _SECRET),
-            (site.path / f"start-{node.name}.sh", node_script(settings, node.number), _PROGRAM),
+            (node.config, node_text(experiment, node.number, own), _SECRET),
+            (node.policy, policies[held], _SECRET),
+            (site.path / f"start-{node.name}.sh", node_script(settings, node.number, node.name), _PROGRAM),
         ]
     return [(path, content.encode(), mode) for path, content, mode in files]
 
 
-def _records(site: Site, experiment: Experiment) -> list[tuple[Path, bytes, int]]:
-    """If the data are a user's file, each node gets exactly the part of the simulator's client."""
-    if experiment.data.file is None:
-        return []
-    federation = deal_out(experiment, load_splits(experiment, quiet=True))
-    if federation.copies > 1:  # a server does not know about copies among clients' records, and would count too little
-        raise DeploymentError(f"partition: {experiment.data.partition} gives a record to several nodes; use disjoint parts")
-    files = []
-    for node in site.nodes(federation.clients):
-        part, content = federation.train.take(torch.from_numpy(federation.indices(node.number - 1))), BytesIO()
-        np.savez(content, x=part.tensor.numpy(), y=part.targets.numpy())
-        files.append((node.records, content.getvalue(), _SECRET))
-    return files
+def _of_sizes(own: OwnFile | None) -> dict[str, int | float]:
+    """The server's setting that follows from the sizes of clients in a user's own file, whatever file the server gets."""
+    return {} if own is None else {"smallest-records": own.federation.smallest}
 
 
 def _app(site: Site, experiment: Experiment, server: Mapping[str, int | float]) -> tuple[Path, bytes, int]:
@@ -286,9 +317,10 @@ def server_scripts(settings: SiteSettings) -> dict[str, str]:
     }
 
 
-def node_script(settings: SiteSettings, number: int) -> str:
+def node_script(settings: SiteSettings, number: int, name: str | None = None) -> str:
     """The script that starts a node; together with the node's folder, it is all that the node's machine needs."""
-    return render("start-node.sh", settings=settings, number=number, runtime_port=_FIRST_RUNTIME_PORT + number)
+    port = _FIRST_RUNTIME_PORT + number
+    return render("start-node.sh", settings=settings, number=number, folder=name or f"node-{number}", runtime_port=port)
 
 
 def _readme(settings: SiteSettings, experiment: Experiment) -> str:
