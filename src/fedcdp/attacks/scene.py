@@ -5,6 +5,7 @@ A scene is a plan, a run, or raw gradients from any source (`raw_gradients.py`).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedcdp.accounting.budget import Releases
 from fedcdp.attacks.linear_head import LinearHead, find_head, link_of
 from fedcdp.attacks.observe import Captured, Leak, Look, capture, state_at
 from fedcdp.attacks.replay import Course
@@ -22,10 +24,11 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
 from fedcdp.files.tree import Inputs, each_tensor
-from fedcdp.models.networks import mixing_layers, prepare
+from fedcdp.models.networks import SCALING_LAYER, mixing_layers, prepare, with_scaling
 from fedcdp.training.loss_contract import loss_for
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
+from fedcdp.training.scaling import check_inputs, set_scaling
 from fedcdp.training.simulate import Run
 
 
@@ -134,12 +137,13 @@ def simulated(
             raise PlanError("at_round: a run holds only its trained network; also give the untrained one as model")
         if federation is not None:
             raise PlanError("federation: a run has its own federation; leave it out")
-        plan, federation, network = target.plan, target.federation, target.model if model is None else model
-        network = target.model if at_round is None else network
+        plan, federation = target.plan, target.federation
+        model = None if model is None else _scaled(model, federation, plan, target)
+        network = target.model if at_round is None or model is None else model
     elif model is None or federation is None:
         raise PlanError("model, federation: an attack on a plan needs both")
     else:
-        plan, network = target, model
+        plan, network = target, (model := _scaled(model, federation, target))
     _check_place(plan, leak, at_round, step, steps)
     check_apart(network)
     loss = loss_for(federation.train, loss)
@@ -172,6 +176,19 @@ def simulated(
         public or federation.validation or federation.train, simulator, state, loss=loss, course=course,
         federation=federation, not_real=not_real,
     )  # fmt: skip
+
+
+def _scaled(model: nn.Module, federation: Federation, plan: Plan, run: Run | None = None) -> nn.Module:
+    """The untrained network; where the plan standardises inputs, behind the run's own layer, or one that clients release."""
+    if plan.scaling_noise is None:
+        return model
+    check_inputs(federation)
+    scaled = copy.deepcopy(with_scaling(model, federation.train.shape))
+    if run is None:
+        set_scaling(scaled, federation, plan, Releases(federation.clients), None)
+    else:
+        scaled.get_submodule(SCALING_LAYER).load_state_dict(run.model.get_submodule(SCALING_LAYER).state_dict())
+    return scaled
 
 
 def not_real_inputs(inputs: Inputs) -> str | None:

@@ -66,13 +66,16 @@ class Prepared:
 
 def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quiet: bool = False) -> Splits:
     """Load the data of an experiment."""
-    settings = experiment.data
-    if settings.scaling == "private":  # public ranges first; training standardises by what clients release under noise
-        settings = replace(settings, scaling="public")
+    settings = _before_training(experiment.data)
     if settings.file is not None:
         return _own_splits(settings)
     name = settings.dataset or DEFAULT_DATASET
     return load(name, data_dir, split_seed=settings.split_seed, scaling=settings.scaling or "training", quiet=quiet)
+
+
+def _before_training(settings: DataSettings) -> DataSettings:
+    """The settings to load by: public ranges first; training standardises by what clients release under noise."""
+    return replace(settings, scaling="public") if settings.scaling == "private" else settings
 
 
 def _own_splits(settings: DataSettings) -> Splits:
@@ -96,7 +99,7 @@ def with_clients_of_file(given: Sequence[Settings]) -> list[Settings]:
     data = assemble(*({"data": layer["data"]} for layer in given if "data" in layer)).data
     if data.file is None or data.client_column is None:
         return list(given)
-    names = _own_splits(data).owner_names or ()
+    names = _own_splits(_before_training(data)).owner_names or ()
     return [{"data": {"clients": len(names)}, "plan": {"per_round": len(names)}}, *given]
 
 
