@@ -129,3 +129,13 @@ def test_names_reach_the_federation(table: Path) -> None:
     assert np.bincount(federation.validation_clients).tolist() == [6, 12, 2]
     with pytest.raises(PlanError, match="clients: 10 is not allowed; site names 3"):
         deal_out(assemble({"data": data}), load_splits(experiment))
+
+
+def test_private_scaling_of_a_table_is_part_of_its_epsilon(cli: Cli, workplace: Path) -> None:
+    done = cli("train", *READ, "--scaling", "private", "--target-epsilon", "4", "--out", "scaled", "--json")
+    assert done.status == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 3.8 < found["epsilon"][0]["epsilon"] <= 4
+    assert {each["client"]: each["records"] for each in found["clients"]} == {"Ulm": 8, "Bad Aibling": 24, "Jena": 48}
+    assert (workplace / "scaled" / "scaling.safetensors").exists()
+    assert '"round":-1' in (workplace / "scaled" / "ledger.jsonl").read_text()

@@ -259,7 +259,7 @@ def test_a_written_plan_gives_back_exactly_the_same_plan(plan):
 def test_a_written_plan_consists_of_plain_values(plan):
     written = plan.written()
     left_out = {field.name for field in dataclasses.fields(Plan)} - set(written)
-    assert left_out <= {"weighting", "mean_records", "noise_slots"}
+    assert left_out <= {"weighting", "mean_records", "noise_slots", "scaling_noise"}
     assert all(getattr(plan, name) == getattr(Plan(), name) for name in left_out)
     assert Plan(**written) == plan
     assert {type(value) for value in written.values()} <= {str, int, float, bool}

@@ -223,6 +223,17 @@ def test_a_seeded_run_is_the_same_in_one_go_or_resumed(tmp_path: Path) -> None:
         assert torch.equal(value, resumed.model.state_dict()[name])
 
 
+def test_without_room_in_the_budget_nothing_is_released(tmp_path: Path) -> None:
+    federation, model, plan = federation_of(), nn.Linear(FEATURES, 2), plan_of()
+    run = fedcdp.simulate(model, federation, plan, out=tmp_path / "run", most_releases=0)
+    assert (run.releases, run.rounds) == (0, 0)
+    assert not (tmp_path / "run" / "scaling.safetensors").exists()
+    once = fedcdp.simulate(model, federation, plan, out=tmp_path / "other", most_releases=1)
+    assert ([charge.round for charge in once.charges], once.rounds) == ([SCALING], 0)
+    picky = fedcdp.simulate(model, federation, plan, budget=lambda rounds: SCALING not in rounds)
+    assert (picky.releases, picky.rounds) == (0, 0)
+
+
 # Options that do not fit ----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,10 @@ SIZES = "needlessly loose: one bound covers all clients that hold more records t
 COPIES = (
     "needlessly loose: one bound covers a person's copies at clients of different sizes, some with more records than slots"
 )
+SLOTS = (
+    "needlessly loose: one bound covers a person's copies at clients whose slots carry different noise: the highest rate "
+    "with the least noise"
+)
 TABLE = (
     "discretisation: every release is rounded up to the step of the privacy loss distribution, which is visible in a small ε"
 )
@@ -51,6 +55,8 @@ def reason(case: Case, found: Comparison) -> str:
     """Why a printed ε is more than 10 % above the recomputed one, found by further computations."""
     if case.mode == "rdp":
         return RDP
+    if found.key[:2] == ("example", "unique") and case.plan.noise_slots == "held" and len(case.federation.sizes) > 1:
+        return SLOTS
 
     def explained(other: float | None) -> bool:
         return other is not None and found.printed <= other * (1 + ABOVE)
@@ -110,7 +116,7 @@ def written(value: float) -> float | str:
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Summary of all plans."""
     compared = [each for each in results if "rows" in each]
-    ratios = sorted(row[2] for each in compared for row in each["rows"].values() if row[0] != "inf" and row[1] != "inf")
+    ratios = sorted(row[2] for each in compared for row in each["rows"].values() if "inf" not in row)
     loose = [each for each in compared if each["above"]]
     return {
         "plans": len(results),

@@ -201,7 +201,8 @@ def over_releases(plan: Plan, population: Population, charges: Sequence[Charge])
         used = np.sort(counted[:releases].sum(0))[::-1][: population.copies]
         rounds = tuple(charge.round for charge in charges[:releases])
         usage = Usage(rounds, tuple(int(times) for times in used))
-        stated.append((releases, state(plan, population, rounds=rounds, usage=usage, by_client=False)))
+        done = sum(charge.round != SCALING for charge in charges[:releases])
+        stated.append((done, state(plan, population, rounds=rounds, usage=usage, by_client=False)))
     return stated
 
 

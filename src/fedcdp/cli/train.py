@@ -170,14 +170,16 @@ def _say_whether_noise_is_secret(plan: Plan) -> None:
 
 def _summary(run: Run, privacy: Privacy | None) -> dict[str, object]:
     speed = None if run.plan.hides_cohort else run.us_per_client_step  # the time would reveal how many clients took part
-    return {
+    stated = {} if privacy is None else privacy.as_json()
+    summary = {
         "accuracy": run.accuracy,
         "rounds": run.rounds,
         "seconds": None if run.plan.hides_cohort else round(run.seconds, 3),
         "us_per_client_step": None if speed is None else round(speed, 2),
         "metrics": {name: value for name, value in run.scores.items() if name != "accuracy"},
-        "epsilon": None if privacy is None else privacy.as_json()["rows"],
+        "epsilon": stated.get("rows"),
     }
+    return summary | ({"clients": stated["clients"]} if "clients" in stated else {})
 
 
 def _shown_figures(found: Figures) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import nn
 from fedcdp.accounting.population import Population
 from fedcdp.config import consent
 from fedcdp.config.default_recipe import FIXED_FEATURES
-from fedcdp.config.experiment import DEFAULT_DATASET, DataSettings, Experiment, assemble, read_toml
+from fedcdp.config.experiment import DEFAULT_DATASET, DataSettings, Experiment, Scaling, assemble, read_toml
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS, UNEQUAL, Settings
 from fedcdp.data import load, load_file
@@ -66,21 +66,24 @@ class Prepared:
 
 def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quiet: bool = False) -> Splits:
     """Load the data of an experiment."""
-    settings = _before_training(experiment.data)
+    settings = experiment.data
     if settings.file is not None:
         return _own_splits(settings)
     name = settings.dataset or DEFAULT_DATASET
-    return load(name, data_dir, split_seed=settings.split_seed, scaling=settings.scaling or "training", quiet=quiet)
+    return load(
+        name, data_dir, split_seed=settings.split_seed, scaling=_when_loaded(settings.scaling) or "training", quiet=quiet
+    )
 
 
-def _before_training(settings: DataSettings) -> DataSettings:
-    """The settings to load by: public ranges first; training standardises by what clients release under noise."""
-    return replace(settings, scaling="public") if settings.scaling == "private" else settings
+def _when_loaded(scaling: Scaling | None) -> Scaling | None:
+    """Private scaling begins with public ranges; training then standardises by what clients release under noise."""
+    return "public" if scaling == "private" else scaling
 
 
 def _own_splits(settings: DataSettings) -> Splits:
     """A user's own file. The splits that were read last are kept, as long as neither file nor settings change."""
     options = {name: getattr(settings, setting) for name, setting in _FILE_OPTIONS.items()}
+    options["scaling"] = _when_loaded(settings.scaling)
     stamps = []
     for path in filter(None, (settings.file, settings.columns)):
         with suppress(OSError, ValueError):  # a missing file is refused when it is read
@@ -99,7 +102,7 @@ def with_clients_of_file(given: Sequence[Settings]) -> list[Settings]:
     data = assemble(*({"data": layer["data"]} for layer in given if "data" in layer)).data
     if data.file is None or data.client_column is None:
         return list(given)
-    names = _own_splits(_before_training(data)).owner_names or ()
+    names = _own_splits(data).owner_names or ()
     return [{"data": {"clients": len(names)}, "plan": {"per_round": len(names)}}, *given]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcdp.accounting.budget import Releases
+from fedcdp.accounting.budget import Allows, Releases
 from fedcdp.config.plan import SCALING, Plan
 from fedcdp.data.federation import Federation
 from fedcdp.errors import DataError, RunError
@@ -23,15 +23,27 @@ from fedcdp.training.rundir import RunDirectory
 
 
 def set_scaling(
-    network: nn.Module, federation: Federation, plan: Plan, releases: Releases, directory: RunDirectory | None
-) -> None:
-    """Set the network's layer that standardises inputs: from the run directory, or by a release of all clients."""
+    network: nn.Module,
+    federation: Federation,
+    plan: Plan,
+    releases: Releases,
+    *,
+    directory: RunDirectory | None,
+    budget: Allows | None,
+) -> bool:
+    """Set the network's layer that standardises inputs: from the run directory, or by a release of all clients.
+
+    Returns False, and releases nothing, if the budget has no room for the release.
+    """
     if directory is not None and restore_scaling(network, directory):
-        return
+        return True
+    if not releases.may_go_on(SCALING, budget):
+        return False
     mean, scale = _released(federation, plan, releases)
     if directory is not None:
         directory.save_scaling(mean, scale)
     _set(network, mean, scale)
+    return True
 
 
 def restore_scaling(network: nn.Module, directory: RunDirectory) -> bool:

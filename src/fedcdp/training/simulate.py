@@ -321,6 +321,7 @@ def train(
     directory = None if out is None else RunDirectory(out)
     if resume and directory:
         engine, chunk = _kept_engine(directory, device, engine, chunk)
+    budget = budget if most_releases is None else _at_most(most_releases, budget)
     loss, own = loss_for(prepared.federation.train, loss), metrics or {}
     check_own_metrics(own, prepared.federation.validation)
     with deferred_interrupts(), products(tf32):
@@ -329,8 +330,11 @@ def train(
         if simulator.data.validation is not None:
             try_own_metrics(own, simulator.engine, fresh.weights, simulator.data.validation, device)
         with _opened(prepared, simulator, fresh, directory=directory, config=config, resume=resume) as (state, releases):
-            if prepared.plan.scaling_noise is not None:  # known only now: what was computed from unscaled inputs is outdated
-                set_scaling(network, prepared.federation, prepared.plan, releases, directory)
+            if prepared.plan.scaling_noise is not None:
+                where, plan = prepared.federation, prepared.plan
+                if not set_scaling(network, where, plan, releases, directory=directory, budget=budget):
+                    budget = _at_most(0, None)
+                # Known only now: what was computed from unscaled inputs is outdated.
                 computed: EngineName = simulator.local_engine.name  # type: ignore[assignment]
                 simulator, _ = begin(prepared, network, device=device, loss=loss, engine=computed, chunk=simulator.chunk)
             return _rounds(
@@ -340,7 +344,7 @@ def train(
                 state,
                 directory=directory,
                 releases=releases,
-                budget=budget if most_releases is None else _at_most(most_releases, budget),
+                budget=budget,
                 every=evaluate_every,
                 own=own,
                 progress=progress,
