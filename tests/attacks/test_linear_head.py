@@ -244,7 +244,8 @@ def test_a_run_with_private_scaling_is_replayed(federation: Federation, behind: 
     replayed = attacked(run, model=model, victims=4)
     assert replayed.summary()["source"] == REPLAYED
     planned = attacked(plan, model=model, federation=federation, victims=4)
-    assert torch.equal(replayed.found.examples, planned.found.examples)  # the plan's seed gives the same release, and the same training
+    # The plan's seed gives the same release, and the same training.
+    assert torch.equal(replayed.found.examples, planned.found.examples)
     fedcdp.attack(run, model=model, at_round=1, attack="labels", victims=2)
 
 

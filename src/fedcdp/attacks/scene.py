@@ -185,7 +185,7 @@ def _scaled(model: nn.Module, federation: Federation, plan: Plan, run: Run | Non
     check_inputs(federation)
     scaled = copy.deepcopy(with_scaling(model, federation.train.shape))
     if run is None:
-        set_scaling(scaled, federation, plan, Releases(federation.clients), None)
+        set_scaling(scaled, federation, plan, Releases(federation.clients), directory=None, budget=None)
     else:
         scaled.get_submodule(SCALING_LAYER).load_state_dict(run.model.get_submodule(SCALING_LAYER).state_dict())
     return scaled
