@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,18 @@ def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) ->
     row = attacked(target, model=network_of(experiment, splits), victims=5).summary()
     assert row["source"] == REPLAYED
     assert row["releases_mean"] >= 1
+
+
+@pytest.mark.parametrize("behind", [lambda model: model, lambda model: nn.Sequential(model)])
+def test_a_run_with_private_scaling_is_replayed(federation: Federation, behind: Callable[[nn.Module], nn.Module]) -> None:
+    model, plan = behind(nn.Linear(SIZE, CLASSES)), plan_of(method="fed-cdp", noise_multiplier=0.3, scaling_noise=2.0)
+    run = fedcdp.simulate(model, federation, plan)
+    replayed = attacked(run, model=model, victims=4)
+    assert replayed.summary()["source"] == REPLAYED
+    planned = attacked(plan, model=model, federation=federation, victims=4)
+    # The plan's seed gives the same release, and the same training.
+    assert torch.equal(replayed.found.examples, planned.found.examples)
+    fedcdp.attack(run, model=model, at_round=1, attack="labels", victims=2)
 
 
 def test_a_replay_that_ends_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -339,6 +339,11 @@ def test_options_for_unequal_clients_that_make_no_sense_are_refused(fields: dict
         Plan(**fields)
 
 
+def test_a_plan_for_unequal_clients_has_a_counterpart_without_privacy() -> None:
+    plan = Plan(weighting="records", noise_slots="held")
+    assert plan.but(method="nonprivate").weighting == "records"
+
+
 def test_options_added_since_the_first_release_leave_its_digests_alone() -> None:
     """The digest of the default plan in 0.1.0: checkpoints, ledgers and tasks name it."""
     assert Plan().digest() == DIGEST_OF_THE_FIRST_RELEASE

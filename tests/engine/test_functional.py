@@ -46,6 +46,22 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error:There is a performance drop")  # of attention that vmap computes example by example
+@pytest.mark.parametrize("summed", [False, True])
+def test_attention_is_computed_for_all_examples_at_once(summed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True), nn.Flatten(), nn.Linear(40, 3))
+    inputs, targets = torch.randn(2, 3, 5, 8), torch.arange(6).reshape(2, 3) % 3
+    batch, weights = Batch(inputs, targets, torch.ones(2, 3, dtype=torch.bool)), own_weights(model, 2)
+    engine = FunctionalEngine(model, F.cross_entropy)
+    found = engine.summed_gradients(weights, batch) if summed else engine.per_example_gradients(weights, batch)
+    for client in range(2):
+        ones = [by_autograd(model, weights, client, inputs[client, at], targets[client, at]) for at in range(3)]
+        for name, value in found.items():
+            expected = torch.stack([one[name] for one in ones])
+            assert_close(value[client], expected.sum(0) if summed else expected)
+
+
 def test_each_examples_gradient_is_that_of_plain_autograd_at_its_clients_weights(problem):
     weights, batch = own_weights(problem.model, 3), batch_of(problem, 3, 4)
     gradients = FunctionalEngine(problem.model, F.cross_entropy).per_example_gradients(weights, batch)

@@ -343,7 +343,7 @@ class Plan:
             self._require("scaling_noise", weakest <= self.scaling_noise <= strongest, f"from {weakest:g} to {strongest:g}")
             if not self.private:
                 raise PlanError(f"scaling_noise: it makes no sense with {self.method}, which protects nothing else")
-        if self.noise_slots == "held" and not (self.per_example and self.noise == "example"):
+        if self.noise_slots == "held" and self.private and not (self.per_example and self.noise == "example"):
             raise PlanError("noise_slots: held applies to example noise of fed-cdp only")
         if isinstance(self.clip, Quantile) and not self.noise_follows_clip:
             raise PlanError(f"noise_follows_clip: false is not allowed with {self.clip}; noise must follow a quantile bound")

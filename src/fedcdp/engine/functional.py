@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedcdp.engine.base import Batch, Loss
 from fedcdp.errors import ModelError
@@ -42,7 +43,8 @@ class FunctionalEngine:
 
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`."""
-        gradients: Tree = self._per_example(weights, batch.inputs, batch.targets)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap would compute the fused kernels one example at a time
+            gradients: Tree = self._per_example(weights, batch.inputs, batch.targets)
         return gradients
 
     def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
@@ -52,7 +54,8 @@ class FunctionalEngine:
 
     def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`."""
-        summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
+        with sdpa_kernel(SDPBackend.MATH):
+            summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
         return summed
 
     def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
