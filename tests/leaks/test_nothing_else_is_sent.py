@@ -109,6 +109,9 @@ def content(message: Message, without: str = "") -> str:
     return " | ".join(parts)
 
 
+_OF_THE_MODEL = ("model.safetensors", "checkpoint.safetensors", "metrics.jsonl", "scores.json", "outcome.json")
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_with_the_release_held_every_message_and_every_file_is_equal(run_twice: RunTwice, plan: dict[str, Any]) -> None:
     changed = slice(None) if plan.get("method") == "fed-sdp" else slice(1)
@@ -129,7 +132,7 @@ def test_without_holding_it_the_update_differs_and_no_file_of_a_client_does(
     one, other = run_twice(deployed(plan), neighbours(slice(None))[:2], hold=False)
     found = set(differences(one, other))
     assert {"file to server", "file to clients", "file run/model.safetensors"} <= found
-    kept = (f"file run/{name}" for name in ("model.safetensors", "checkpoint.safetensors", "metrics.jsonl", "outcome.json"))
+    kept = (f"file run/{name}" for name in _OF_THE_MODEL)
     assert found <= {"file to server", "file to clients", "console", "log", *kept}
     ended = [json.loads(seen.files["run/outcome.json"]) | {"warning": None} for seen in (one, other)]
     assert ended[0] == ended[1]  # but for a warning that the accuracy on public data is poor

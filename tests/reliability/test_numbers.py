@@ -192,9 +192,9 @@ def test_labels_that_are_no_classes_are_refused() -> None:
         fedcdp.partition((inputs, labels / 0.0), clients=4)
     with pytest.raises(DataError, match="one whole number"):
         fedcdp.partition((inputs, labels + 0.5), clients=4)
-    with pytest.raises(DataError, match="outside 0 to"):
+    with pytest.raises(DataError, match="the label of record 0 is not allowed"):
         fedcdp.partition((inputs, labels - 1), clients=4)
-    with pytest.raises(DataError, match="outside 0 to 2"):
+    with pytest.raises(DataError, match="it must be from 0 to 2"):
         Dataset(inputs, labels + 1, 3)
     with pytest.raises(DataError, match="the dataset is empty"):
         fedcdp.partition((inputs[:0], labels[:0]), clients=4)

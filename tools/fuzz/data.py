@@ -23,7 +23,8 @@ from fedcdp.data.datasets import cifar10, lfw
 from fedcdp.data.datasets.adult import parse_adult
 from fedcdp.data.fetch import read_unpacked
 from fedcdp.data.formats import parse_idx, read_pickle
-from fedcdp.deploy.protocol.local_round import _file as client_file
+from fedcdp.data.own_files import read_client
+from fedcdp.data.table_rules import ColumnRules
 from tools.fuzz.mutations import HOSTILE_TEXTS, mutate_bytes
 
 Attempt = Callable[[Random, Path], None]
@@ -35,6 +36,11 @@ def zeros(count: int, wbits: int) -> bytes:
     """`count` zeros, compressed to a thousandth of the size."""
     packer, chunk = zlib.compressobj(1, zlib.DEFLATED, wbits), bytes(2**24)
     return b"".join(packer.compress(chunk) for _ in range(count // len(chunk))) + packer.flush()
+
+
+def _client_file(path: Path) -> None:
+    """A deployed client's file, without options."""
+    read_client(path, ColumnRules())
 
 
 def idx(_place: Path) -> Attempt:
@@ -196,7 +202,7 @@ def npz(_place: Path) -> Attempt:
             hostile = zero_bomb()
         path = place / "own.npz"
         path.write_bytes(hostile)
-        reader = case.choice((load_file, client_file, lfw.read_packed))
+        reader = case.choice((load_file, _client_file, lfw.read_packed))
         reader(path)
 
     return attempt
@@ -269,7 +275,7 @@ def csv(_place: Path) -> Attempt:
             hostile = long_label
         path = place / "own.csv"
         path.write_bytes(hostile)
-        case.choice((load_file, client_file))(path)
+        case.choice((load_file, _client_file))(path)
 
     return attempt
 
