@@ -91,6 +91,7 @@ def test_a_smaller_rate_at_the_same_slots_never_costs_more(batch: int, sigma: fl
     assert no_larger(epsilons(plan.but(batch_size=batch, slots=12)), epsilons(plan))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(plans)
 def test_tight_is_no_larger_than_rdp_where_rdp_knows_the_release(plan: Plan) -> None:
@@ -169,6 +170,7 @@ def test_pruning_after_the_noise_costs_nothing() -> None:
     assert epsilons(plan) == epsilons(plan.but(compression=0.5))
 
 
+@pytest.mark.slow
 def test_a_decaying_bound_leaves_epsilon_as_it_is_and_noise_that_stays_improves_it() -> None:
     plan = Plan(per_round=10, rounds=10, local_steps=5)
     decaying = plan.but(method="fed-cdp-decay")

@@ -300,6 +300,7 @@ def test_who_reads_raw_records_under_which_method(tables: Federation, name: str)
             assert figures["distance_mean"] > 0.1, leak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sample_first(["analytic", *RECIPES], quick=3))
 def test_one_release_of_fed_cdp_shows_nothing_to_any_attack(images: Federation, cpl: nn.Module, name: str) -> None:
     plan = one_step(method="fed-cdp", **NOISY)

@@ -160,6 +160,7 @@ def test_the_labels_of_a_batch_under_the_papers_fed_cdp_are_found_by_chance(digi
     assert binomtest(hits, 100, 0.1).pvalue > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", sample_first([{"batch_size": 4}, {"batch_size": 2, "local_steps": 3}]), ids=str)
 def test_where_it_clips_whoever_knows_the_method_finds_more_labels(digits: Dataset, fields: dict[str, int]) -> None:
     there = scene(

@@ -250,6 +250,7 @@ def test_the_papers_attack_is_as_near_to_its_exact_steps_in_float32_as_torch_is(
     assert float(ours) < max(5 * float(theirs), 0.02)
 
 
+@pytest.mark.slow
 def test_the_papers_attack_takes_the_steps_that_torch_takes_in_float64(cpl: nn.Module, few_digits: Dataset) -> None:
     _, alone, start = paper_objective(cpl, few_digits, torch.float64)
     expected, moves = reference(alone, start, 3, LBFGS())

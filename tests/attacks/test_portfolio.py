@@ -53,6 +53,7 @@ def strength(found: Leaks) -> tuple[float, ...]:
     return row["success_rate"], row["recognisable_rate"] or 0, row["identified_rate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defence", DEFENCES)
 @pytest.mark.parametrize("network", sample_first(NETWORKS, quick=2))
 def test_the_default_is_at_least_as_strong_as_every_single_attack(images: Federation, network: str, defence: str) -> None:
@@ -82,6 +83,7 @@ def test_clipping_alone_does_not_look_like_a_defence(images: Federation) -> None
     assert [each["attack"] for each in best.tried] == ["clip-aware"]
 
 
+@pytest.mark.slow
 def test_under_noise_every_attack_that_was_tried_is_told_with_its_rate(images: Federation) -> None:
     plan = plan_of(method="fed-cdp", clip=4.0, noise_multiplier=6.0)
     row = fedcdp.attack(plan, model=build("small", SHAPE, 10), federation=images, victims=2).summary()

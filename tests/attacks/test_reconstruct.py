@@ -125,6 +125,7 @@ def distance(found: Reconstruction, captured: Captured) -> Tensor:
     return (found.examples[:, 0] - captured.inputs[:, 0]).norm(dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows", ["gradient", "method"])
 @pytest.mark.parametrize("optimiser", [LBFGS(), Adam(learning_rate=0.05, total=2400, inner=80)], ids=["lbfgs", "adam"])
 def test_a_vector_is_found_exactly(small: Any, knows: Any, optimiser: Any) -> None:
@@ -157,6 +158,7 @@ def test_one_dummy_for_a_batch_may_know_the_method(small: Any) -> None:
     assert bool((found.loss < 1).all())
 
 
+@pytest.mark.slow
 def test_labels_are_found_jointly_with_the_examples(small: Any) -> None:
     captured = vectors(small).look("type2", 6)
     found = reconstruct(captured, RECIPES["dlg"].but(iterations=60, restarts=3), 3)
@@ -309,6 +311,7 @@ def test_evaluations_are_counted_by_victim(small: Any) -> None:
 # Where it is looked for -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimiser", [LBFGS(), Adam(learning_rate=0.5, signed=True)], ids=["lbfgs", "adam"])
 def test_a_box_is_never_left(small: Any, optimiser: Any) -> None:
     captured = vectors(small).look("type2", 6)
@@ -324,6 +327,7 @@ def test_a_box_is_never_left(small: Any, optimiser: Any) -> None:
     assert float(free.last.abs().max()) > high
 
 
+@pytest.mark.slow
 def test_inverting_gradients_comes_closer_in_direction_from_iteration_to_iteration(cpl: nn.Module, few: Dataset) -> None:
     captured = paper(cpl, few).look("type2", 2)
     recipe = RECIPES["inverting-gradients"]
@@ -394,6 +398,7 @@ def test_the_papers_recipe_is_as_its_authors_ran_it() -> None:
     ) == CPL  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_runs_on_every_leak_of_every_kind_of_method(small: Any, name: str) -> None:
     public = Dataset(torch.randn(80, 4), torch.zeros(80, dtype=torch.int64), 3)

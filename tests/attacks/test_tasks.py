@@ -203,6 +203,7 @@ def test_a_trained_layer_with_bias_is_solved_for_every_task(tables: dict[str, Fe
 # Images, by a search --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", list(VALUES))
 def test_a_search_finds_image_and_target(images: dict[str, Federation], task: str) -> None:
     recipe = RECIPES["cpl"].but(iterations=60, restarts=4 if task == "custom" else 1)
@@ -211,6 +212,7 @@ def test_a_search_finds_image_and_target(images: dict[str, Federation], task: st
     assert target_errors(found)[0] < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", list(VALUES))
 def test_a_search_finds_nothing_under_fed_cdp(images: dict[str, Federation], task: str) -> None:
     recipe = RECIPES["cpl"].but(iterations=3)
@@ -233,6 +235,7 @@ def test_a_search_takes_a_batch_apart(images: dict[str, Federation], task: str) 
         assert error < guess / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["regression", "multilabel", "custom"])
 def test_known_targets_are_used(images: dict[str, Federation], task: str) -> None:
     recipe = RECIPES["cpl"].but(iterations=30, labels="known")

@@ -287,6 +287,7 @@ def test_the_matched_filter_weighs_every_victim_by_its_own_noise(
     assert not wrong.auc.low <= wrong.auc_predicted <= wrong.auc.high
 
 
+@pytest.mark.slow
 def test_averaging_trusts_a_victim_according_to_its_own_noise(tables: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search with a prior balances it against the noise: one deviation for all is worse for the heavy or the light."""
     plan = plan_of(method="fed-sdp", noise_at="client", clip=0.2, noise_multiplier=0.02, per_round=8, weighting="records")

@@ -7,6 +7,7 @@ sharper one of a Gaussian release, which every unmixed release is, and which sho
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,11 @@ TRIALS = 3_000
 
 def named(cases: list[Case]) -> list[str]:
     return [f"{case.plan.method}, {case.name}, {case.adversary}" for case in cases]
+
+
+def every_third(cases: list[Case]) -> list[Any]:
+    """All cases, of which all but every third are slow."""
+    return [pytest.param(case, marks=[] if at % 3 == 0 else pytest.mark.slow) for at, case in enumerate(cases)]
 
 
 def verdict(case: Case, trials: int) -> Verdict:
@@ -40,7 +46,7 @@ def test_the_grid_covers_all_methods_conventions_and_samplings() -> None:
     assert {case.adversary for case in cases} == {"example", "update", "server", "model"}
 
 
-@pytest.mark.parametrize("case", SOUND, ids=named(SOUND))
+@pytest.mark.parametrize("case", every_third(SOUND), ids=named(SOUND))
 def test_a_sound_mechanism_keeps_within_what_is_printed(case: Case) -> None:
     found = verdict(case, TRIALS)
     assert found.as_it_must
@@ -48,7 +54,7 @@ def test_a_sound_mechanism_keeps_within_what_is_printed(case: Case) -> None:
         assert 0.5 * found.printed < found.found.epsilon_gaussian <= found.printed
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=named(BROKEN))
+@pytest.mark.parametrize("case", every_third(BROKEN), ids=named(BROKEN))
 def test_sabotage_shows(case: Case) -> None:
     found = verdict(case, TRIALS).found
     shown = found.epsilon_lower if found.epsilon_gaussian is None else found.epsilon_gaussian

@@ -236,6 +236,7 @@ def assert_within_the_truth(chosen: Plan, adversary: str, unit: str, records: in
         assert found.epsilon_gaussian <= truth
 
 
+@pytest.mark.slow
 def test_secret_inclusion_lowers_the_bound_and_known_does_not() -> None:
     sampled = plan(record_sampling="poisson", slots=10, noise="batch", noise_multiplier=0.5, clip_mode="flat")
     amplified, delta = poisson_epsilon(rate=0.1, mu=2.0, delta=0.01), 0.01

@@ -86,6 +86,7 @@ def test_noise_at_the_server_and_at_the_client_are_different_rows(cli: Cli) -> N
             assert summary(cli(*TABLE, *options, "--leak", leak, "--json"))["success_rate"] == exact, (place, leak)
 
 
+@pytest.mark.slow
 def test_images_are_attacked_on_the_network_that_the_authors_attack_unless_another_is_named(cli: Cli) -> None:
     assert summary(cli(*DIGITS, "--method", "nonprivate", "--json"))["network"] == "cpl"
     paper = summary(cli(*DIGITS, "--network", "paper", "--json"))

@@ -84,6 +84,7 @@ def test_a_run_directory_holds_safetensors_and_texts_and_nothing_pickled(cli: Cl
     assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in wanted.items()}
 
 
+@pytest.mark.slow
 def test_the_embedded_digits_are_trained_with_the_paper_cnn(cli: Cli) -> None:
     outcome = cli("train", "--dataset", "mnist5k", *TINY, "--records", 40, "--rounds", 2, "--json", "--out", "run")
     assert summary(outcome)["rounds"] == 2

@@ -273,6 +273,7 @@ def test_an_audit_of_what_is_raw_finds_much_and_is_promised_nothing(cli: Cli) ->
     assert found["epsilon_guaranteed"] == "inf"
 
 
+@pytest.mark.slow
 def test_an_audit_that_exceeds_the_guarantee_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise is left out of the real mechanism; exit 1, since that is no fault of the user."""
     from fedcdp.mechanism.noise import SeededNoise

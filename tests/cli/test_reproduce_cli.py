@@ -83,6 +83,7 @@ def test_the_tables_are_listed_and_so_are_the_cells_of_one(cli) -> None:
     assert cells[0].split() == ["nonprivate/K100-Kt5/measured", "not", "run"]
 
 
+@pytest.mark.slow
 def test_a_table_is_run_and_the_markdown_is_what_the_json_says(cli, tiny: Path) -> None:
     done = cli("reproduce", tiny, "--workers", 1, "--out", "out")
     assert (done.status, done.stdout.strip()) == (0, "out/tiny.md")

@@ -150,6 +150,7 @@ def test_other_numbers_of_channels(device: torch.device) -> None:
     assert_same(by_kernel(case, plan), by_engine(case, plan, BatchedEngine(case.model, F.cross_entropy)))
 
 
+@pytest.mark.slow
 @needs_triton
 def test_a_step_without_examples_is_noise_alone(device: torch.device) -> None:
     case, plan = case_of(device, POISSON), plan_of()
@@ -253,6 +254,7 @@ def trained(federation: Federation, plan: Plan, device: torch.device, by_kernel:
     return engine.layout.flatten(state.weights, lead=0)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("method", sample_first(["fed-cdp", "fed-sdp", "nonprivate"]))
 def test_a_round_of_the_simulator_ends_in_the_same_model(federation, device, method) -> None:

@@ -94,6 +94,7 @@ def test_one_program_trains_all_chunks_as_the_reference_does(federation, method,
     assert 1 <= programs() <= (1 if changes["record_sampling"] != "poisson" else 3)
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_not_finite_is_done_again_without_the_example(federation):
     made, state, compiled = simulator(federation, plan(method="nonprivate", record_sampling="partition"))
     made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.inf
@@ -104,6 +105,7 @@ def test_a_sum_that_is_not_finite_is_done_again_without_the_example(federation):
     assert programs() == 1
 
 
+@pytest.mark.slow
 def test_an_example_that_is_not_finite_is_left_out_within_the_program(federation):
     made, state, compiled = simulator(federation, plan(method="fed-cdp", record_sampling="partition"))
     made.data.examples.inputs[federation.table([2])[0][0, 1]] = torch.nan
@@ -137,6 +139,7 @@ def test_secure_noise_in_a_program_is_fresh_and_of_the_right_size(federation):
     assert 1 <= programs() <= 3  # what is drawn in secret may outgrow the room of the first program
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_left_to_the_batched_engine(federation, caplog):
     def refuses(*_: object) -> None:
         raise ValueError("not this one")
@@ -151,6 +154,7 @@ def test_what_cannot_be_compiled_is_left_to_the_batched_engine(federation, caplo
     assert line.startswith("using the batched engine: a local step cannot be compiled")
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_asked_for_is_used(federation, monkeypatch):
     asked: list[int] = []
 

@@ -176,6 +176,7 @@ def test_it_is_to_the_bit_what_a_type_2_reader_is_shown_by_the_tapped_method(cli
         assert torch.equal(results[0].weights[name], results[1].weights[name])
 
 
+@pytest.mark.slow
 def test_the_sum_of_a_step_is_distributed_as_under_one_draw() -> None:
     """Mean: the clipped sum. Deviation: σC√S, from many steps, of both; noise of slots and steps is independent."""
     plan = experiment(noise_multiplier=0.5).plan.but(secure_noise=True)

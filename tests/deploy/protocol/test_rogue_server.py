@@ -101,6 +101,7 @@ DEFECTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("defect", "name"), DEFECTS.items(), ids=[each.__name__ for each in DEFECTS])
 def test_the_trial_finds_a_defect(
     defect: Callable[[pytest.MonkeyPatch], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def _environment(process: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_every_round_is_told_and_the_outcome_read(site: Site) -> None:
     rounds, told = _up(site)
     assert rounds == [1, 2]
@@ -99,6 +100,7 @@ def test_keys_that_are_not_registered_are_a_failure(site: Site) -> None:
         _up(site)
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_told_and_the_job_goes_on(site: Site) -> None:
     _pretend(site, "start-node-2.sh", "exit 1")
     rounds, told = _up(site)
