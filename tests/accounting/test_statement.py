@@ -141,6 +141,7 @@ def test_gaussian_releases_add_up_exactly(parts: list[tuple[float, int]]) -> Non
     assert together.z == pytest.approx(1 / math.sqrt(sum(times / z**2 for z, times in parts)))
 
 
+@pytest.mark.slow
 def test_gaussian_epsilon_is_the_exact_curve() -> None:
     from dp_accounting.pld import privacy_loss_distribution as tables
 

@@ -576,6 +576,7 @@ def test_what_cannot_be_seen_is_refused_in_a_sentence(
 # All at once ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_reader_of_any_plan_sees_what_the_naive_loop_gives(federation: Federation, data: st.DataObject) -> None:

@@ -92,6 +92,7 @@ def test_under_noise_every_attack_that_was_tried_is_told_with_its_rate(images: F
     assert row["attack"] in ("clip-aware", "averaging")
 
 
+@pytest.mark.slow
 def test_an_attack_that_does_not_apply_is_told_with_its_reason(images: Federation) -> None:
     """Sixty principal components need more public examples than these."""
     few = fedcdp.partition(images.train, clients=10, scheme="iid", validation=images.validation.take(torch.arange(30)))  # type: ignore[union-attr]

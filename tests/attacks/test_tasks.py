@@ -21,6 +21,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 from fedcdp.models.networks import build
+from tests.support.pairs import sample_first
 
 WIDTH = 10
 VALUES = {"binary": 1, "multilabel": 3, "regression": 1, "several values": 2, "custom": 2}
@@ -244,9 +245,7 @@ def test_known_targets_are_used(images: dict[str, Federation], task: str) -> Non
     assert target_errors(found)[0] == 0
 
 
-@pytest.mark.parametrize(
-    "attack", ["clip-aware", "inverting-gradients", "dlg", "averaging", pytest.param("per-layer", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("attack", sample_first(["clip-aware", "inverting-gradients", "dlg", "averaging", "per-layer"]))
 @pytest.mark.parametrize("task", ["binary", "multilabel", "regression"])
 def test_every_attack_takes_every_task(images: dict[str, Federation], task: str, attack: str) -> None:
     recipe = RECIPES[attack].but(iterations=2, components=10) if attack in RECIPES else attack

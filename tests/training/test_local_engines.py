@@ -78,9 +78,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def every_method_under_all_changes() -> Iterator[Any]:
-    """Each method under one of the changes, each change under some method; the other pairs are slow."""
+    """Three methods under one change each; the other pairs are slow."""
     for (at, method), (place, change) in itertools.product(enumerate(METHODS), enumerate(CHANGES)):
-        quick = at % len(CHANGES) == place
+        quick = at % len(CHANGES) == place and at < 3
         yield pytest.param(method, CHANGES[change], id=f"{method}-{change}", marks=() if quick else pytest.mark.slow)
 
 

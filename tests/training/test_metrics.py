@@ -38,6 +38,7 @@ def nothing(count: int) -> Tensor:
     return torch.zeros(count, 1)
 
 
+@pytest.mark.slow
 @given(seed=seeds, classes=st.integers(2, 5), count=st.integers(5, 40))
 def test_metrics_of_classes_are_those_of_scikit_learn(seed: int, classes: int, count: int) -> None:
     rng = drawn(seed)
@@ -74,6 +75,7 @@ def test_metrics_of_one_logit_are_those_of_scikit_learn(seed: int, count: int, t
         assert found["auroc"] is None
 
 
+@pytest.mark.slow
 @given(seed=seeds, count=st.integers(2, 40), labels=st.integers(1, 4))
 def test_metrics_of_several_labels_are_those_of_scikit_learn(seed: int, count: int, labels: int) -> None:
     rng = drawn(seed)

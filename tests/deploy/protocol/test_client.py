@@ -149,6 +149,7 @@ def test_data_that_changed_are_not_used(node: Node) -> None:
     assert "the data have changed" in str(send(node, ask(task, 0), "train").config_records["refused"]["reason"])
 
 
+@pytest.mark.slow
 def test_a_client_at_its_budget_declines_and_the_run_ends_cleanly(tmp_path: Path) -> None:
     wanted = experiment(per_round=4, rounds=9, noise_multiplier=2.0)
     task = Job(

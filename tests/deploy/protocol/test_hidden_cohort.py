@@ -22,6 +22,7 @@ from fedcdp.deploy.protocol.server import serve
 from fedcdp.files.tensors import load_tensors
 from fedcdp.files.tree import Tree
 from fedcdp.methods.fedsdp import FedSDP
+from tests.support.pairs import sample_first
 
 SDP = {"method": "fed-sdp", "rounds": 2, "per_round": 2, "noise_multiplier": 0.5}
 
@@ -40,7 +41,7 @@ def trained(base: Path, silent: int, **plan: Any) -> tuple[LocalGrid, list[dict[
     return grid, rows, load_tensors(base / "run" / "model.safetensors", "model-1")[0]
 
 
-@pytest.mark.parametrize("sampling", ["fixed", "poisson"])
+@pytest.mark.parametrize("sampling", sample_first(["poisson", "fixed"]))
 def test_a_round_is_used_whatever_arrives_and_its_row_does_not_tell(sampling: str, tmp_path: Path) -> None:
     seen = [trained(tmp_path / str(silent), silent, client_sampling=sampling) for silent in (0, 2, CLIENTS)]
     assert len({json.dumps([sorted(row) for row in rows]) for _, rows, _ in seen}) == 1

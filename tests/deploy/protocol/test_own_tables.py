@@ -72,6 +72,7 @@ def test_tables_of_named_clients_give_the_simulators_model(task: str, plan: dict
     assert max(float((value - first[name]).abs().max()) for name, value in model.items()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adversary", ["server", "example"])
 def test_the_recipe_runs_to_its_end_under_the_clients_own_policies(adversary: str, tmp_path: Path) -> None:
     """Noise of equal size at every client: nobody's ε depends on its size, and each policy grants what its client needs."""
