@@ -24,7 +24,7 @@ from benchmarks.clean_tree import clean_commit
 from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.plan import Plan
 from fedcdp.training.prepared import population_of, prepare_experiment
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 EPSILON = 2.0
 SEEDS = (0, 1, 2)

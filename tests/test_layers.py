@@ -101,7 +101,7 @@ def test_no_import_cycle() -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "from fedcdp.training.simulate import Run",
+        "from fedcdp.training.run import Run",
         "def late():\n    from fedcdp.accounting import statement",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fedcdp.cli.program import app",
         "import fedcdp",

@@ -27,7 +27,7 @@ from fedcdp.deploy.site.directory import Site
 from fedcdp.files.tensors import load_tensors
 from fedcdp.files.tree import Tree
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tests.support.local_grid import LocalGrid
 from tools.released_fixtures import NODES, nodes_of, settings_of
 

@@ -38,7 +38,7 @@ from fedcdp.deploy.protocol.task import Task
 from fedcdp.deploy.site.directory import Site, SiteSettings
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tests.support.local_grid import Killed, LocalGrid, Node
 
 NODES, ROUNDS = 3, 4

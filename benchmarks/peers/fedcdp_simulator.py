@@ -9,7 +9,7 @@ import fedcdp
 from fedcdp.config.experiment import MachineSettings
 from fedcdp.engine.runtime import wait
 from fedcdp.studies.bench.measurement import Case, synthetic
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 
 def serve(task: Task, turns: Turns) -> None:

@@ -14,7 +14,8 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.data.sources import as_dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
 from fedcdp.report.api import report
-from fedcdp.training.simulate import Run, simulate
+from fedcdp.training.run import Run
+from fedcdp.training.simulate import simulate
 
 __all__ = [
     "DataError",

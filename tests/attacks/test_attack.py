@@ -20,8 +20,9 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 from fedcdp.models.networks import build
+from fedcdp.training.run import Run
 from fedcdp.training.saved_run import Trained
-from fedcdp.training.simulate import Run, train_experiment
+from fedcdp.training.trainer import train_experiment
 from tests.support.pairs import sample_first
 
 CANCER = (30,)

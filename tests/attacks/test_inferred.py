@@ -22,7 +22,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.errors import DataError, FedcdpError, PlanError
 from fedcdp.files.tree import Inputs
-from fedcdp.training.simulate import Run
+from fedcdp.training.run import Run
 
 WORDS, LENGTH, NAMES = 40, 7, tuple(f"site {number}" for number in range(10))
 ROWS = {"classification": 3, "binary": 1, "multilabel": 3, "regression": 1}

@@ -23,7 +23,7 @@ from fedcdp.errors import ModelError, RunError
 from fedcdp.models.networks import build
 from fedcdp.training.prepared import load_splits, network_of
 from fedcdp.training.saved_run import Trained
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tests.support.pairs import sample_first
 
 CLASSES, SIZE = 5, 12

@@ -19,7 +19,7 @@ import fedcdp
 from fedcdp.cli.program import main
 from fedcdp.config.experiment import assemble
 from fedcdp.data import fetch
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 SMALL = {
     "data": {"dataset": "cancer", "clients": 8},

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fedcdp.config.experiment import assemble
 from fedcdp.files.tensors import load_tensors, save_tensors
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 CANCER = ["train", "--quiet", "--dataset", "cancer", "--clients", "8", "--per-round", "4", "--local-steps", "2"]
 NEW = [*CANCER, "--out", "new"]

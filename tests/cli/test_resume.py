@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from fedcdp.config.experiment import assemble
 from fedcdp.training.rundir import RunDirectory, State
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 ROUNDS = 60
 LONG = ["train", "--dataset", "cancer", "--clients", 12, "--per-round", 8, "--local-steps", 4, "--rounds", ROUNDS]

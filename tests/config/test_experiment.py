@@ -18,7 +18,7 @@ from fedcdp.config.schedules import linear
 from fedcdp.errors import DataError, FedcdpError, PlanError, RunError
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 SMALL = {"data": {"dataset": "cancer", "clients": 6}, "plan": {"per_round": 3, "rounds": 2, "local_steps": 2}}
 

@@ -14,8 +14,7 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import frozen
 from fedcdp.engine.frozen import split
 from fedcdp.models.features import UnitNorm
-from fedcdp.training import rounds
-from fedcdp.training import simulate as simulation
+from fedcdp.training import rounds, trainer
 from fedcdp.training.simulate import simulate
 
 CPU = torch.device("cpu")
@@ -46,7 +45,7 @@ def test_training_behind_them_is_the_same_as_training_through_them(
     monkeypatch.setattr(rounds, "through", lambda *given: seen.append(given[0]) or through(*given))
     once = simulate(network(), federation, plan, engine=engine)
     assert seen[0] is not None
-    monkeypatch.setattr(simulation, "split", lambda model, *_: (None, model))
+    monkeypatch.setattr(trainer, "split", lambda model, *_: (None, model))
     every_time = simulate(network(), federation, plan, engine=engine)
     assert seen[-1] is None
     assert once.metrics[-1]["loss"] == pytest.approx(every_time.metrics[-1]["loss"], abs=1e-6)

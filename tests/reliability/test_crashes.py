@@ -23,7 +23,7 @@ from fedcdp.config.experiment import assemble
 from fedcdp.errors import RunError, StorageError
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.rundir import RunDirectory, State
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tools.crash.checks import CrashError, examine
 
 SMALL = {"data": {"dataset": "cancer", "clients": 8}, "plan": {"per_round": 4, "rounds": 4, "local_steps": 1}}
@@ -141,7 +141,7 @@ def test_a_resumed_run_computes_as_before_whatever_the_cache_says(tmp_path: Path
     federation = fedcdp.partition(fedcdp.load("cancer"), clients=8, scheme="iid")
     plan = fedcdp.Plan(rounds=2, per_round=8, local_steps=2)
 
-    def simulate(**how: Any) -> fedcdp.training.simulate.Run:
+    def simulate(**how: Any) -> fedcdp.Run:
         return fedcdp.simulate(nn.Linear(30, 2), federation, plan, out=tmp_path / "run", **how)
 
     first = simulate(engine="functional", chunk=3, most_releases=1)

@@ -31,7 +31,7 @@ from fedcdp.models.networks import prepare
 from fedcdp.training.prepared import deal_out, load_splits, network_of
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import RunDirectory, State
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 _ROOT = Path(__file__).parents[2]
 HAS_FLOWER = importlib.util.find_spec("flwr") is not None

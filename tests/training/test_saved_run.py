@@ -19,7 +19,8 @@ from fedcdp.files.tensors import save_tensors
 from fedcdp.models.networks import build
 from fedcdp.training.prepared import deal_out
 from fedcdp.training.saved_run import Trained
-from fedcdp.training.simulate import simulate, train_experiment
+from fedcdp.training.simulate import simulate
+from fedcdp.training.trainer import train_experiment
 
 QUANTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
 

@@ -47,7 +47,7 @@ import torch
 from fedcdp.config.experiment import assemble
 from fedcdp.files.disk import write_atomically
 from fedcdp.studies.bench.result_file import describe, load_average
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tools.crash.checks import CrashError, examine, require, same, told_in_one_line, whole_files
 from tools.crash.faults import Strike
 from tools.crash.processes import Ended, command, forked, run_fork

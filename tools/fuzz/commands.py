@@ -169,7 +169,7 @@ def _stopping() -> Iterator[None]:
 
     with contextlib.ExitStack() as patched:
         for place in (
-            "fedcdp.training.simulate.train",
+            "fedcdp.training.trainer.train",
             "fedcdp.attacks.attack",
             "fedcdp.audit.audit",
             "fedcdp.deploy.site.local_deployment.Deployment.up",

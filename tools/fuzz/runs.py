@@ -25,7 +25,7 @@ from fedcdp.training.autotune import _read as read_choice
 from fedcdp.training.prepared import deal_out, load_splits, stored
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.saved_run import Trained, spent
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tools.fuzz.mutations import as_json, as_toml, mutate_bytes, mutate_value
 
 Attempt = Callable[[Random, Path], None]

@@ -25,7 +25,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.engine.runtime import usable_device
 from fedcdp.errors import DataError, PlanError
-from fedcdp.training.simulate import Run
+from fedcdp.training.run import Run
 
 ATTACKS = (
     "best", *RECIPES, "analytic", "linear-head", "matched-filter", "presence", "per-layer", "labels", "membership",

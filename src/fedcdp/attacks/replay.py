@@ -19,8 +19,9 @@ from fedcdp.files.tree import Tree
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.training.prepared import Prepared
 from fedcdp.training.rounds import Simulator
+from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory, State
-from fedcdp.training.simulate import Run, begin
+from fedcdp.training.trainer import begin
 
 PLAN = "a training of the plan"
 REPLAYED = "the run's own rounds, replayed from its seed"

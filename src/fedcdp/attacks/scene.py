@@ -25,9 +25,9 @@ from fedcdp.files.tree import Inputs, each_tensor
 from fedcdp.models.networks import mixing_layers, prepare
 from fedcdp.training.loss_contract import loss_for
 from fedcdp.training.rounds import ClientData, Simulator
+from fedcdp.training.run import Run
 from fedcdp.training.rundir import State
 from fedcdp.training.scaling import with_set_scaling
-from fedcdp.training.simulate import Run
 
 
 @dataclass(frozen=True)

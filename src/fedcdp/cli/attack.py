@@ -20,8 +20,8 @@ from fedcdp.data.dataset import Splits
 from fedcdp.errors import PlanError, RunError
 from fedcdp.models.networks import resolve
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored, with_clients_of_file
+from fedcdp.training.run import Run
 from fedcdp.training.saved_run import Trained
-from fedcdp.training.simulate import Run
 
 if TYPE_CHECKING:
     from fedcdp.attacks.api import Found

@@ -16,7 +16,7 @@ from rich.table import Table
 from fedcdp.config.plan import Plan
 from fedcdp.training.metrics import main_figure, metric_text, metric_title
 from fedcdp.training.rundir import Row
-from fedcdp.training.simulate import Progress as Report
+from fedcdp.training.trainer import Progress as Report
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy

@@ -23,9 +23,10 @@ from fedcdp.errors import PlanError, StoppedError, StorageError
 from fedcdp.training.metrics import Figures, main_figure, metric_title
 from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import Prepared, prepare_experiment, stored
+from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.saved_run import Trained
-from fedcdp.training.simulate import Run, train_experiment
+from fedcdp.training.trainer import train_experiment
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy

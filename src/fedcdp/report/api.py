@@ -25,9 +25,9 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.files.tree import Layout
 from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, most_unpacked, parse_json, parse_toml, read_bounded
 from fedcdp.report.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, is_number, leak_facts
+from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.saved_run import check_ledger
-from fedcdp.training.simulate import Run
 
 _NAMED = ("method", "leak", "attack")
 _FIGURES = ("recognisable_rate", "success_rate", "examples", "steps")

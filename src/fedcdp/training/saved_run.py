@@ -50,9 +50,9 @@ from fedcdp.training.evaluation import figures, figures_of_clients, is_binary, p
 from fedcdp.training.loss_contract import loss_for
 from fedcdp.training.metrics import main_figure
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
+from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.scaling import restore_scaling
-from fedcdp.training.simulate import Run
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Mode, Privacy, Usage

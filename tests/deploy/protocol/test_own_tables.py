@@ -33,7 +33,7 @@ from fedcdp.files.tensors import load_tensors
 from fedcdp.training.prepared import load_splits, network_of
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.saved_run import spent
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tests.support.hospital_table import SIZES, nodes_of, settings_of, write_site
 from tests.support.local_grid import OPEN, LocalGrid, Node, settings
 from tests.support.one_client import send

@@ -20,7 +20,8 @@ from fedcdp.deploy.protocol.server import serve
 from fedcdp.deploy.protocol.task import hides_participation
 from fedcdp.files.tensors import load_tensors
 from fedcdp.training.prepared import deal_out, load_splits, network_of
-from fedcdp.training.simulate import simulate, train_experiment
+from fedcdp.training.simulate import simulate
+from fedcdp.training.trainer import train_experiment
 from tests.support.local_grid import OPEN, LocalGrid, experiment, make_nodes, settings
 
 PLANS: dict[str, dict[str, Any]] = {

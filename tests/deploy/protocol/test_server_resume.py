@@ -17,7 +17,7 @@ from fedcdp.errors import RunError
 from fedcdp.files.tensors import load_tensors
 from fedcdp.files.tree import Tree
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 from tests.support.local_grid import CLIENTS, Killed, LocalGrid, experiment, make_nodes, settings
 from tests.support.pairs import pairs_first
 

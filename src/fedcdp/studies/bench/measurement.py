@@ -35,7 +35,7 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.engine.runtime import wait
 from fedcdp.errors import DataError, DefectError
 from fedcdp.training.rundir import Row
-from fedcdp.training.simulate import train_experiment
+from fedcdp.training.trainer import train_experiment
 
 DataKind = Literal["real", "synthetic"]
 

@@ -38,7 +38,8 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.mechanism.randomness import numpy_generator
 from fedcdp.studies.reproduce.catalogue import Cell, Place
 from fedcdp.training.prepared import deal_out, network_of
-from fedcdp.training.simulate import Run, train_experiment
+from fedcdp.training.run import Run
+from fedcdp.training.trainer import train_experiment
 
 _PAPER_CLIP, _PAPER_NOISE = 4.0, 6.0
 _TUNING_SHARE = 1 / 3

@@ -38,7 +38,7 @@ from fedcdp.training.local_engines import StepwiseEngine
 from fedcdp.training.prepared import prepare_experiment
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
-from fedcdp.training.simulate import begin
+from fedcdp.training.trainer import begin
 
 _AT_ONCE = 50  # examples whose Jacobians [classes, weights] are held at the same time
 _WAY = (0.0, 0.5, 1.0)
