@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_FLOWER, reason="Flowe
 
 
 def test_nodes_that_read_their_own_tables_give_the_simulators_model(tmp_path: Path, start: Start) -> None:
-    site, wanted = write_site(tmp_path, rounds=2, weighting="records")
+    """Private scaling included: the noised moments are exchanged before the first round."""
+    site, wanted = write_site(tmp_path, rounds=2, weighting="records", scaling_noise=5.0)
     running = start("-m", "fedcdp", "deploy", "up", site.path, "--json")
     stdout, stderr = running.communicate(timeout=600)
     assert running.returncode == 0, stderr

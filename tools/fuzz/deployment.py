@@ -263,7 +263,7 @@ def flower_messages(_place: Path) -> Attempt:
     def read(case: Random) -> None:
         counted = Plan(**PLAN.written() | {"clip": "quantile(0.5, 4)"})
         plan = counted if case.random() < 0.3 else PLAN
-        kind = case.randrange(4)
+        kind = case.randrange(6)
         try:
             if kind == 0:
                 about = {"task": digest, "round": 0, "attempt": 0, "clip": 4.0}
@@ -278,6 +278,15 @@ def flower_messages(_place: Path) -> Attempt:
                           "client": "charite"}  # fmt: skip
                 content = _some({"answer": _config(case, answer)}, case)
                 Subscribing(_NoGrid(), TASK)._hear(_reply(content))  # type: ignore[arg-type]
+            elif kind == 2:
+                messages.read_moments_request(_some({"moments": _config(case, {"task": digest, "attempt": 0})}, case))
+                messages.read_standardised(_some({"standardised": _arrays(case, False)}, case), (3,))
+            elif kind == 3:
+                about = {"task": digest, "attempt": 0}
+                parts = {"moments": _arrays(case, case.random() < 0.5), "about": _config(case, about)}
+                sums = messages.read_moments(_reply(_some(parts, case)), digest, FIRST, 6)
+                if sums.shape != (6,) or not bool(torch.isfinite(sums).all()):
+                    raise AssertionError("moments of another length, or not finite, were believed")
             else:
                 about = {"task": digest, "round": 0, "attempt": 0} | ({"count": 1.5} if is_counted(plan) else {})
                 parts = {"update": _arrays(case, case.random() < 0.5), "about": _config(case, about)}

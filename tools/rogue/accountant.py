@@ -44,6 +44,18 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """Noised moments of a client's inputs, each time with values that had not been released before."""
+
+    adversary: str
+    unit: str
+    records: int
+    noise: float
+    """On the sums, over what one record moves them by."""
+    secret: bool
+
+
+@dataclass(frozen=True)
 class Loss:
     """Total precision of Gaussian releases (Σ 1/z²), and counts of sampled ones: (records, rate, slots, z)."""
 
@@ -51,8 +63,12 @@ class Loss:
     sampled: tuple[tuple[int, float, int, float], ...] = ()
 
 
-def loss_of(seen: Release) -> Loss:
-    """What one participation reveals to the adversary of its policy."""
+def loss_of(seen: Release | Moments) -> Loss:
+    """What one release reveals to the adversary of its policy."""
+    if isinstance(seen, Moments):
+        # All records move the sums N times as far; the noise of a single record's values is √N times less.
+        moved = {"client": seen.records**2}.get(seen.unit, seen.records if seen.adversary == "example" else 1)
+        return Loss(moved / seen.noise**2 if seen.secret else math.inf)
     root = math.sqrt(seen.layers)
     if not seen.secret or seen.sigma == 0 or seen.method not in ("fed-cdp", "fed-cdp-decay", "fed-sdp"):
         return Loss(math.inf)
@@ -84,7 +100,7 @@ def _steps(seen: Release, steps: int, weight: float, root: float) -> float:
     return steps * (root / (seen.sigma * weight)) ** 2 + indicator
 
 
-def total_epsilon(releases: Iterable[Release], delta: float) -> float:
+def total_epsilon(releases: Iterable[Release | Moments], delta: float) -> float:
     """ε of all releases together at δ."""
     losses = [loss_of(each) for each in releases]
     sampled = Counter(one for loss in losses for one in loss.sampled)

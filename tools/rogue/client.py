@@ -20,6 +20,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import nn
 
 from fedcdp.accounting.journal import Journal
+from fedcdp.config.plan import SCALING
 from fedcdp.deploy.protocol import client, messages, wire
 from fedcdp.deploy.protocol.admission import is_counted
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
@@ -28,11 +29,12 @@ from fedcdp.deploy.protocol.task import Task
 from fedcdp.methods import Sent
 from tests.support.ledgers import written_by_0_1_0
 from tests.support.local_grid import Node
-from tools.rogue.accountant import Release, total_epsilon
+from tools.rogue.accountant import Moments, Release, total_epsilon
 from tools.rogue.tasks import TENSORS
 
 EPSILON, DELTA = 0.25, 1e-5
 NETWORK = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+STANDARDISED = (torch.zeros(3), torch.ones(3))
 WEIGHTS = {name: torch.zeros(size) for name, size in TENSORS.items()}
 
 
@@ -46,10 +48,12 @@ class Witness:
 
     adversary: str
     unit: str
-    seen: list[tuple[str, Release]] = field(default_factory=list)
+    seen: list[tuple[str, Release | Moments]] = field(default_factory=list)
     """The digest of the task, and the release."""
     crash: str | None = None
     """Where the next release ends the process: before anything is computed, or after it has left."""
+    known: set[tuple[str, bytes]] = field(default_factory=set)
+    """Noised moments that have left the client, with the digest of their task."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, task: Task, records: int, asked: Round) -> None:
@@ -73,6 +77,15 @@ class Witness:
         )
         with self.lock:
             self.seen.append((task.digest(), release))
+
+    def note_moments(self, task: Task, records: int, values: bytes) -> None:
+        """A client that sends the same values again releases nothing new."""
+        noise, secret = task.plan.scaling_noise, task.plan.secure_noise and not task.reproducible
+        assert noise is not None
+        with self.lock:
+            if (task.digest(), values) not in self.known:
+                self.known.add((task.digest(), values))
+                self.seen.append((task.digest(), Moments(self.adversary, self.unit, records, noise, secret)))
 
 
 class Client:
@@ -115,9 +128,20 @@ class Client:
         return accepted
 
     def ask(self, digest: str, asked: Round) -> bool:
-        answer = self.send(messages.ask(digest, asked, wire.dense(WEIGHTS)), messages.TRAIN)
+        answer = self.send(messages.ask(digest, asked, wire.dense(WEIGHTS), STANDARDISED), messages.TRAIN)
         self.events["released" if "update" in answer.array_records else "refused"] += 1
         return "update" in answer.array_records
+
+    def ask_moments(self, digest: str, attempt: int) -> bool:
+        records = self.records
+        answer = self.send(messages.ask_moments(digest, Round(SCALING, attempt, None)), messages.MOMENTS)
+        self.events["moments" if "moments" in answer.array_records else "refused"] += 1
+        if "moments" not in answer.array_records:
+            return False
+        with ClientLedger.held(self.base / "state") as ledger:
+            task = ledger.tasks[digest].task
+        self.witness.note_moments(task, records, answer.array_records["moments"]["fedcdp:values"].data)
+        return True
 
     def ask_at_once(self, asks: list[tuple[str, Round]]) -> None:
         threads = [threading.Thread(target=self.ask, args=each) for each in asks]

@@ -172,6 +172,40 @@ def _never_accepted(one: Client) -> None:
     one.ask(_task(2).digest(), Round(0, 0, None))
 
 
+def _moments_again(plan: str) -> Callable[[Client], None]:
+    """Moments of a few tasks, again and again: their average would lose its noise."""
+
+    def play(one: Client) -> None:
+        tasks = [_task(number, plan) for number in range(3)]
+        for task in tasks:
+            one.publish(task.to_json())
+        for attempt in range(20):
+            for task in tasks:
+                one.ask_moments(task.digest(), attempt)
+                with one.torn_write():
+                    one.ask_moments(task.digest(), attempt + 1)
+        for task in tasks:
+            _until_refused(one, task.digest())
+            one.ask_moments(task.digest(), 99)
+
+    return play
+
+
+def _moments_late(one: Client) -> None:
+    """A round before the moments, moments of a task that has none, and moments at once with rounds."""
+    late, none, other = _task(0, "private scaling"), _task(1), _task(2, "private scaling")
+    for task in (late, none, other):
+        one.publish(task.to_json())
+    one.ask(late.digest(), Round(0, 0, None))
+    for task in (late, none):
+        one.ask_moments(task.digest(), 0)
+    for round_ in range(4):
+        one.ask_moments(other.digest(), round_)
+        one.ask_at_once([(other.digest(), Round(round_, attempt, None)) for attempt in (0, 1)])
+    for task in (late, none, other):
+        _until_refused(one, task.digest(), round_=7)
+
+
 def _greedily(plan: str) -> Callable[[Client], None]:
     def play(one: Client) -> None:
         task = _task(plan=plan)
@@ -205,5 +239,8 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str], Callable[[Client], None]]] = {
     "records that change": (_RECORD, _other_records),
     "a ledger of version 0.1.0": (_RECORD, _on_from_0_1_0),
     "tasks without protection": (_RECORD, _without_protection),
+    "moments again and again": (_RECORD, _moments_again("private scaling")),
+    "moments again and again, read one by one": (("example", "record"), _moments_again("private scaling of single records")),
+    "moments at other times": (_RECORD, _moments_late),
     "tasks that were never accepted": (_RECORD, _never_accepted),
 }

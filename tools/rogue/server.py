@@ -4,8 +4,9 @@
 
 A sequence is a list of events against one client: its real handlers, policy file, ledger and locks. Tasks are published in
 their canonical form and in others. Rounds are requested in and out of order, repeatedly, concurrently, and with wrong clip
-bounds. The client crashes before, between and after its writes; its owner edits the policy and changes the data. Some
-sequences begin with a ledger of version 0.1.0. Only the training is replaced: by a witness that records every release.
+bounds; moments are requested again and again. The client crashes before, between and after its writes; its owner edits the
+policy and changes the data. Some sequences begin with a ledger of version 0.1.0. Only the training is replaced: by a witness
+that records every release.
 
 At the end nothing may have been released beyond the grant: all releases that the witness saw, as `accountant` composes them,
 must stay within (0.25, 1e-5), and no task may have more releases than the client's ledger has charged and reserved.
@@ -84,6 +85,12 @@ def _ask(one: Client) -> None:
     one.ask(*_asked(one))
 
 
+def _ask_moments(one: Client) -> None:
+    digest, asked = _asked(one)
+    for attempt in range(asked.attempt, asked.attempt + one.case.choice([1, 1, 5])):
+        one.ask_moments(digest, attempt)
+
+
 def _ask_until_refused(one: Client) -> None:
     digest, asked = _asked(one)
     for attempt in range(asked.attempt, asked.attempt + 40):
@@ -103,7 +110,7 @@ def _crash(one: Client) -> None:
 
 def _torn(one: Client) -> None:
     with one.torn_write():
-        one.case.choice([_ask, _publish])(one)
+        one.case.choice([_ask, _ask_moments, _publish])(one)
 
 
 def _edit_policy(one: Client) -> None:
@@ -118,8 +125,8 @@ def _change_records(one: Client) -> None:
 
 
 _EVENTS: list[Callable[[Client], None]] = [_publish, _publish_alias, _publish_again, _ask, _ask_until_refused, _ask_at_once,
-                                           _crash, _torn, _edit_policy, _change_records]  # fmt: skip
-_SHARES = [12, 12, 4, 30, 14, 8, 6, 5, 5, 4]
+                                           _crash, _torn, _edit_policy, _change_records, _ask_moments]  # fmt: skip
+_SHARES = [12, 12, 4, 30, 14, 8, 6, 5, 5, 4, 8]
 
 
 # The program ---------------------------------------------------------------------------------------------------------

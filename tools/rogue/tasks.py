@@ -25,6 +25,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "a bound that decays under noise that stays": {"method": "fed-cdp-decay", "noise_follows_clip": False},
     "quantile": {"clip": "quantile(0.5, 4)", "quantile_noise": 40.0},
     "sampled": {"record_sampling": "poisson", "noise_multiplier": 2.0},
+    "private scaling": {"noise_multiplier": 60.0, "scaling_noise": 20.0},
+    "private scaling of single records": {"noise_multiplier": 60.0, "scaling_noise": 600.0},
     "batch noise": {"noise": "batch", "noise_multiplier": 70.0},
     "cohort noise": {"noise": "cohort", "noise_multiplier": 300.0},
     "Fed-SDP": {"method": "fed-sdp", "noise_at": "client", "noise_multiplier": 60.0},

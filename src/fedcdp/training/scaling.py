@@ -44,7 +44,7 @@ def set_scaling(
     mean, scale = _released(federation, plan, releases)
     if directory is not None:
         directory.save_scaling(mean, scale)
-    _set(network, mean, scale)
+    set_standardisation(network, mean, scale)
     return True
 
 
@@ -55,7 +55,7 @@ def restore_scaling(network: nn.Module, directory: RunDirectory) -> bool:
         return False
     if any(each.numel() != _layer(network).mean.numel() for each in stored):
         raise RunError(f"{directory.scaling} does not fit inputs of {_layer(network).mean.numel()} values")
-    _set(network, *stored)
+    set_standardisation(network, *stored)
     return True
 
 
@@ -71,14 +71,27 @@ def with_set_scaling(model: nn.Module, federation: Federation, plan: Plan, train
     if known is None:
         set_scaling(network, federation, plan, Releases(federation.clients), directory=None, budget=None)
     else:
-        _set(network, known.mean, known.scale)
+        set_standardisation(network, known.mean, known.scale)
     return network
 
 
 def copy_scaling(source: nn.Module, target: nn.Module) -> None:
     """Give a network the layer's mean and scale of another one; without such a layer, nothing."""
     if (layer := scaling_of(source)) is not None:
-        _set(target, layer.mean, layer.scale)
+        set_standardisation(target, layer.mean, layer.scale)
+
+
+def set_standardisation(network: nn.Module, mean: Tensor, scale: Tensor) -> None:
+    """Set the layer that standardises a network's inputs."""
+    layer = _layer(network)
+    layer.mean.copy_(mean.view_as(layer.mean))
+    layer.scale.copy_(scale.view_as(layer.scale))
+
+
+def standardised_by(network: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Mean and scale by which a network standardises its inputs; None if it does not."""
+    layer = scaling_of(network)
+    return None if layer is None else (layer.mean, layer.scale)
 
 
 def check_inputs(federation: Federation) -> None:
@@ -107,9 +120,3 @@ def _layer(network: nn.Module) -> Standardised:
     layer = scaling_of(network)
     assert layer is not None
     return layer
-
-
-def _set(network: nn.Module, mean: Tensor, scale: Tensor) -> None:
-    layer = _layer(network)
-    layer.mean.copy_(mean.view_as(layer.mean))
-    layer.scale.copy_(scale.view_as(layer.scale))

@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 
 from fedcdp.accounting import pld
 from fedcdp.accounting.mechanisms import Gaussian, SlottedPoisson, repeated
-from fedcdp.deploy.protocol import client, grant
+from fedcdp.deploy.protocol import client, first_release, grant
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
 from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.deploy.protocol.task import Task
@@ -76,7 +76,7 @@ def equal_tasks_hide_each_other(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_reservation_does_not_bind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Accepted, "left", property(lambda accepted: 1))  # noqa: ARG005
+    patch.setattr(Accepted, "left", property(lambda accepted: 1 if accepted.blocks else 0))
 
 
 def the_noise_of_the_first_round_counts(patch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,23 @@ def nothing_is_charged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ClientLedger, "charge", lambda *given: None)  # noqa: ARG005
 
 
+def moments_are_drawn_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Accepted, "gave_moments", False)
+    patch.setattr("fedcdp.deploy.protocol.client_ledger._objection", lambda *given: None)  # noqa: ARG005
+    patch.setattr("fedcdp.deploy.protocol.first_release.save_tensors", lambda *given: None)  # noqa: ARG005
+    drawn: list[Any] = []
+    real = first_release.noised_moments
+    patch.setattr(first_release, "noised_moments", lambda *given: (drawn.append(real(*given)), drawn[-1])[1])
+    patch.setattr(first_release, "_load", lambda *given: drawn[-1])  # noqa: ARG005
+
+
+def moments_cost_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Accepted, "covers_moments", lambda *given: False)  # noqa: ARG005
+
+
 DEFECTS = {
+    moments_are_drawn_again: "moments again and again",
+    moments_cost_nothing: "moments again and again",
     other_tasks_are_forgotten: "forty tasks",
     equal_tasks_hide_each_other: "negative zeros",
     a_reservation_does_not_bind: "one round again and again",

@@ -7,6 +7,7 @@ import json
 import re
 import stat
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,12 @@ from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.deploy.protocol.local_round import records_of
 from fedcdp.deploy.protocol.server import serve
 from fedcdp.deploy.site.directory import Site, SiteSettings
-from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.deploy.site.writer import epsilon_of, experiment_for, write
 from fedcdp.errors import DeploymentError
+from fedcdp.files.tensors import load_tensors
 from fedcdp.training.prepared import deal_out, load_splits
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.trainer import train_experiment
 from tests.support.hospital_table import SIZES, nodes_of, settings_of, write_site
 from tests.support.local_grid import LocalGrid, settings
 from tests.support.small_task import task as small_task
@@ -109,20 +113,29 @@ def test_each_policy_grants_what_the_plan_costs_a_client_of_its_size(tmp_path: P
     assert np.argsort(granted).tolist() == np.argsort(held)[::-1].tolist()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "given", "said"),
-    [
-        (3, {}, "nodes: 3 is not 4, the number of clients that the client column names"),
-        (None, {"data": {"scaling": "private"}}, "scaling: private needs a release before the first round"),
-        (None, {"plan": {"scaling_noise": 5.0}}, "scaling: private needs a release before the first round"),
-    ],
-)
-def test_what_cannot_be_deployed_is_refused_before_a_calibration(
-    nodes: int | None, given: dict[str, dict[str, object]], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_number_of_nodes_is_refused_before_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedcdp.deploy.site.writer.plan_experiment", lambda *_, **__: pytest.fail("it was planned"))
-    with pytest.raises(DeploymentError, match=said):
-        experiment_for(nodes, [settings_of(tmp_path), given])
+    with pytest.raises(DeploymentError, match="nodes: 3 is not 4, the number of clients that the client column names"):
+        experiment_for(3, [settings_of(tmp_path)])
+
+
+def test_private_scaling_ends_in_the_simulators_model(tmp_path: Path) -> None:
+    given = settings_of(tmp_path)
+    given["data"]["scaling"] = "private"
+    with (tmp_path / "columns.toml").open("a") as file:
+        file.write("[bmi]\nrange = [-5, 5]\n")
+    wanted = experiment_for(None, [given, {"plan": {"secure_noise": False, "rounds": 2, "noise_multiplier": 1.0}}])
+    site = write(tmp_path / "site", SiteSettings(nodes=4), wanted)
+    without = replace(wanted, plan=wanted.plan.but(scaling_noise=None))
+    for number, node in enumerate(site.nodes(4)):
+        held = int(deal_out(wanted, load_splits(wanted, quiet=True)).sizes([number])[0])
+        granted = tomllib.loads(node.policy.read_text())["epsilon"]
+        assert granted > epsilon_of(wanted, 2, held) > epsilon_of(without, 2, held)
+    assert serve(LocalGrid(nodes_of(site)), wanted, site.run, settings(reproducible=True)).ended == "done"
+    model, _ = load_tensors(RunDirectory(site.run).model, "model-1")
+    assert float((model["scaling.scale"] - 1).abs().max()) > 0.1
+    for name, value in train_experiment(wanted, None, quiet=True).model.state_dict().items():
+        torch.testing.assert_close(model[name], value, rtol=0, atol=1e-5)
 
 
 def test_the_command_makes_a_node_of_every_named_client(tmp_path: Path) -> None:
@@ -139,8 +152,6 @@ def test_the_command_makes_a_node_of_every_named_client(tmp_path: Path) -> None:
     experiment = assemble(read_toml(site.experiment))
     assert (experiment.plan.weighting, experiment.plan.noise_slots) == ("records", "held")
     assert experiment.plan.mean_records == 34.5
-    refused = CliRunner().invoke(app, ["deploy", "init", str(tmp_path / "other"), "--scaling", "private"])
-    assert isinstance(refused.exception, DeploymentError)
 
 
 def test_the_commands_show_the_main_metric_of_the_task(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import task_called
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
+from fedcdp.deploy.protocol.first_release import release_moments
 from fedcdp.deploy.protocol.local_round import (
     DataFunction,
     LocalTraining,
@@ -40,6 +41,7 @@ from fedcdp.engine import Loss
 from fedcdp.engine.runtime import usable_device
 from fedcdp.errors import FedcdpError, RefusedError, TaskError, WireError
 from fedcdp.files.tree import Layout, Tree
+from fedcdp.training.scaling import set_standardisation
 
 _LOG = logging.getLogger("flwr.fedcdp")  # Flower shows the messages of its own logger and its children
 _OWN_TROUBLE = "the node has an internal error; see its log"
@@ -79,10 +81,14 @@ def client_app(
     def subscribe(message: Message, context: Context) -> Message:
         return Message(client.subscribe(message, context), reply_to=message)
 
+    def moments(message: Message, context: Context) -> Message:
+        return Message(client.moments(message, context), reply_to=message)
+
     def train(message: Message, context: Context) -> Message:
         return Message(client.train(message, context), reply_to=message)
 
     app.query("subscribe")(subscribe)
+    app.query("moments")(moments)
     app.train()(train)
 
     return app
@@ -119,18 +125,29 @@ class _Client:
         _LOG.info("accepts the task of run %s: %s, with %d records", task.run, task.plan.method, answer.records)
         return messages.answer(answer, name, number, name_of_client(context))
 
+    def moments(self, message: Message, context: Context) -> RecordDict:
+        """Release noised moments of the inputs, once for a task that standardises them."""
+        try:
+            digest, attempt = messages.read_moments_request(message.content)
+            policy = self._policy_of(context)
+            with ClientLedger.held(_state_dir(context)) as ledger:
+                accepted, data = self._accepted(policy, ledger, digest, context)
+                number = max(_number(accepted.task, context), 0)
+                sums = release_moments(policy, ledger, digest, attempt, data, number)
+        except Exception as error:
+            return messages.refuse(_said(error, "releases no moments"), final=False)
+        _LOG.info("released noised moments of its inputs to run %s", accepted.task.run)
+        return messages.reply_moments(digest, attempt, sums)
+
     def train(self, message: Message, context: Context) -> RecordDict:
         """Take part in a round: check everything, then charge, then compute; only then does anything leave the client."""
         try:
             digest, asked, arrays = messages.read_ask(message.content)
             policy = self._policy_of(context)
             with ClientLedger.held(_state_dir(context)) as ledger:
-                accepted = ledger.tasks.get(digest)
-                if accepted is None:
-                    raise RefusedError("this task was not accepted here", final=True)
-                data, table = records_of(self._data, context, accepted.task)
-                _check_again(policy, accepted, data, table)
-                training = self._training(accepted.task, data, context, one_by_one=policy.adversary == "example")
+                accepted, data = self._accepted(policy, ledger, digest, context)
+                one_by_one = policy.adversary == "example"
+                training = self._training(accepted.task, data, context, message.content, one_by_one=one_by_one)
                 weights = wire.decode(arrays, training.engine.layout)
                 _charge(policy, ledger, digest, asked)
             sent = training.take_part(weights, asked, max(_number(accepted.task, context), 0))
@@ -142,10 +159,24 @@ class _Client:
         _LOG.info("took part in round %d of run %s", asked.number + 1, accepted.task.run)
         return messages.reply(digest, asked, messages.Update(update, count), training.engine.layout)
 
-    def _training(self, task: Task, data: Dataset, context: Context, *, one_by_one: bool) -> LocalTraining:
+    def _accepted(
+        self, policy: ClientPolicy, ledger: ClientLedger, digest: str, context: Context
+    ) -> tuple[Accepted, Dataset]:
+        """A task that was accepted here, and this client's records for it, checked again."""
+        if (accepted := ledger.tasks.get(digest)) is None:
+            raise RefusedError("this task was not accepted here", final=True)
+        data, table = records_of(self._data, context, accepted.task)
+        _check_again(policy, accepted, data, table)
+        return accepted, data
+
+    def _training(
+        self, task: Task, data: Dataset, context: Context, content: RecordDict, *, one_by_one: bool
+    ) -> LocalTraining:
         network = network_for(task, self._network_of(context))
         if not task.fits(Layout.of(network)) or constants_of(network) != task.constants:
             raise RefusedError("the network has changed since the task was accepted", final=True)
+        if task.plan.scaling_noise is not None:
+            set_standardisation(network, *messages.read_standardised(content, task.shape))
         device = usable_device(str(context.node_config.get("device", "cpu")))
         return LocalTraining(task, network, data, self._loss_for(task), torch.device(device), one_by_one=one_by_one)
 

@@ -9,7 +9,8 @@
 
 A reservation is on disk before the first release that it covers, and a release before any of its data leave the client
 (`accounting.journal`). A damaged ledger is refused, and then the client does not train. The random `member` determines the
-names that identify this client to the server of each task.
+names that identify this client to the server of each task. Noised moments of the inputs (`first_release`) are the release of
+round −1. They need a reservation, and count as no participation: the task's first reservation covers them.
 
 Version 0.1.0 wrote no reservations. Releases without one count as a reservation of as many participations, at their original
 place. It may be widened to all participations that the task can need (`grant.wanted_participations`), if the budget allows:
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcdp.accounting.journal import Journal, LineError
+from fedcdp.config.plan import SCALING
 from fedcdp.deploy.protocol.grant import Reservation
 from fedcdp.deploy.protocol.task import Task, digest_of
 from fedcdp.errors import RefusedError, RunError, TaskError
@@ -67,14 +69,28 @@ class Accepted:
     blocks: list[Block] = field(default_factory=list)
 
     @property
+    def participations(self) -> int:
+        """Number of rounds taken part in, repeated attempts included."""
+        return sum(round_ != SCALING for round_, _ in self.releases)
+
+    @property
     def left(self) -> int:
         """Number of participations reserved but not yet used."""
-        return sum(block.participations for block in self.blocks) - len(self.releases)
+        return sum(block.participations for block in self.blocks) - self.participations
+
+    @property
+    def gave_moments(self) -> bool:
+        """Whether the noised moments of the inputs have been released."""
+        return any(round_ == SCALING for round_, _ in self.releases)
 
     @property
     def unreserved(self) -> Block | None:
         """The block of releases without a reservation, if the latest releases had none."""
         return next((block for block in self.blocks[-1:] if not block.reserved), None)
+
+    def covers_moments(self, block: int) -> bool:
+        """Whether this block, counted from 0, covers the release of noised moments: the first one of a task that has it."""
+        return block == 0 and self.task.plan.scaling_noise is not None
 
     def is_the_last_again(self, round_: int, attempt: int) -> bool:
         """Whether this repeats the last release: under a published seed, with the same values."""
@@ -163,7 +179,7 @@ class ClientLedger(Journal):
         if accepted.is_the_last_again(round_, attempt):
             self._make_sure()
             return
-        if accepted.left < 1:
+        if not accepted.blocks or (round_ != SCALING and accepted.left < 1):
             raise RefusedError("no participation is reserved")
         self._write_line({"released": digest, "round": round_, "attempt": attempt, "bound": bound})
         self._count(accepted, round_, attempt)
@@ -180,14 +196,14 @@ class ClientLedger(Journal):
     def reservations(self, but: int | None = None) -> list[Reservation]:
         """Everything that counts: all blocks of all tasks, except the one at a place."""
         return [
-            Reservation(each.task, each.records, block.place, block.participations)
+            Reservation(each.task, each.records, block.place, block.participations, each.covers_moments(number))
             for each in self.tasks.values()
-            for block in each.blocks
+            for number, block in enumerate(each.blocks)
             if block.place != but
         ]
 
     def _count(self, accepted: Accepted, round_: int, attempt: int) -> None:
-        if accepted.left < 1:  # as version 0.1.0 wrote it
+        if accepted.left < 1 and round_ != SCALING:  # as version 0.1.0 wrote it
             if (open_ := accepted.unreserved) is not None:
                 accepted.blocks[-1] = Block(open_.place, open_.participations + 1, reserved=False)
             else:
@@ -237,6 +253,8 @@ class ClientLedger(Journal):
             numbers = type(round_) is int and type(attempt) is int and type(bound) is float and math.isfinite(bound)
             if accepted is None or not numbers or _objection(accepted, round_, attempt):
                 raise LineError("is impossible: this release cannot come here")
+            if accepted.task.plan.scaling_noise is not None and not accepted.blocks:
+                raise LineError("is impossible: this release has no reservation")
             self._count(accepted, round_, attempt)
 
     def _read_accepted(self, found: dict[str, Any]) -> None:
@@ -254,9 +272,13 @@ class ClientLedger(Journal):
 
 def _objection(accepted: Accepted, round_: int, attempt: int) -> str | None:
     """Why a release cannot come next, or None."""
-    if not 0 <= round_ < accepted.task.plan.rounds or attempt < 0:
-        return f"round {round_} is not one of the task's {accepted.task.plan.rounds} rounds"
-    last = accepted.releases[-1] if accepted.releases else (-1, 0)
+    plan = accepted.task.plan
+    first = 0 if plan.scaling_noise is None else SCALING
+    if not first <= round_ < plan.rounds or attempt < 0:
+        return f"round {round_} is not one of the task's {plan.rounds} rounds"
+    if round_ == SCALING and accepted.gave_moments:
+        return "the moments of this task have been released"
+    last = accepted.releases[-1] if accepted.releases else (first - 1, 0)
     if (round_, attempt) <= last:
         return f"round {round_}, attempt {attempt}, is stale: round {last[0]}, attempt {last[1]}, has been released"
     return None

@@ -5,7 +5,8 @@ and unit of its policy. This holds whatever servers request, in any order, even 
 and the time of either adaptively from everything they have seen, in this task or in any concurrent one.
 
 **The rule.** Before the first release of a task, the client reserves a number of participations m for it, in its ledger. The
-k-th reservation of a client costs ε_k: the ε of m participations in the task at δ_k = δ/2^k. It is made only if
+k-th reservation of a client costs ε_k: the ε of m participations in the task at δ_k = δ/2^k. The first reservation of a task
+that standardises inputs (`first_release`) also covers its one release of noised moments. A reservation is made only if
 ε_1 + … + ε_k ≤ ε. A client takes part at most m times, repeated attempts included. A reservation is never refunded. A task
 whose reservation is used up may get another one, which is the k'-th: another mechanism, with a cost of its own.
 
@@ -19,7 +20,7 @@ has an (ε, δ)-DP view. Its conditions hold:
 | condition | why |
 | --- | --- |
 | (ε_k, δ_k) is fixed when M_k starts | the reservation, with m, is on disk before the first release that it covers; task and number of records are on disk before that |
-| M_k is (ε_k, δ_k)-DP for a server that adapts within the task | it is an adaptive composition of m releases, each dominated by one fixed pair of distributions, so their composed privacy loss distributions bound it (Zhu, Dong and Wang, AISTATS 2022). Every release counts with the least noise of any round, so the order of rounds, repeats and left-out rounds do not matter; fewer than m releases show less |
+| M_k is (ε_k, δ_k)-DP for a server that adapts within the task | it is an adaptive composition of m releases, each dominated by one fixed pair of distributions, so their composed privacy loss distributions bound it (Zhu, Dong and Wang, AISTATS 2022). Every release counts with the least noise of any round, so the order of rounds, repeats and left-out rounds do not matter; fewer than m releases show less. The noised moments of a task are released once; later requests get the same values |
 | Σ ε_k ≤ ε | checked under the ledger's lock, which one process at a time holds |
 | Σ δ_k ≤ δ | ½ + ¼ + … < 1 |
 
@@ -50,6 +51,8 @@ class Reservation:
     records: int
     place: int
     participations: int
+    moments: bool = False
+    """Whether it also covers the noised moments of the inputs, which the task releases before its first round."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,15 @@ class Grant:
         """The ε of a reservation. Raises `PlanError` if the plan has no row for this adversary and unit."""
         from fedcdp.accounting import pld
         from fedcdp.accounting.calibrate import Target
-        from fedcdp.accounting.mechanisms import repeated
+        from fedcdp.accounting.mechanisms import repeated, sequence
 
         plan = reserved.task.plan
         view = Target(1.0, self.adversary, self.unit).view(plan, _population(reserved))
         once = (view.participation or view.taken)(least_noise_multiplier(plan))
-        return pld.epsilon(repeated(once, reserved.participations), math.ldexp(self.delta, -reserved.place))
+        released = repeated(once, reserved.participations)
+        if reserved.moments:
+            released = sequence([released, view.scaling])
+        return pld.epsilon(released, math.ldexp(self.delta, -reserved.place))
 
     def costs(self, reserved: Iterable[Reservation]) -> list[float]:
         """The ε of each of several reservations."""

@@ -35,7 +35,7 @@ from fedcdp.files.tree import Layout, Tree, each_tensor
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import choose_records_of_steps
 from fedcdp.methods import METHODS, Moment, NoisedExamples, Sent
-from fedcdp.models.networks import build, mixing_layers, prepare
+from fedcdp.models.networks import build, mixing_layers, prepare, with_scaling
 from fedcdp.training.local_engines import Examples, StepwiseEngine
 
 Inputs = Tensor | ArrayLike
@@ -137,14 +137,19 @@ NetworkFunction = Callable[[Task], nn.Module]
 def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
     """The network that a task names, or that the client's own function builds for it. Its weights come from the server."""
     if own is not None:
-        return own(task)
+        return _standardising(own(task), task)
     if ":" not in task.network:
         # Do not allocate its values yet: a server may claim that a small network has a billion classes.
         with torch.device("meta"):
-            described = build(task.network, task.shape, task.classes, task.activation)
+            described = _standardising(build(task.network, task.shape, task.classes, task.activation), task)
         if not task.fits(Layout.of(described)):
             raise RefusedError(f"the network {task.network} has other tensors here than in the task, or in another order")
-    return build(task.network, task.shape, task.classes, task.activation)
+    return _standardising(build(task.network, task.shape, task.classes, task.activation), task)
+
+
+def _standardising(network: nn.Module, task: Task) -> nn.Module:
+    """The network behind the layer that standardises its inputs, if the task has one."""
+    return network if task.plan.scaling_noise is None else with_scaling(network, task.shape)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 | message | content | reply |
 | --- | --- | --- |
 | `query.subscribe` | the task | whether the client accepts, the reason, N_i, a random name that identifies the client, what it is called if it says so |
-| `train` | the weights, the task's digest, round, attempt, and a clip bound that follows a quantile | the update (and its count), with task, round and attempt; or a refusal |
+| `query.moments` | the task's digest, attempt | noised moments of the client's inputs, with task and attempt; or a refusal |
+| `train` | the weights, the task's digest, round, attempt, a clip bound that follows a quantile, and what inputs are standardised by | the update (and its count), with task, round and attempt; or a refusal |
 
 A reply to `train` contains nothing but what the method releases.
 """  # noqa: E501
@@ -15,7 +16,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from torch import Tensor
 
 from fedcdp.deploy.protocol import wire
 from fedcdp.deploy.protocol.local_round import Round
@@ -25,7 +28,7 @@ from fedcdp.errors import RefusedError, WireError
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.files.untrusted import printable
 
-SUBSCRIBE, TRAIN = "query.subscribe", "train"
+SUBSCRIBE, MOMENTS, TRAIN = "query.subscribe", "query.moments", "train"
 MOST_RECORDS = 2**31
 _LONGEST_REASON = 500
 _LONGEST_CALLED = 100
@@ -98,15 +101,54 @@ def read_answer(message: Message) -> Subscription:
     return Subscription(True, "accepted", records, member, number, str(called) if is_called(called) else "")
 
 
+# Noised moments ------------------------------------------------------------------------------------------------------
+
+
+def ask_moments(task: str, asked: Round) -> RecordDict:
+    """A server's request for the noised moments of a client's inputs; `task` is the digest."""
+    return RecordDict({"moments": ConfigRecord({"task": task, "attempt": asked.attempt})})
+
+
+def read_moments_request(content: RecordDict) -> tuple[str, int]:
+    """Parse a server's request for moments: the task's digest and the attempt."""
+    about = _config(content, "moments")
+    return _text(about, "task"), _whole(about, "attempt")
+
+
+def reply_moments(task: str, attempt: int, sums: Tensor) -> RecordDict:
+    """The noised moments that a client sends."""
+    return RecordDict({"moments": wire.doubles(sums), "about": ConfigRecord({"task": task, "attempt": attempt})})
+
+
+def read_moments(message: Message, task: str, asked: Round, length: int) -> Tensor:
+    """Parse the noised moments in a reply; raises `WireError`, or `RefusedError` on a refusal."""
+    content = _not_refused(message)
+    about = _config(content, "about")
+    if (_text(about, "task"), _whole(about, "attempt")) != (task, asked.attempt):
+        raise WireError("its moments belong to another request")
+    return wire.decode_doubles(_arrays(content, "moments"), length)
+
+
 # A round -------------------------------------------------------------------------------------------------------------
 
 
-def ask(task: str, asked: Round, weights: ArrayRecord) -> RecordDict:
-    """A server's request to a client in a round; `task` is the digest."""
+def ask(task: str, asked: Round, weights: ArrayRecord, standardised: tuple[Tensor, Tensor] | None = None) -> RecordDict:
+    """A server's request to a client in a round; `task` is the digest, `standardised` the mean and scale of inputs."""
     about: dict[str, Any] = {"task": task, "round": asked.number, "attempt": asked.attempt}
     if asked.clip is not None:
         about["clip"] = asked.clip
-    return RecordDict({"weights": weights, "round": ConfigRecord(about)})
+    content = RecordDict({"weights": weights, "round": ConfigRecord(about)})
+    if standardised is not None:
+        content["standardised"] = wire.dense(dict(zip(("mean", "scale"), standardised, strict=True)))
+    return content
+
+
+def read_standardised(content: RecordDict, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Parse what a server says that inputs of this shape are standardised by: mean and scale."""
+    found = wire.decode(
+        _arrays(content, "standardised"), Layout({name: torch.Size(shape) for name in ("mean", "scale")}, ())
+    )
+    return found["mean"], found["scale"]
 
 
 def read_ask(content: RecordDict) -> tuple[str, Round, ArrayRecord]:
@@ -134,10 +176,7 @@ def refuse(reason: str, final: bool) -> RecordDict:
 
 def read_reply(message: Message, task: str, asked: Round, layout: Layout, counted: bool) -> Update:
     """Parse the update in a reply to this round of this task; raises `WireError`, or `RefusedError` on a refusal."""
-    content = _content(message)
-    if "refused" in content.config_records:
-        found = content.config_records["refused"]
-        raise RefusedError(_reason(found), final=found.get("final") is True)
+    content = _not_refused(message)
     about = _config(content, "about")
     came = _text(about, "task"), _whole(about, "round"), _whole(about, "attempt")
     if came != (task, asked.number, asked.attempt):
@@ -156,6 +195,15 @@ def _content(message: Message) -> RecordDict:
     if message.has_error():
         raise WireError(f"it failed with Flower's error {message.error.code}: {_first_line(message.error.reason)}")
     return message.content
+
+
+def _not_refused(message: Message) -> RecordDict:
+    """The content of a reply; raises `RefusedError` if it is a refusal."""
+    content = _content(message)
+    if "refused" in content.config_records:
+        found = content.config_records["refused"]
+        raise RefusedError(_reason(found), final=found.get("final") is True)
+    return content
 
 
 def _config(content: RecordDict, name: str) -> ConfigRecord:

@@ -227,7 +227,7 @@ class ClientPolicy:
 
     def _all_taken(self, accepted: Accepted) -> str | None:
         """Why a task gets no further participation whatever remains of the budget, or None."""
-        if self.participations is None or len(accepted.releases) < self.participations:
+        if self.participations is None or accepted.participations < self.participations:
             return None
         return f"at most {self.participations} participations in one task are allowed here"
 
@@ -243,10 +243,11 @@ class ClientPolicy:
         self, accepted: Accepted, ledger: ClientLedger, round_: int, limit: float = math.inf
     ) -> tuple[Reservation | None, str | None]:
         """The reservation to make for a task from a round on, of at most `limit`, or the reason why there is none."""
-        plan, made, grant = accepted.task.plan, len(accepted.releases), self.grant
+        plan, made, grant = accepted.task.plan, accepted.participations, self.grant
         most = math.inf if self.participations is None else self.participations
         wanted = int(min(wanted_participations(plan, round_), most - made, limit))
-        new = Reservation(accepted.task, accepted.records, ledger.next_place, wanted)
+        moments = accepted.covers_moments(len(accepted.blocks))
+        new = Reservation(accepted.task, accepted.records, ledger.next_place, wanted, moments)
         if grant is None:
             return new, None
         try:
@@ -283,11 +284,13 @@ def effective_noise(plan: Plan) -> float:
     | `batch` noise; Fed-SDP | σ, for the sum or the update |
     | `cohort` noise | σ/K_t, the noise on the sum of a step |
     | a bound that follows a quantile | σ, since the noise follows, or 2·σ_b, the noise on a count that moves by ½, if less |
+    | private scaling | its noise on a client's sums, over what a record moves them by, if less |
     """
     least = least_noise_multiplier(plan)
     if plan.quantile is not None:
         least = min(least, 2 * plan.quantile_noise)
-    return least * (min(1.0, plan.noise_on_sum) if plan.per_example else 1.0)
+    least *= min(1.0, plan.noise_on_sum) if plan.per_example else 1.0
+    return least if plan.scaling_noise is None else min(least, plan.scaling_noise)
 
 
 def _is_number(value: object) -> bool:

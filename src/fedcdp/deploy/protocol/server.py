@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,8 +37,10 @@ from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.config.fields import check_types, option
+from fedcdp.config.plan import SCALING
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
+from fedcdp.deploy.protocol.first_release import gather_moments
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed, first_state
 from fedcdp.deploy.protocol.task import Task, hides_participation
@@ -49,8 +52,9 @@ from fedcdp.files.tree import Layout
 from fedcdp.models.networks import resolve
 from fedcdp.training.evaluation import evaluate, no_better_than_guessing, score
 from fedcdp.training.metrics import Figures, main_figure
-from fedcdp.training.prepared import build_network, deal_out, load_splits, outputs_needed
+from fedcdp.training.prepared import deal_out, load_splits, network_of, outputs_needed
 from fedcdp.training.rundir import Row, RunDirectory, State
+from fedcdp.training.scaling import restore_scaling
 
 _LOG = logging.getLogger("flwr.fedcdp")
 
@@ -203,7 +207,7 @@ def _job(directory: RunDirectory, experiment: Experiment, splits: Splits, settin
     shape, classes = splits.train.shape, outputs_needed(splits.train)
     job = Job(
         plan=experiment.plan,
-        network=build_network(experiment, shape, classes),
+        network=network_of(experiment, splits),
         network_name=resolve(experiment.model.network, shape),
         activation=experiment.model.activation,
         shape=shape,
@@ -253,6 +257,7 @@ class _Server:
     def run(self) -> Outcome:
         """Everything that remains of the run."""
         (self._directory.path / "outcome.json").unlink(missing_ok=True)
+        standardised = self._job.plan.scaling_noise is None or restore_scaling(self._job.network, self._directory)
         state = self._load_state()
         if state.round >= self._job.plan.rounds:
             return self._end("done", state, "all rounds are done")
@@ -265,6 +270,8 @@ class _Server:
         self._job = replace(self._job, smallest_records=population.records)
         releases = Releases(len(roster), self._ledger(population, state.round))
         budget = Budget(self._experiment, population)
+        if not standardised and (failed := self._standardise(roster, releases, budget, fewest)) is not None:
+            return self._end(failed[0], state, failed[1])
         strategy = PlanStrategy(
             self._job,
             roster,
@@ -278,6 +285,21 @@ class _Server:
             _LOG.info("every round takes %g s (round-timeout): its duration must not reveal who took part",
                       self._settings.round_timeout)  # fmt: skip
         return self._rounds(strategy, budget)
+
+    def _standardise(self, roster: Roster, releases: Releases, budget: Budget, fewest: int) -> tuple[str, str] | None:
+        """Standardise inputs by a release of all clients; if it is not possible, how the run ends, and why."""
+        if not releases.may_go_on(SCALING, budget.allows):
+            return "budget", "the release of moments would exceed max_epsilon"
+        features, digest = math.prod(self._job.shape), self._job.task().digest()
+        found, answered = gather_moments(
+            self._grid, digest, self._job.plan, features, roster, releases, self._settings.round_timeout
+        )
+        if found is None or answered < fewest:
+            return "too-few-clients", f"{_too_few(answered, fewest)} to standardise inputs"
+        self._directory.save_scaling(*found)
+        restore_scaling(self._job.network, self._directory)
+        _LOG.info("inputs are standardised by the noised moments of %d clients", answered)
+        return None
 
     def _rounds(self, strategy: PlanStrategy, budget: Budget) -> Outcome:
         plan, failed = self._job.plan, 0

@@ -7,7 +7,8 @@ strategy = PlanStrategy(job, roster)
 strategy.start(grid, strategy.arrays(), num_rounds=plan.rounds)
 ```
 
-`fedcdp.deploy.protocol.server` is the same with a run directory: a ledger on disk, checkpoints, and resuming.
+`fedcdp.deploy.protocol.server` is the same with a run directory: a ledger on disk, checkpoints, resuming, and the release of
+moments by which a plan may standardise inputs (`first_release`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, ser
 from fedcdp.methods.quantile import clip_rule
 from fedcdp.models.networks import prepare
 from fedcdp.training.rundir import State
+from fedcdp.training.scaling import standardised_by
 
 _LOG = logging.getLogger("flwr.fedcdp")
 
@@ -198,7 +200,8 @@ class PlanStrategy(Strategy):
         chosen = choose_clients(self._draws, len(self.roster), round_)
         self.releases.charge(round_, chosen, plan.clip_at(round_, clip) if plan.private else 0.0)
         self._asked, self._pending = Round(round_, self.releases.attempt, clip), []
-        connected, content = set(grid.get_node_ids()), messages.ask(self.task, self._asked, arrays)
+        connected = set(grid.get_node_ids())
+        content = messages.ask(self.task, self._asked, arrays, standardised_by(self.job.network))
         for member in (self.roster[number] for number in chosen.tolist()):
             if member.number in self.gone:
                 self._leave_out(member, "it does not take part any more")

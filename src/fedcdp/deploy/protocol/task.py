@@ -31,6 +31,7 @@ from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import TaskName
 from fedcdp.errors import FedcdpError, PlanError, TaskError
 from fedcdp.files.tree import Layout
+from fedcdp.models.networks import SCALING_LAYER, scaling_of
 
 FORMAT = "fedcdp-task-1"
 _KEYS = ("format", "run", "modality", "shape", "classes", "network", "activation", "tensors", "constants", "plan",
@@ -96,10 +97,6 @@ class Task:
             )
         if self.plan.secure_noise == self.reproducible:
             raise PlanError("secure_noise: a deployment takes its noise from the operating system unless it is reproducible")
-        if self.plan.scaling_noise is not None:
-            raise PlanError(
-                "scaling_noise: a deployment has no release before its first round; scale by public ranges instead"
-            )
         if self.plan.weighting == "records" and self.plan.mean_records is None:
             raise PlanError("mean_records: a deployment that weights by records needs it; clients do not know each other's")
         if not 1 <= self.smallest_cohort <= self.plan.per_round:
@@ -197,9 +194,13 @@ def tensors_of(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def constants_of(network: nn.Module) -> str:
-    """A digest of a network's frozen parameters and buffers; empty if there are none."""
+    """A digest of a network's frozen parameters and buffers; empty if there are none.
+
+    What inputs are standardised by is not among them: clients release it after the task is published (`first_release`).
+    """
+    released = {f"{SCALING_LAYER}.{name}" for name in ("mean", "scale")} if scaling_of(network) is not None else set()
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
-    constants = {name: value for name, value in network.state_dict().items() if name not in trained}
+    constants = {name: value for name, value in network.state_dict().items() if name not in trained | released}
     digest = hashlib.sha256()
     for name, value in sorted(constants.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())

@@ -1,8 +1,9 @@
 """Encode weight trees as Flower ArrayRecords; decode and validate untrusted ones.
 
-A dense tree is one float32 array per tensor. A partly zero update (pruned, or shared in part) is sent as its non-zero values
-and their positions: indices, or one bit per coordinate, whichever is smaller. Nothing is ever unpickled, and nothing is
-trusted: names, shapes, types, positions and values are checked, and the first violation is reported in one sentence.
+A dense tree is one float32 array per tensor; noised sums are one float64 array. A partly zero update (pruned, or shared in
+part) is sent as its non-zero values and their positions: indices, or one bit per coordinate, whichever is smaller. Nothing
+is ever unpickled, and nothing is trusted: names, shapes, types, positions and values are checked, and the first violation is
+reported in one sentence.
 
 Message sizes are measured on the records that Flower sends, not computed.
 """
@@ -83,6 +84,21 @@ def decode(record: ArrayRecord, layout: Layout, *, may_be_sparse: bool = False) 
         if not bool(torch.isfinite(value).all()):
             raise WireError(f"tensor {name} holds a value that is not finite")
     return tree
+
+
+def doubles(values: torch.Tensor) -> ArrayRecord:
+    """One axis of float64 values."""
+    return ArrayRecord({_VALUES: Array(values.detach().cpu().contiguous().numpy().astype("<f8"))})
+
+
+def decode_doubles(record: ArrayRecord, length: int) -> torch.Tensor:
+    """The values in a record of `doubles`; raises `WireError` unless there are `length` finite ones."""
+    if list(record.keys()) != [_VALUES]:
+        raise WireError(f"the arrays are {_shortly(list(record.keys()))}, not {_VALUES}")
+    values = torch.from_numpy(_array(record[_VALUES], _VALUES, "<f8", (length,), most=length).copy())
+    if not bool(torch.isfinite(values).all()):
+        raise WireError("the sums hold a value that is not finite")
+    return values
 
 
 def bytes_of(record: ArrayRecord) -> int:

@@ -82,7 +82,7 @@ def node_text(experiment: Experiment, number: int, own: OwnFile | None = None) -
         "classes-per-client": data.classes_per_client,
         "alpha": data.alpha,
         "split-seed": data.split_seed,
-        "scaling": None if data.scaling == "training" else data.scaling,
+        "scaling": "public" if data.scaling in ("public", "private") else None,  # private scaling starts from public ranges
         "partition-seed": plan.seed,
     }
     given = {name: value for name, value in part.items() if value is not None}
@@ -142,7 +142,7 @@ def epsilon_of(experiment: Experiment, releases: int, records: int | None = None
         reproducible=not plan.secure_noise,
     )
     try:
-        reserved = Reservation(task, records or population.records, 1, releases)
+        reserved = Reservation(task, records or population.records, 1, releases, plan.scaling_noise is not None)
         return Grant(1.0, plan.delta, run.adversary, run.unit).cost(reserved)
     except PlanError as error:
         raise PlanError(f"{error}; choose another --adversary or --unit for the nodes' policies") from None
@@ -176,10 +176,6 @@ def plan_for(nodes: int | None, given: list[Settings], target_epsilon: float | N
     client column names, else 2. Without a plan, the recommended recipe is used; with a target, the noise is calibrated to
     it. Where clients weigh by their records, the plan gets the public mean of these: clients do not know each other's.
     """
-    if _last(given, "data", "scaling") == "private" or _last(given, "plan", "scaling_noise") is not None:
-        raise DeploymentError(
-            "scaling: private needs a release before the first round, which a deployment does not have; use public ranges"
-        )
     named = with_clients_of_file(given)[0].get("data", {}).get("clients") if _last(given, "data", "client_column") else None
     if named is not None and nodes not in (None, named):
         raise DeploymentError(f"nodes: {nodes} is not {named}, the number of clients that the client column names")
