@@ -158,6 +158,7 @@ class Client:
         def write(journal: Journal, file: int, content: bytes) -> None:
             if armed and content:
                 armed.clear()
+                os.ftruncate(file, journal._kept)  # as the journal does first: an earlier crash may have left an end there
                 os.write(file, content[: int(share * len(content))])
                 raise Crash
             real(journal, file, content)
