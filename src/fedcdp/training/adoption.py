@@ -83,9 +83,10 @@ class PrivateTraining:
 
     def __repr__(self) -> str:
         plan = self.plan
+        records = plan.per_round * plan.batch_size
         return (
-            f"<PrivateTraining: {self.federation.describe()}; {plan.rounds} steps of {plan.per_round * plan.batch_size} records "
-            f"expected, C = {plan.clip}, σ = {plan.noise_multiplier:.4g}>"
+            f"<PrivateTraining: {self.federation.describe()}; {plan.rounds} steps of {records} records on average, "
+            f"C = {plan.clip}, σ = {plan.noise_multiplier:.4g}>"
         )
 
 
@@ -143,7 +144,7 @@ def make_private(
         ...     nn.Linear(30, 2), data, epochs=5, batch_size=50, learning_rate=4, target_epsilon=3
         ... )
         >>> private
-        <PrivateTraining: 1 client × 426 records, dealt at random, ...; 45 steps of 47 records expected, C = 1, σ = 1.0...>
+        <PrivateTraining: 1 client × 426 records, ...; 45 steps of 47 records on average, C = 1, σ = 1.396>
         >>> run = private.train()
         >>> run.accuracy > 0.8, run.privacy().row("server").epsilon <= 3
         (True, True)
