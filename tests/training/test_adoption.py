@@ -160,6 +160,12 @@ def test_owners_of_records_are_the_clients() -> None:
     assert private(splits, batch_size=30).federation.names == ("a", "b", "c")
 
 
+def test_a_bound_may_follow_a_quantile() -> None:
+    run = private(max_grad_norm="quantile(0.5, 1)").train()
+    assert len({row["clip"] for row in run.metrics}) > 10
+    assert run.privacy().row("server").epsilon > private().privacy().row("server").epsilon
+
+
 def test_a_model_is_evaluated_once_an_epoch() -> None:
     run = private(validation=clouds(50)).train()
     assert [row["round"] for row in run.metrics if "accuracy" in row] == [10, 20]
