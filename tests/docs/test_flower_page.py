@@ -38,7 +38,7 @@ def test_the_flower_app_prints_what_the_page_shows(tmp_path: Path, monkeypatch: 
         100 + number: Node(client_app.client, {"partition-id": number, "num-partitions": 50}) for number in range(50)
     }  # fmt: skip
     context = Context(run_id=7, node_id=1, node_config={}, state=RecordDict(), run_config={})
-    np.random.seed(0)  # Flower's noise comes from NumPy's global generator
+    np.random.seed(0)  # noqa: NPY002  Flower's noise comes from this generator
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         server_app.server(LocalGrid(nodes), context)
     [shell] = [block for block in found if block.code == "flwr run .\n"]

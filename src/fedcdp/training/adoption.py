@@ -50,7 +50,21 @@ _RARE = 1e-3  # the share of δ that steps with more records than slots may reac
 
 @dataclass(frozen=True, repr=False)
 class PrivateTraining:
-    """A model, its clients and a plan: what `make_private` returns. Nothing is trained before `train` is called."""
+    """A model, its clients and a plan: what `make_private` returns. Nothing is trained before `train` is called.
+
+    Examples:
+        >>> import fedcdp, torch
+        >>> data = (torch.rand(600, 4), torch.arange(600) % 2)
+        >>> private = fedcdp.make_private(
+        ...     torch.nn.Linear(4, 2), data, epochs=3, batch_size=60, learning_rate=0.5, noise_multiplier=1.1
+        ... )
+        >>> private.plan.rounds, private.steps_per_epoch
+        (30, 10)
+        >>> round(private.privacy().row("server").epsilon, 2)
+        3.48
+        >>> private.train().releases
+        30
+    """
 
     model: nn.Module
     """The given network, which stays unchanged."""
@@ -160,8 +174,8 @@ def make_private(
     held = int(federation.sizes(np.arange(federation.clients)).sum())
     steps = _steps_per_epoch(dataset, batch_size, federation.clients, held)
     expected = max(1, held // (steps * federation.clients))
-    if federation.smallest < federation.largest:
-        settings = {"weighting": "records"} | settings
+    unequal = federation.smallest < federation.largest
+    usual: dict[str, Any] = {"clip_mode": "flat", "weighting": "records" if unequal else "equal"}
     plan = Plan(
         method="fed-cdp",
         rounds=epochs * steps,
@@ -175,8 +189,10 @@ def make_private(
         learning_rate=learning_rate,
         delta=target_delta,
         seed=seed,
-        **{"clip_mode": "flat", "slots": _enough_slots(expected, epochs * steps, target_delta)} | settings,
+        **usual | settings,
     )
+    if "slots" not in settings:
+        plan = plan.but(slots=min(_enough_slots(plan), max(expected, federation.largest)))
     population = Prepared.of(model, federation, plan).population
     if target_epsilon is not None:
         if not accounting_is_installed():
@@ -212,13 +228,14 @@ def _steps_per_epoch(dataset: Any, batch_size: int | None, clients: int, held: i
     return max(1, steps)
 
 
-def _enough_slots(expected: int, steps: int, delta: float) -> int:
+def _enough_slots(plan: Plan) -> int:
     """So many slots that a step hardly ever draws more records: each step with a probability of at most δ/1000/steps.
 
     A record that finds no slot is dropped, and the accountant charges for that. Chernoff's bound for a Poisson number with
     mean B covers every number of records: P(X ≥ S) ≤ exp(−(S ln(S/B) − S + B)).
     """
-    wanted = math.log(steps / (_RARE * delta))
+    expected = plan.batch_size
+    wanted = math.log(plan.rounds / (_RARE * plan.delta))
     slots = expected
     while slots * math.log(slots / expected) - slots + expected < wanted:
         slots += max(1, (slots - expected) // 8)
