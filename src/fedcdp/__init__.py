@@ -14,6 +14,7 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.data.sources import as_dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
 from fedcdp.report.api import report
+from fedcdp.training.adoption import PrivateTraining, make_private
 from fedcdp.training.run import Run
 from fedcdp.training.simulate import simulate
 
@@ -25,6 +26,7 @@ __all__ = [
     "ModelError",
     "Plan",
     "PlanError",
+    "PrivateTraining",
     "Run",
     "RunError",
     "Schedule",
@@ -38,6 +40,7 @@ __all__ = [
     "linear",
     "load",
     "load_file",
+    "make_private",
     "partition",
     "proportional",
     "quantile",
