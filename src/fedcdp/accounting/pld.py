@@ -37,7 +37,9 @@ Distribution: TypeAlias = Any  # pld.PrivacyLossDistribution; the library carrie
 
 _FINEST = 1e-4
 _NEGLIGIBLE = 1e-13
-_POINTS = 8_000  # approximate number of losses in the table of one release; overestimates ε by less than one per cent
+# Approximate number of losses in the table of one release. Overestimates ε by less than one per cent, except for weak noise
+# at small rates: by 4.6 % at z = 0.7, a rate of 0.001 and 2,000 steps.
+_POINTS = 8_000
 _COARSEST = 1.0  # with a coarser grid, the table of losses would cost more ε than secret sampling saves
 _SHARES = 64  # the least number of shares of the tail's probability; every lottery takes one
 _TAIL = 1e-15  # probability that a composition may move to an infinite loss: far below any δ in use
