@@ -38,7 +38,7 @@ def after_round(plan: Plan, chunks: list[Tree], start: Tree | None = None) -> Tr
         received.add(chunk)
     nobody = torch.zeros(0, dtype=torch.int64)
     at = Moment(plan, ENGINE, NOISE, 0, nobody, nobody)
-    return server_update(METHODS[plan.method], start, received, at)
+    return server_update(METHODS[plan.method], start, received, at)[0]
 
 
 def plan_of(**fields: Any) -> Plan:

@@ -208,7 +208,8 @@ class _Spy:
         records = [self._records[client] for client in names]
         most = max(map(len, records))
         mine = torch.tensor([each + [-1] * (most - len(each)) for each in records], device=at.clients.device)
-        local = Local(repeat(state.weights, len(names)))
+        before = repeat(state.weights, len(names))
+        local = Local(before, start=before)
         units = None if at.slot_noise is None else at.slot_noise[:, :1].expand(-1, most)
         for step, (positions, filled) in enumerate(zip(draw.positions, draw.present, strict=True)):
             there = ((positions[:, :, None] == mine[:, None]) & filled[:, :, None]).any(1)
