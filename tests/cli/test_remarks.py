@@ -47,7 +47,7 @@ NO_EFFECT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ),
     ({"plan": {"server_epsilon": 0.5}}, "--server-epsilon has no effect here: it is for --server-optimizer adam or yogi"),
     ({"plan": {"proximal": 0.5, "local_steps": 1}}, "--proximal has no effect here: it is for several local steps"),
-    ({"plan": {"server_optimizer": "adam"}}, "--server-optimizer adam moves a weight by up to about --server-lr a round, 1"),
+    ({"plan": {"server_optimizer": "adam"}}, "--server-optimizer adam moves weights by about --server-lr a round, 1"),
     ({"plan": {"clip": "3", "method": "nonprivate"}}, "--clip has no effect here: it is for a private method"),
     ({"plan": {"noise_multiplier": 3.0, "method": "nonprivate"}}, "--noise-multiplier has no effect here"),
     ({"plan": {"quantile_noise": 3.0}}, "--quantile-noise has no effect here: it is for a quantile clip"),

@@ -101,7 +101,7 @@ def remarks(
     optimizer, rate = experiment.plan.server_optimizer, experiment.plan.server_learning_rate
     chosen = "server_optimizer" in options and "server_learning_rate" not in options
     if chosen and optimizer in ("adam", "yogi") and rate.start >= 1:
-        yield f"--server-optimizer {optimizer} moves a weight by up to about --server-lr a round, {rate} here: try 0.1 or less"
+        yield f"--server-optimizer {optimizer} moves weights by about --server-lr a round, {rate} here: try 0.1 or less"
     if experiment.data.file is not None and experiment.data.scaling == "training":
         yield "numbers without a public range are scaled by statistics of the training records, which no ε covers"
     if calibrated and "noise_multiplier" in options and experiment.plan.private:
