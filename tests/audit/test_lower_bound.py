@@ -133,7 +133,7 @@ def test_a_fault_at_the_server_is_caught_with_500_trials(fault: str) -> None:
 
 
 def test_an_auditor_undoes_the_servers_optimiser() -> None:
-    """It knows the rule and, from the models before, the state: no optimiser hides what sgd shows."""
+    """It may know the rule and the state: no optimiser hides what sgd shows."""
     stated = plan(method="fed-sdp", noise_at="server", noise_multiplier=0.5)
     moved = stated.but(server_optimizer="adam", server_learning_rate="linear(0.1, 0.01)")
     plain, found = (audit(each, "model", trials=100) for each in (stated, moved))

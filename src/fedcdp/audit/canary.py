@@ -195,8 +195,8 @@ class Laboratory:
     def _models(self, batches: Iterator[Batch], at: Moment) -> Tensor:
         """How far each cohort moved the model, times K_t. A server draws noise once a round, so each trial has a seed.
 
-        An adversary knows the server's optimiser and, from the models before, its state. It recovers the mean update, by
-        which `sgd` moves the model; the trials therefore use that.
+        An adversary may know the server's optimiser and its state, and undo it. The trials therefore grant it the mean
+        update, by which `sgd` moves the model.
         """
         admitted = self.method.admit(train_locally(self.method, self.weights, batches, at), at)
         nobody = torch.zeros(0, dtype=torch.int64)
