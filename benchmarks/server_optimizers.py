@@ -44,7 +44,7 @@ GRID: dict[str, list[dict[str, Any]]] = {
         for kept in (0.5, 0.9)
         for rate in (0.5, 1.0, 2.0)
     ],
-    "adam": [{"server_learning_rate": rate} for rate in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)],
+    "adam": [{"server_learning_rate": rate} for rate in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)],
 }
 
 
