@@ -55,7 +55,11 @@ def views(plan: Plan, population: Population) -> list[View]:
         )
     if plan.method in _UNPROTECTED or plan.noise_multiplier == 0:
         reason = _UNPROTECTED.get(plan.method, "the noise multiplier is 0, and clipping alone protects nothing")
-        return [_unprotected(adversary, "record", reason) for adversary in get_args(Adversary)]
+        rows = [_unprotected(adversary, "record", reason) for adversary in get_args(Adversary)]
+        if plan.scaling_noise is None:
+            return rows
+        # What was released before the first round counts for a client that has taken part in none.
+        return [Setting(plan, population, Records(plan, population.records)).with_scaling(row) for row in rows]
     if plan.method == "fed-sdp":
         return Setting(plan, population, Records(plan, population.records)).views()
     smallest, *larger = (Setting(plan, population, size).views() for size in sizes_that_count(plan, population))
