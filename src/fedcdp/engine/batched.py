@@ -25,6 +25,7 @@ from fedcdp.engine.functional import FunctionalEngine, all_finite, sum_of_finite
 from fedcdp.engine.gradients import Gradients
 from fedcdp.engine.layers import Convolution, Embedding, Linear, Pair, Rule, Scaled, pair_of, without_weights
 from fedcdp.engine.runtime import keep_freed_memory
+from fedcdp.engine.traced import Remainder
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Group, Layout, Tree, masked
 from fedcdp.mechanism.clipping import clip_factors, norms_of_groups
@@ -167,6 +168,9 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         for child, layer in module.named_modules(remove_duplicate=False):  # `named_children` omits a layer's second use
             if child and "." not in child:
                 yield from _layers(layer, f"{name}.{child}" if name else child)
+    elif isinstance(module, Remainder) and module.sequence:
+        for step in module.sequence:
+            yield from _layers(module.get_submodule(step), step)
     else:
         yield name, module
 
@@ -194,8 +198,8 @@ def _rule_of(name: str, layer: nn.Module, after: nn.Module | None) -> Rule:
         normalise = partial(F.layer_norm, normalized_shape=layer.normalized_shape, eps=layer.eps)
         return Scaled(normalise, weight, bias, channels_first=False)
     if isinstance(layer, BATCH_NORMS):
-        statistics = {"running_mean": layer.running_mean, "running_var": layer.running_var, "eps": layer.eps}
-        return Scaled(partial(F.batch_norm, **statistics), weight, bias, channels_first=True)
+        normalise = partial(F.batch_norm, running_mean=layer.running_mean, running_var=layer.running_var, eps=layer.eps)
+        return Scaled(normalise, weight, bias, channels_first=True)
     assert isinstance(layer, nn.Embedding)
     return Embedding(weight, layer.padding_idx)
 

@@ -10,17 +10,14 @@ cannot be trained: a mistake that plain PyTorch reports too, or a limit of `torc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedcdp.engine.base import Batch, Loss
-from fedcdp.engine.recurrent import written_out
+from fedcdp.engine.unfused import has_recurrent_layers, unfused
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Group, Inputs, Layout, Tree, each_tensor, first_tensor, masked, tensors_in
 from fedcdp.mechanism.clipping import clip
@@ -38,6 +35,7 @@ class FunctionalEngine:
         self.layout = Layout.of(model)
         self.model = model
         self.loss = on_targets(loss)
+        self._recurrent = has_recurrent_layers(model)
         parameters = dict(model.named_parameters())
         frozen = {name: p.detach() for name, p in parameters.items() if name not in self.layout.shapes}
         self._constants: Tree = frozen | dict(model.named_buffers())
@@ -46,7 +44,7 @@ class FunctionalEngine:
 
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`."""
-        with self._unfused():
+        with unfused(self._recurrent):
             gradients: Tree = self._per_example(weights, batch.inputs, batch.targets)
         return gradients
 
@@ -57,7 +55,7 @@ class FunctionalEngine:
 
     def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`."""
-        with self._unfused():
+        with unfused(self._recurrent):
             summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
         return summed
 
@@ -81,12 +79,6 @@ class FunctionalEngine:
                 gradients(single, tried)
             except Exception as error:
                 raise refusal(self.model, self.loss, tried, error, are_records) from (None if are_records else error)
-
-    @contextmanager
-    def _unfused(self) -> Iterator[None]:
-        """Attention and recurrent layers without their fused kernels, which `vmap` computes one example at a time if at all."""
-        with sdpa_kernel(SDPBackend.MATH), written_out(self.model):
-            yield
 
     def _call(self, weights: Tree, inputs: Inputs) -> Tensor:
         arguments, keywords = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
@@ -166,7 +158,7 @@ def refusal(model: nn.Module, loss: Loss, tried: Batch, error: Exception, are_re
         if "randomness" in str(error):
             return ModelError(
                 "the network draws random numbers in its forward pass, which the plan's seed does not fix; use nn.Dropout, "
-                "which fedcdp switches off, instead of torch.nn.functional.dropout, or call eval() on the module that draws them"
+                "which fedcdp switches off, instead of torch.nn.functional.dropout, or call .eval() on the module"
             )
         sentence, cause = "the network cannot be differentiated by torch.func", error
     if are_records:

@@ -41,7 +41,9 @@ def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in model.named_modules()
-        if hasattr(layer, "track_running_stats") and not isinstance(layer, _INSTANCE_NORMS) and not has_fixed_statistics(layer)
+        if hasattr(layer, "track_running_stats")
+        and not isinstance(layer, _INSTANCE_NORMS)
+        and not has_fixed_statistics(layer)
     ]
 
 

@@ -208,8 +208,8 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the network has no trainable parameter")
-    _check_weights(model)
     _check_mixing(model, plan)
+    _check_weights(model)
     ready = copy.deepcopy(model).to(device)
     for _, layer in mixing_layers(ready):
         layer.train()

@@ -1,20 +1,23 @@
-"""Recurrent layers written out, step by step, from operations that `torch.func` can transform.
+"""Attention and recurrent layers without PyTorch's fused kernels, which `torch.func` cannot transform.
 
-PyTorch computes `nn.RNN`, `nn.GRU` and `nn.LSTM` and their cells by fused kernels (oneDNN, cuDNN) without a batching rule.
-Under `vmap` the LSTM falls back to one example at a time, with a warning, and the others fail. While `Written out` is
-active, calls of these kernels compute the same values from matrix products and elementwise operations instead. The layers
-themselves stay as they are, so a trained network still runs on the fused kernels.
+- Attention: under `vmap`, the fused kernels run one example at a time. `unfused` chooses the ordinary products.
+- `nn.RNN`, `nn.GRU`, `nn.LSTM` and their cells: the kernels (oneDNN, cuDNN) have no batching rule. Under `vmap` the LSTM
+  runs one example at a time, with a warning, and the others fail. While `WrittenOut` is active, calls of these kernels
+  compute the same values step by step from matrix products and elementwise operations.
+
+The layers themselves stay as they are, so a trained network still runs on the fused kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 State = tuple[Tensor, ...]
@@ -48,7 +51,8 @@ def _lstm(inputs: Tensor, state: State, weights: Sequence[Tensor | None]) -> Sta
 
 def _products(inputs: Tensor, hidden: Tensor, weights: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     of_input, of_hidden, bias, hidden_bias = weights[:4]
-    assert of_input is not None and of_hidden is not None
+    assert of_input is not None
+    assert of_hidden is not None
     return F.linear(inputs, of_input, bias), F.linear(hidden, of_hidden, hidden_bias)
 
 
@@ -59,9 +63,12 @@ _CELLS = {f"{name}_cell": step for name, step in _STEPS.items()}
 
 
 class WrittenOut(TorchFunctionMode):
-    """While active, recurrent layers and cells are computed step by step. Layers with dropout are left to PyTorch."""
+    """While active, recurrent layers and cells are computed step by step.
 
-    def __torch_function__(  # noqa: D105
+    A layer with dropout, or of a packed sequence, is left to PyTorch.
+    """
+
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
@@ -72,10 +79,16 @@ class WrittenOut(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def written_out(model: nn.Module) -> TorchFunctionMode | nullcontext[None]:
-    """`WrittenOut` for a model with recurrent layers; nothing for any other, whose calls it would only slow down."""
-    recurrent = any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in model.modules())
-    return WrittenOut() if recurrent else nullcontext()
+@contextmanager
+def unfused(recurrent: bool) -> Iterator[None]:
+    """Compute attention and, in a network with `recurrent` layers, these without fused kernels."""
+    with sdpa_kernel(SDPBackend.MATH), WrittenOut() if recurrent else nullcontext():
+        yield
+
+
+def has_recurrent_layers(model: nn.Module) -> bool:
+    """Whether a model needs `WrittenOut`, which slows down every call a little."""
+    return any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in model.modules())
 
 
 def _cell(name: str, inputs: Tensor, state: Any, *weights: Tensor | None) -> Any:
