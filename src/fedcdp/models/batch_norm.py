@@ -77,8 +77,10 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
         >>> fedcdp.replace_batch_norm(network)[1]
         GroupNorm(16, 64, eps=1e-05, affine=True)
     """
+    for name, layer in mixing_layers(model):
+        _check_replaceable(name, layer)
     ready = copy.deepcopy(model)
-    norms = {id(layer): _group_norm(name, layer) for name, layer in mixing_layers(ready)}
+    norms = {id(layer): _group_norm(layer) for _, layer in mixing_layers(ready)}
     for parent in list(ready.modules()):
         for name, child in list(parent._modules.items()):
             if id(child) in norms:
@@ -86,16 +88,21 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     return norms.get(id(ready), ready)
 
 
-def _group_norm(name: str, layer: nn.Module) -> nn.GroupNorm:
-    """The GroupNorm that replaces a layer of this name."""
+def _check_replaceable(name: str, layer: nn.Module) -> None:
+    """Raise unless a layer can be replaced by a GroupNorm."""
     place = f"layer {name or '(the network itself)'} is {type(layer).__name__}"
     if isinstance(layer, _LAZY):
         raise ModelError(f"{place}, whose channels are not known yet; run a made-up batch through the network first")
-    if not isinstance(layer, BATCH_NORMS) or type(layer) not in BATCH_NORMS:
+    if type(layer) not in BATCH_NORMS:
         raise ModelError(f"{place}, which has no known replacement; write GroupNorm or LayerNorm into the network yourself")
-    channels = layer.num_features
-    if isinstance(layer, nn.BatchNorm1d) and channels == 1:
+    if isinstance(layer, nn.BatchNorm1d) and layer.num_features == 1:
         raise ModelError(f"{place} over a single feature, which GroupNorm would set to zero; leave the layer out")
+
+
+def _group_norm(layer: nn.Module) -> nn.GroupNorm:
+    """The GroupNorm that replaces a layer."""
+    assert isinstance(layer, BATCH_NORMS)
+    channels = layer.num_features
     allowed = range(1, min(_MOST_GROUPS, channels // _FEWEST_CHANNELS) + 1)
     groups = 1 if isinstance(layer, nn.BatchNorm1d) else max((n for n in allowed if channels % n == 0), default=1)
     norm = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine).train(layer.training)
