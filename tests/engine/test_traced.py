@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import fedcdp
+from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import engines_for, frozen
 from fedcdp.engine.frozen import split, through
 from fedcdp.files.tree import Inputs, Layout
 from fedcdp.models.features import Standardised
-from fedcdp.models.networks import outputs_of
+from fedcdp.models.networks import outputs_of, prepare
 from fedcdp.training import trainer
 from tests.methods.test_against_naive_loop import small_plan
 from tests.support.own_models import CLASSES, Backbone, FrozenCnn, Recurrent, Transformer, images, texts
@@ -93,7 +94,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 def made(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
-        return make()
+        return prepare(make(), Plan(), "cpu")
 
 
 def data_for(model: nn.Module, count: int) -> Dataset:

@@ -92,13 +92,16 @@ def _partly_frozen(network: nn.Module) -> bool:
 
 
 def _made_up(inputs: Inputs, count: int) -> Inputs:
-    """Inputs of the right shape and type that are nobody's: random numbers, or zeros in place of whole numbers."""
+    """Inputs of the right shape and type that are nobody's: random numbers, or ones in place of whole numbers.
+
+    A mask of ones keeps every position; one of zeros would leave attention without any.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def made(value: Tensor) -> Tensor:
         shape = (count, *value.shape[1:])
         if not value.is_floating_point():
-            return torch.zeros(shape, dtype=value.dtype, device=value.device)
+            return torch.ones(shape, dtype=value.dtype, device=value.device)
         return torch.rand(shape, generator=generator).to(value)
 
     return each_tensor(inputs, made)
@@ -133,7 +136,7 @@ def _values(network: nn.Module, graph: fx.Graph, inputs: Inputs) -> dict[fx.Node
             values[n] = super().run_node(n)
             return values[n]
 
-    named = inputs if isinstance(inputs, dict) else {_placeholders(graph)[0].name: inputs}
+    named = inputs if isinstance(inputs, dict) else {str(_placeholders(graph)[0].target): inputs}
     with torch.no_grad():
         Recorder(network, garbage_collect_values=False, graph=graph).run(
             *(named.get(str(node.target)) for node in _placeholders(graph))
@@ -239,14 +242,20 @@ def _remainder(network: nn.Module, graph: fx.Graph, features: list[fx.Node]) -> 
     made = {"forward": type(fx.GraphModule(network, rest)).forward, "sequence": _sequence(kept)}
     remainder.__class__ = type("Remainder", (Remainder, type(network)), made)
     used = {str(node.target) for node in kept if node.op in ("call_module", "get_attr")}
-    for name, module in list(remainder.named_modules()):
-        inside = any(target == name or target.startswith(f"{name}.") for target in used)
-        within = any(name.startswith(f"{target}.") for target in used)
-        if name and not inside and not within and not _trains(module):
-            parent, _, child = name.rpartition(".")
-            if child in remainder.get_submodule(parent)._modules:
-                setattr(remainder.get_submodule(parent), child, nn.Identity())
+    _prune(remainder, "", used)
     return remainder
+
+
+def _prune(module: nn.Module, path: str, used: set[str]) -> None:
+    """Replace the modules that train nothing and are not used, at any depth, by `nn.Identity`."""
+    for name, child in list(module.named_children()):
+        place = f"{path}{name}"
+        if place in used:
+            continue
+        if _trains(child) or any(target.startswith(f"{place}.") for target in used):
+            _prune(child, f"{place}.", used)
+        else:
+            setattr(module, name, nn.Identity())
 
 
 def _sequence(nodes: list[fx.Node]) -> tuple[str, ...]:
