@@ -51,14 +51,15 @@ fresh:
 integration: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.integration_log results/integration.log.txt
 
-# Real packages that fedcdp reads from but never imports: Hugging Face's datasets and flwr-datasets, in an environment of
-# their own over .venv.
+# Real packages whose data and networks fedcdp takes but which it never imports: Hugging Face's datasets, transformers and
+# peft, and flwr-datasets, in an environment of their own over .venv.
 OVER := import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))
 integrations: .venv/.installed
 	$(BIN)/python -m venv build/integrations
 	$(BIN)/python -c '$(OVER)' > "$$(build/integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth"
-	build/integrations/bin/python -m pip install --quiet --disable-pip-version-check 'datasets>=4,<5' 'flwr-datasets>=0.6,<0.7'
-	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest tests/data/test_hugging_face.py
+	build/integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		'datasets>=4,<5' 'flwr-datasets>=0.6,<0.7' 'peft>=0.18,<1' 'transformers>=5,<6'
+	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest tests/data/test_hugging_face.py tests/models/test_peft.py
 
 # Random plans recomputed by an independent accountant; then what attacks prove of ε, over all methods, conventions and
 # samplings, and on sabotaged mechanisms: some twenty minutes.

@@ -75,7 +75,7 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
         >>> from torch import nn
         >>> network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU())
         >>> fedcdp.replace_batch_norm(network)[1]
-        GroupNorm(16, 64, eps=1e-05, affine=True)
+        GroupNorm(16, 64, eps=1e-05, affine=True, bias=True)
     """
     for name, layer in mixing_layers(model):
         _check_replaceable(name, layer)
