@@ -13,6 +13,7 @@ from fedcdp.data.own_files import load_file
 from fedcdp.data.partition import Federation, partition
 from fedcdp.data.sources import as_dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
+from fedcdp.models.batch_norm import replace_batch_norm
 from fedcdp.report.api import report
 from fedcdp.training.adoption import PrivateTraining, make_private
 from fedcdp.training.run import Run
@@ -44,6 +45,7 @@ __all__ = [
     "partition",
     "proportional",
     "quantile",
+    "replace_batch_norm",
     "report",
     "simulate",
 ]

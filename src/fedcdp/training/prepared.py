@@ -24,7 +24,8 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.data.unequal import unequal_sizes
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tree import Layout
-from fedcdp.models.networks import build, mixing_layers, prepare, with_scaling
+from fedcdp.models.batch_norm import mixing_layers
+from fedcdp.models.networks import build, prepare, with_scaling
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.scaling import check_inputs
 

@@ -26,6 +26,7 @@ from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss, engines_for
 from fedcdp.engine.frozen import split
+from fedcdp.engine.reachability import check_all_used
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tensors import size_of
@@ -77,6 +78,8 @@ def train(
     with deferred_interrupts(), products(tf32):
         network = copy.deepcopy(prepared.network).to(device)
         simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
+        if prepared.plan.private and not resume:  # the first release began runs with unused tensors, which may go on
+            check_all_used(simulator.engine, simulator.data.first_batch())
         if simulator.data.validation is not None:
             try_own_metrics(own, simulator.engine, fresh.weights, simulator.data.validation, device)
         with _opened(prepared, simulator, fresh, directory=directory, config=config, resume=resume) as (state, releases):
