@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import engines_for, frozen
 from fedcdp.engine.frozen import split, through
-from fedcdp.files.tree import Inputs, Layout
+from fedcdp.files.tree import Inputs, Layout, first_tensor
 from fedcdp.models.features import Standardised
 from fedcdp.models.networks import outputs_of, prepare
 from fedcdp.training import trainer
@@ -238,6 +238,9 @@ def test_whether_a_network_is_cut_does_not_depend_on_records() -> None:
     model.backbone.__class__ = Watching
     inputs, _ = images(10)
     assert split(model, 1000 + inputs, CPU)[0] is not None
-    plain: list[Any] = [value for value in seen if not torch._C._functorch.is_batchedtensor(value)]
-    assert plain
-    assert all(float(value.max()) < 1000 for value in plain)
+    found = []
+    for value in seen:
+        with contextlib.suppress(RuntimeError):  # inside `vmap` a tensor has no single value
+            found.append(float(first_tensor(value).max()))
+    assert found
+    assert max(found) < 1000

@@ -83,9 +83,8 @@ def cut(network: nn.Module, inputs: Inputs) -> tuple[TracedFront, nn.Module, Inp
 
 
 def _partly_frozen(network: nn.Module) -> bool:
-    """Whether some module with parameters trains none of them, and the network itself has no hook."""
-    hooked = network._forward_hooks or network._forward_pre_hooks
-    return not hooked and any(
+    """Whether some module with parameters trains none of them."""
+    return any(
         parameters and not any(p.requires_grad for p in parameters)
         for parameters in (list(module.parameters()) for module in network.modules())
     )

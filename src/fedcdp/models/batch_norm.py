@@ -81,10 +81,9 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
         _check_replaceable(name, layer)
     ready = copy.deepcopy(model)
     norms = {id(layer): _group_norm(layer) for _, layer in mixing_layers(ready)}
-    for parent in list(ready.modules()):
-        for name, child in list(parent._modules.items()):
-            if id(child) in norms:
-                setattr(parent, name, norms[id(child)])
+    for name, layer in list(ready.named_modules(remove_duplicate=False)):
+        if name and id(layer) in norms:
+            ready.set_submodule(name, norms[id(layer)])
     return norms.get(id(ready), ready)
 
 
