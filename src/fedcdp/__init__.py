@@ -1,7 +1,10 @@
 """fedcdp: gradient-leakage resilient federated learning for PyTorch."""
 
 # First: Ctrl-C prints no traceback while the command line imports the others.
-from fedcdp import _startup  # noqa: F401
+from fedcdp import (
+    _startup,  # noqa: F401
+    loggers,
+)
 from fedcdp._version import __version__
 from fedcdp.accounting.budget import privacy_of_plan
 from fedcdp.attacks.api import attack
@@ -14,7 +17,10 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.data.sources import as_dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
 from fedcdp.report.api import report
+from fedcdp.training.calibration import calibrate
+from fedcdp.training.progress import Round
 from fedcdp.training.run import Run
+from fedcdp.training.saved_run import open_run
 from fedcdp.training.simulate import simulate
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "ModelError",
     "Plan",
     "PlanError",
+    "Round",
     "Run",
     "RunError",
     "Schedule",
@@ -32,12 +39,15 @@ __all__ = [
     "__version__",
     "as_dataset",
     "attack",
+    "calibrate",
     "constant",
     "cosine",
     "exponential",
     "linear",
     "load",
     "load_file",
+    "loggers",
+    "open_run",
     "partition",
     "proportional",
     "quantile",

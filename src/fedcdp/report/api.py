@@ -25,9 +25,9 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.files.tree import Layout
 from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, most_unpacked, parse_json, parse_toml, read_bounded
 from fedcdp.report.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, is_number, leak_facts
+from fedcdp.training.ledger_check import check_ledger
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.saved_run import check_ledger
 
 _NAMED = ("method", "leak", "attack")
 _FIGURES = ("recognisable_rate", "success_rate", "examples", "steps")
@@ -99,7 +99,8 @@ def _settings(directory: RunDirectory) -> dict[str, dict[str, Any]]:
     except ValueError as error:
         raise RunError(f"{directory.config} is not a TOML file: {error}") from error
     if "python" in written:  # a run from Python describes its network and data in one sentence
-        written["data"] = {"federation": written.pop("python")}
+        told = written.pop("python")
+        written["data"] = {"federation": told.get("federation") if isinstance(told, dict) else told}
     return {section: values for section, values in written.items() if isinstance(values, dict)}
 
 
