@@ -18,7 +18,7 @@ from fedcdp.data.sources import as_dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError, RunError
 from fedcdp.report.api import report
 from fedcdp.training.calibration import calibrate
-from fedcdp.training.progress import Round
+from fedcdp.training.progress import RoundMetrics
 from fedcdp.training.run import Run
 from fedcdp.training.saved_run import open_run
 from fedcdp.training.simulate import simulate
@@ -31,7 +31,7 @@ __all__ = [
     "ModelError",
     "Plan",
     "PlanError",
-    "Round",
+    "RoundMetrics",
     "Run",
     "RunError",
     "Schedule",

@@ -13,7 +13,7 @@ from fedcdp.errors import PlanError, RunError
 from fedcdp.training.rundir import Row
 
 
-class Round(dict[str, Any]):
+class RoundMetrics(dict[str, Any]):
     """The metrics of a finished round, as in `metrics.jsonl`, with the ε spent so far.
 
     Examples:
@@ -42,7 +42,7 @@ class Round(dict[str, Any]):
         return self._epsilon()
 
 
-Progress = Callable[[Round], None]
+Progress = Callable[[RoundMetrics], None]
 """Called after each round."""
 Reports = Progress | Iterable[Progress] | None
 
@@ -99,7 +99,7 @@ class Logger:
             with self._said_in_a_sentence():
                 self.open(settings)
 
-    def __call__(self, row: Round) -> None:
+    def __call__(self, row: RoundMetrics) -> None:
         """A round has ended."""
         figures = {name: value for name, value in row.items() if value is not None}
         due = self._every and (row["round"] % self._every == 0 or row["round"] == self._rounds)
@@ -161,7 +161,7 @@ class Audience:
     def tell(self, row: Row, epsilon: Callable[[], float]) -> None:
         """Tell everybody about a round. What they do to their copy of the row does not change the run."""
         if self.listeners:
-            told = Round(row, epsilon)
+            told = RoundMetrics(row, epsilon)
             for each in self.listeners:
                 each(told)
 

@@ -89,7 +89,7 @@ def simulate(
         budget: Called before a round with the rounds released so far and this one. If it returns False, the training ends
             with the model so far.
         progress: A function, or several, called after each round with its metrics, a dictionary. Its attribute `epsilon` is
-            the ε so far, computed when it is read (`Round`). `fedcdp.loggers` has loggers for TensorBoard, MLflow and W&B.
+            the ε so far, computed when it is read (`RoundMetrics`). `fedcdp.loggers` has loggers for TensorBoard, MLflow and W&B.
 
     Returns:
         The trained network, its metrics (`run.scores`), those of each round, and all releases, for `run.privacy()`.
