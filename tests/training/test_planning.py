@@ -78,11 +78,14 @@ def test_the_target_and_the_adversary_are_those_given(model: nn.Module, federati
     assert privacy_of_plan(run.plan, federation, model=model).row("example", "record").epsilon <= 2
 
 
-@pytest.mark.parametrize(("adversary", "unit"), [("server", "record"), ("example", "record"), ("server", "client")])
+@pytest.mark.parametrize(
+    ("adversary", "unit", "scaling"),
+    [("server", "record", 40.0), ("example", "record", 40.0), ("server", "record", None), ("server", "client", None)],
+)
 def test_the_noise_of_a_plan_is_calibrated_to_the_target(
-    model: nn.Module, federation: fedcdp.Federation, adversary: str, unit: str
+    model: nn.Module, federation: fedcdp.Federation, adversary: str, unit: str, scaling: float | None
 ) -> None:
-    plan = Plan(per_round=5, rounds=2, local_steps=1, noise_multiplier=0.3, scaling_noise=40.0)
+    plan = Plan(per_round=5, rounds=2, local_steps=1, noise_multiplier=0.3, scaling_noise=scaling)
     run = fedcdp.simulate(model, federation, plan, target_epsilon=3.0, adversary=adversary, unit=unit)
     assert run.plan.but(noise_multiplier=0.3) == plan
     assert 2.9 < privacy_of_plan(run.plan, federation, model=model).row(adversary, unit).epsilon <= 3.0

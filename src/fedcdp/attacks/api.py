@@ -19,6 +19,7 @@ from fedcdp.attacks.recipe import RECIPES, Recipe
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.scene import simulated
 from fedcdp.attacks.scores import Criteria
+from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
@@ -33,6 +34,7 @@ ATTACKS = (
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 
 
+@checked
 def attack(
     target: Run | Plan | RawGradients,
     *,

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedcdp.config.arguments import checked
 from fedcdp.errors import RunError
 from fedcdp.files.installation import install_command
 from fedcdp.training.export import add_scalars, board_writer
@@ -50,10 +51,9 @@ class TensorBoardLogger(Logger):
 
     name = "TensorBoard"
 
+    @checked
     def __init__(self, directory: Path | str, *, epsilon_every: int = 10) -> None:
         super().__init__(epsilon_every=epsilon_every)
-        if not isinstance(directory, Path | str):
-            raise RunError(f"directory: {type(directory).__name__} is not a path")
         self._directory = Path(directory)
 
     def open(self, settings: Mapping[str, Any]) -> None:
@@ -101,6 +101,7 @@ class MLflowLogger(Logger):
 
     name = "MLflow"
 
+    @checked
     def __init__(
         self,
         tracking_uri: str | None = None,
@@ -173,6 +174,7 @@ class WandbLogger(Logger):
 
     name = "Weights & Biases"
 
+    @checked
     def __init__(
         self,
         project: str = "fedcdp",

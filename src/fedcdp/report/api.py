@@ -17,6 +17,7 @@ from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.attacks.api import Found
 from fedcdp.attacks.leaks import Leaks, finite
+from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS
 from fedcdp.data.array_files import checked_member
@@ -144,6 +145,7 @@ GENERATOR = '<meta name="generator" content="fedcdp'
 Item = Run | Found | Path | str
 
 
+@checked
 def report(items: Item | Iterable[Item], path: Path | str, *, title: str | None = None) -> Path:
     """Write one self-contained HTML page about runs and attacks.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from fedcdp.accounting.budget import accounting_is_installed
+from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.errors import PlanError
-from fedcdp.training.prepared import Prepared, check_model_and_federation
+from fedcdp.training.prepared import Prepared
 
 
+@checked
 def calibrate(
     plan: Plan,
     federation: Federation,
@@ -50,9 +52,6 @@ def calibrate(
         >>> 3.9 < plan.privacy(federation, model=nn.Linear(30, 2)).row("server").epsilon <= 4
         True
     """
-    if not isinstance(plan, Plan):
-        raise PlanError(f"plan: {type(plan).__name__} is not a fedcdp.Plan")
-    check_model_and_federation(model, federation)
     if not accounting_is_installed():
         raise PlanError("target_epsilon: needs dp-accounting; install it with pip install 'dp-accounting>=0.6,<0.7'")
     from fedcdp.accounting.calibrate import Target, calibrate_noise

@@ -77,14 +77,6 @@ class Prepared:
             )
 
 
-def check_model_and_federation(model: object, federation: object) -> None:
-    """Refuse anything but a network and a federation."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model: {type(model).__name__} is not a torch.nn.Module")
-    if not isinstance(federation, Federation):
-        raise PlanError(f"federation: {type(federation).__name__} is not a fedcdp.Federation; partition makes one")
-
-
 def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quiet: bool = False) -> Splits:
     """Load the data of an experiment."""
     settings = experiment.data

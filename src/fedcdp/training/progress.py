@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fedcdp.accounting.budget import accounting_is_installed
+from fedcdp.config.arguments import checked
 from fedcdp.errors import PlanError, RunError
 from fedcdp.training.rundir import Row
 
@@ -67,17 +68,18 @@ class Logger:
         ...     def write(self, row):
         ...         print(sorted(row))
         >>> federation = fedcdp.partition(fedcdp.load("cancer"), clients=10, scheme="iid")
-        >>> plan = fedcdp.Plan(rounds=1, per_round=10, local_steps=1, noise_multiplier=2.0, client_sampling="poisson")
+        >>> plan = fedcdp.Plan(rounds=1, per_round=10, local_steps=1, noise_multiplier=2.0)
         >>> run = fedcdp.simulate(nn.Linear(30, 2), federation, plan, progress=Printer())
-        ['accuracy', 'clip', 'epsilon', 'learning_rate', 'loss', 'round']
+        ['accuracy', 'clients', 'clip', 'epsilon', 'learning_rate', 'loss', 'round', 'seconds']
     """
 
     name = "the logger"
     """What the service is called in an error."""
 
+    @checked
     def __init__(self, *, epsilon_every: int = 10) -> None:
-        if type(epsilon_every) is not int or epsilon_every < 0:
-            raise PlanError(f"epsilon_every: {str(epsilon_every)[:100]} is not allowed; it must be 0 or a positive number")
+        if epsilon_every < 0:
+            raise PlanError(f"epsilon_every: {epsilon_every} is not allowed; it must be at least 0")
         self._every = epsilon_every
 
     def open(self, settings: Mapping[str, Any]) -> None:

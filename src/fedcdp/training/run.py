@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from torch import nn
 from fedcdp.accounting.budget import Allows
 from fedcdp.accounting.ledger import Charge
 from fedcdp.accounting.population import Population
+from fedcdp.accounting.statement import Mode, Privacy, Usage, state
+from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
@@ -25,9 +27,6 @@ from fedcdp.training.metrics import Figures, OwnMetrics
 from fedcdp.training.progress import Reports
 from fedcdp.training.rundir import Row, RunDirectory
 from fedcdp.training.split_evaluation import evaluate_split, reads_training_records
-
-if TYPE_CHECKING:
-    from fedcdp.accounting.statement import Mode, Privacy
 
 
 @dataclass(kw_only=True)
@@ -105,6 +104,7 @@ class Run:
         """What is wrong with the result: a constant answer is as good. None: nothing that validation shows."""
         return no_better_than_guessing({"accuracy": self.accuracy} | self.scores, self.federation.validation)
 
+    @checked
     def privacy(self, mode: Mode = "tight") -> Privacy:
         """State ε against every adversary for the releases of this run.
 
@@ -117,13 +117,12 @@ class Run:
         Raises:
             PlanError: The mode is unknown.
         """
-        from fedcdp.accounting.statement import Usage, state
-
         most_used = np.sort(self.participations)[::-1][: self.population.copies]
         released = tuple(charge.round for charge in self.charges)
         usage = Usage(released, tuple(int(count) for count in most_used), tuple(self.participations.tolist()))
         return state(self.plan, self.population, mode=mode, rounds=released, usage=usage)
 
+    @checked
     def evaluate(self, split: str = "validation", per_client: bool = False) -> dict[str, Any]:
         """Compute the metrics of the model on a split of the federation's data.
 
@@ -160,6 +159,7 @@ class Run:
         """Whether `evaluate` computes figures from training records, which no ε covers."""
         return reads_training_records(self.federation, split, per_client)
 
+    @checked
     def export(self, path: Path | str, format: str | None = None) -> Path:
         """Write the model or the metrics of the rounds in a format of other programs.
 
@@ -185,8 +185,6 @@ class Run:
             >>> run.export("rounds.csv").read_text().count("\\n")
             4
         """
-        if not isinstance(path, Path | str):
-            raise RunError(f"path: {type(path).__name__} is not a path")
         to = Path(path)
         return export_model(
             format_of(to) if format is None else format,
@@ -197,6 +195,7 @@ class Run:
             settings=without_secrets(self._settings(), self.plan),
         )
 
+    @checked
     def resume(
         self,
         rounds: int | None = None,

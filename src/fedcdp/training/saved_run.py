@@ -17,6 +17,7 @@ from torch import nn
 
 from fedcdp.accounting.budget import Allows, Budget, Releases
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.presets import Settings
 from fedcdp.data.partition import Federation
@@ -24,7 +25,7 @@ from fedcdp.engine import Loss
 from fedcdp.errors import RunError
 from fedcdp.files.tensors import check_tensors, load_tensors, read_about, size_of
 from fedcdp.training.metrics import OwnMetrics
-from fedcdp.training.prepared import Prepared, check_model_and_federation, prepare_experiment, stored
+from fedcdp.training.prepared import Prepared, prepare_experiment, stored
 from fedcdp.training.python_origin import read_origin
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
@@ -32,6 +33,7 @@ from fedcdp.training.scaling import restore_scaling
 from fedcdp.training.trainer import train
 
 
+@checked
 def open_run(
     path: Path | str,
     model: nn.Module | None = None,
@@ -78,8 +80,6 @@ def open_run(
         >>> run.rounds, run.resume().rounds
         (2, 5)
     """
-    if not isinstance(path, Path | str):
-        raise RunError(f"path: {type(path).__name__} is not a path")
     directory = RunDirectory(path)
     origin = read_origin(directory)
     if origin is None:
@@ -88,7 +88,6 @@ def open_run(
         return open_experiment(path, data_dir=data_dir)[1]
     if model is None or federation is None:
         raise RunError(f"model, federation: those of the run in {path} came from Python; give them again")
-    check_model_and_federation(model, federation)
     about, plan = origin
     if about.get("loss") == "own" and loss is None:
         raise RunError(f"loss: the run in {path} was trained with a loss of its own; give it again")
@@ -178,4 +177,5 @@ def _trained(directory: RunDirectory, prepared: Prepared) -> nn.Module:
 
 def _is_behind(directory: RunDirectory) -> bool:
     """Whether the model is older than the checkpoint: the run was stopped, resumed, and killed."""
-    return directory.checkpoint.exists() and read_about(directory.model, "model-1").get("round") != directory.rounds_done()
+    rounds = read_about(directory.model, "model-1").get("round")
+    return type(rounds) is int and rounds < directory.rounds_done()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedcdp.accounting.budget import Allows
+from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import EngineName
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
@@ -17,7 +18,7 @@ from fedcdp.errors import PlanError
 from fedcdp.training.calibration import calibrate
 from fedcdp.training.metrics import OwnMetrics
 from fedcdp.training.planning import recommended_plan
-from fedcdp.training.prepared import Prepared, check_model_and_federation
+from fedcdp.training.prepared import Prepared
 from fedcdp.training.progress import Reports
 from fedcdp.training.python_origin import read_origin
 from fedcdp.training.run import Run
@@ -27,6 +28,7 @@ from fedcdp.training.trainer import check_count, train
 _LOG = logging.getLogger("fedcdp")
 
 
+@checked
 def simulate(
     model: nn.Module,
     federation: Federation,
@@ -89,7 +91,8 @@ def simulate(
         budget: Called before a round with the rounds released so far and this one. If it returns False, the training ends
             with the model so far.
         progress: A function, or several, called after each round with its metrics, a dictionary. Its attribute `epsilon` is
-            the ε so far, computed when it is read (`RoundMetrics`). `fedcdp.loggers` has loggers for TensorBoard, MLflow and W&B.
+            the ε so far, computed when it is read (`RoundMetrics`). `fedcdp.loggers` has loggers for TensorBoard, MLflow and
+            Weights & Biases.
 
     Returns:
         The trained network, its metrics (`run.scores`), those of each round, and all releases, for `run.privacy()`.
@@ -145,11 +148,6 @@ def simulate(
         >>> run.accuracy is None, sorted(run.scores), run.scores["r2"] > 0.9
         (True, ['loss', 'mae', 'near', 'r2', 'rmse'], True)
     """
-    check_model_and_federation(model, federation)
-    if plan is not None and not isinstance(plan, Plan):
-        raise PlanError(f"plan: {type(plan).__name__} is not a fedcdp.Plan")
-    if out is not None and not isinstance(out, Path | str):
-        raise PlanError(f"out: {type(out).__name__} is not a path")
     for name, value in (("rounds", rounds), ("per_round", per_round)):
         check_count(name, value)
     if resume and out is None:
