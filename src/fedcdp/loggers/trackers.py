@@ -154,8 +154,8 @@ class MLflowLogger(Logger):
 class WandbLogger(Logger):
     """Log to Weights & Biases.
 
-    W&B also stores facts about the machine and the program, such as host name and command line. Metrics of the machine, what
-    the program prints, and its code are switched off.
+    W&B also stores facts about the machine and the program, such as host name, command line and installed packages. Metrics
+    of the machine, what the program prints, and its code are switched off.
 
     Args:
         project: The project.

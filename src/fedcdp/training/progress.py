@@ -105,8 +105,9 @@ class Logger:
         """A round has ended."""
         figures = {name: value for name, value in row.items() if value is not None}
         due = self._every and (row["round"] % self._every == 0 or row["round"] == self._rounds)
-        if due and accounting_is_installed() and math.isfinite(row.epsilon):
-            figures["epsilon"] = row.epsilon
+        if due and accounting_is_installed():
+            with suppress(PlanError):  # no ε can be computed for this plan
+                figures |= {"epsilon": row.epsilon} if math.isfinite(row.epsilon) else {}
         if self._hidden:
             self._kept.append(figures)
             return
