@@ -302,7 +302,7 @@ def test_evaluation_lists_clients_by_name(cli: Cli, run: Path, monkeypatch: pyte
     def named(*arguments: Any) -> fedcdp.Federation:
         return replace(deal_out(*arguments), names=names, validation_clients=owners)
 
-    monkeypatch.setattr("fedcdp.training.prepared.deal_out", named)
+    monkeypatch.setattr("fedcdp.training.saved_run.deal_out", named)
     outcome = cli("evaluate", run, "--per-client")
     assert all(name in outcome.stdout for name in (*names, "balanced accuracy", "AUROC")), outcome.stdout
     assert "guarantee" not in outcome.stderr  # only validation records were used

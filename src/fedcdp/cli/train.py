@@ -20,14 +20,15 @@ from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.errors import PlanError, StoppedError, StorageError
-from fedcdp.training.export import SUFFIXES
+from fedcdp.training.export import SUFFIXES, export_model, settings_in, without_secrets
 from fedcdp.training.metrics import Figures, main_figure, metric_title
 from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import Prepared, prepare_experiment, stored
 from fedcdp.training.python_origin import require_task_loss
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.saved_run import open_experiment
+from fedcdp.training.saved_run import open_model
+from fedcdp.training.split_evaluation import evaluate_split, reads_training_records
 from fedcdp.training.trainer import train_experiment
 
 if TYPE_CHECKING:
@@ -102,9 +103,9 @@ def evaluate(
 
     A run from Python also needs its network (--model) and its data.
     """
-    trained = open_experiment(run, given, data_dir=data_dir)[1]
-    result = trained.evaluate(split, per_client)
-    if trained.reads_training_records(split, per_client) and trained.plan.private:
+    experiment, model, data = open_model(run, given, clients=per_client, data_dir=data_dir)
+    result = evaluate_split(model, data, split, per_client=per_client)
+    if reads_training_records(data, split, per_client) and experiment.plan.private:
         terminal.note("computed from training data, so no privacy guarantee covers this figure")
     if as_json:
         typer.echo(json.dumps(result))
@@ -141,8 +142,17 @@ def export(
 
     A run from Python also needs its network (--model) and its data.
     """
-    trained = open_experiment(run, given, data_dir=data_dir)[1]
-    typer.echo(trained.export(to, form or SUFFIXES.get(to.suffix, "safetensors")))
+    experiment, model, data = open_model(run, given, data_dir=data_dir)
+    directory = RunDirectory(run)
+    written = export_model(
+        form or SUFFIXES.get(to.suffix, "safetensors"),
+        to,
+        model=model,
+        inputs=data.train.inputs,
+        metrics=directory.read_metrics(),
+        settings=without_secrets(settings_in(directory), experiment.plan),
+    )
+    typer.echo(written)
 
 
 def _planned(given: list[Settings], epsilon: float | None, data_dir: Path | None, quiet: bool) -> tuple[Planned, Prepared]:

@@ -24,8 +24,9 @@ from fedcdp.data.array_files import checked_member
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.tree import Layout
-from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, most_unpacked, parse_json, parse_toml, read_bounded
+from fedcdp.files.untrusted import MOST_JSON, most_unpacked, parse_json, read_bounded
 from fedcdp.report.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, is_number, leak_facts
+from fedcdp.training.export import settings_in
 from fedcdp.training.ledger_check import check_ledger
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
@@ -93,12 +94,7 @@ def read_run(path: Path) -> RunFacts:
 
 
 def _settings(directory: RunDirectory) -> dict[str, dict[str, Any]]:
-    try:
-        written = parse_toml(read_bounded(directory.config, MOST_SETTINGS))
-    except OSError as error:
-        raise RunError(f"{directory.config} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise RunError(f"{directory.config} is not a TOML file: {error}") from error
+    written = settings_in(directory)
     if "python" in written:  # a run from Python describes its network and data in one sentence
         told = written.pop("python")
         written["data"] = {"federation": told.get("federation") if isinstance(told, dict) else told}

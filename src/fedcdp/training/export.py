@@ -18,8 +18,9 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.files.installation import install_command
 from fedcdp.files.tensors import save_tensors
 from fedcdp.files.tree import Inputs, each_tensor
+from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 from fedcdp.models.networks import outputs_of
-from fedcdp.training.rundir import Row
+from fedcdp.training.rundir import Row, RunDirectory
 
 ExportFormat = Literal["safetensors", "torchscript", "onnx", "csv", "tensorboard"]
 Settings = Mapping[str, Any]
@@ -93,6 +94,16 @@ def without_secrets(settings: Settings, plan: Plan) -> dict[str, Any]:
         if isinstance(shown.get(section), dict) and name in shown[section]:
             shown[section][name] = str(shown[section][name]).replace("\\", "/").rpartition("/")[2]
     return shown
+
+
+def settings_in(directory: RunDirectory) -> dict[str, Any]:
+    """The settings in a run directory."""
+    try:
+        return parse_toml(read_bounded(directory.config, MOST_SETTINGS))
+    except OSError as error:
+        raise RunError(f"{directory.config} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RunError(f"{directory.config} is not a TOML file: {error}") from None
 
 
 def settings_text(settings: Settings) -> str:

@@ -32,7 +32,8 @@ from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.errors import FedcdpError, RunError
-from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, printable, read_bounded
+from fedcdp.files.untrusted import printable
+from fedcdp.training.export import settings_in
 from fedcdp.training.rundir import RunDirectory
 
 _WHOSE = {"clients": "federation", "task": "federation", "inputs": "federation", "targets": "federation", "fixed": "model"}
@@ -53,12 +54,7 @@ def read_origin(directory: RunDirectory) -> tuple[dict[str, Any], Plan] | None:
     The first release stored a sentence and nothing else: the dictionary is empty.
     """
     directory.require()
-    try:
-        written = parse_toml(read_bounded(directory.config, MOST_SETTINGS))
-    except OSError as error:
-        raise RunError(f"{directory.config} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise RunError(f"{directory.config} is not a TOML file: {error}") from None
+    written = settings_in(directory)
     if "python" not in written:
         return None
     try:

@@ -20,9 +20,8 @@ from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.errors import PlanError, RunError
-from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 from fedcdp.training.evaluation import no_better_than_guessing
-from fedcdp.training.export import export_model, format_of, without_secrets
+from fedcdp.training.export import export_model, format_of, settings_in, without_secrets
 from fedcdp.training.metrics import Figures, OwnMetrics
 from fedcdp.training.progress import Reports
 from fedcdp.training.rundir import Row, RunDirectory
@@ -244,13 +243,7 @@ class Run:
     def _settings(self) -> dict[str, Any]:
         """The settings in the run directory; for a run in memory, the plan and its federation."""
         if self.directory is not None:
-            config = RunDirectory(self.directory).config
-            try:
-                return parse_toml(read_bounded(config, MOST_SETTINGS))
-            except OSError as error:
-                raise RunError(f"{config} cannot be read: {error.strerror or error}") from error
-            except ValueError as error:
-                raise RunError(f"{config} is damaged: {error}") from None
+            return settings_in(RunDirectory(self.directory))
         return {"federation": self.federation.describe(), "plan": self.plan.written()}
 
     @property

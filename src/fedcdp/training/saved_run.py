@@ -19,13 +19,16 @@ from fedcdp.accounting.budget import Allows, Budget, Releases
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import Experiment
+from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
+from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.errors import RunError
 from fedcdp.files.tensors import check_tensors, load_tensors, read_about, size_of
+from fedcdp.models.networks import prepare
 from fedcdp.training.metrics import OwnMetrics
-from fedcdp.training.prepared import Prepared, prepare_experiment, stored
+from fedcdp.training.prepared import Prepared, deal_out, load_splits, network_of, prepare_experiment, stored
 from fedcdp.training.python_origin import read_origin
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
@@ -114,6 +117,28 @@ def open_experiment(
     return experiment, _as_run(directory, prepared, how, budget=_within(experiment, prepared, directory))
 
 
+def open_model(
+    path: Path | str,
+    given: Iterable[Settings] = (),
+    *,
+    clients: bool = False,
+    data_dir: Path | str | None = None,
+    quiet: bool = True,
+) -> tuple[Experiment, nn.Module, Splits | Federation]:
+    """The settings of a run, its trained model and its data, with `clients` dealt out: enough to evaluate and to export.
+
+    Unlike `open_experiment` this needs no ledger, and the data of a deployment's server need not be those of its clients.
+    """
+    directory = RunDirectory(path)
+    if read_origin(directory) is not None:
+        experiment, run = open_experiment(path, given, data_dir=data_dir, quiet=quiet)
+        return experiment, run.model, run.federation
+    experiment = stored(path, given)
+    splits = load_splits(experiment, data_dir, quiet)
+    network = prepare(network_of(experiment, splits), experiment.plan, "cpu")
+    return experiment, _trained(directory, network, experiment.plan), deal_out(experiment, splits) if clients else splits
+
+
 def _within(experiment: Experiment, prepared: Prepared, directory: RunDirectory) -> Allows | None:
     """The limit on ε in the settings of a run; it is computed only once the run is resumed."""
     if experiment.run.max_epsilon is None:
@@ -130,7 +155,7 @@ def _within(experiment: Experiment, prepared: Prepared, directory: RunDirectory)
 
 def _as_run(directory: RunDirectory, prepared: Prepared, how: dict[str, Any], *, budget: Allows | None = None) -> Run:
     """The run as training returned it, except for the time it took; `how` it is resumed."""
-    model = _trained(directory, prepared)
+    model = _trained(directory, prepared.network, prepared.plan)
     if not directory.ledger.exists():
         raise RunError(f"{directory.path} has no ledger, so nobody knows what the run has released")
     ledger, clients = Ledger.open(directory.ledger), prepared.federation.clients
@@ -157,15 +182,15 @@ def _as_run(directory: RunDirectory, prepared: Prepared, how: dict[str, Any], *,
     )
 
 
-def _trained(directory: RunDirectory, prepared: Prepared) -> nn.Module:
-    """The network with the trained weights; for an unfinished run, those of the latest checkpoint."""
-    model = copy.deepcopy(prepared.network).eval()
+def _trained(directory: RunDirectory, network: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the network with the trained weights; for an unfinished run, those of the latest checkpoint."""
+    model = copy.deepcopy(network).eval()
     if directory.model.exists() and not _is_behind(directory):
         expected = dict(model.state_dict())
         weights, source = load_tensors(directory.model, "model-1", size_of(expected))[0], directory.model
     elif (state := directory.load_state(most=size_of(model.state_dict()))) is not None:
         weights, source = state.average or state.weights, directory.checkpoint
-        if prepared.plan.scaling_noise is not None:
+        if plan.scaling_noise is not None:
             restore_scaling(model, directory)
         expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
     else:

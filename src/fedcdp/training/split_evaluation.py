@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcdp.data.dataset import Dataset
+from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.engine.functional import on_targets
@@ -31,7 +31,7 @@ _QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 def evaluate_split(
     model: nn.Module,
-    federation: Federation,
+    data: Splits | Federation,
     split: str,
     *,
     per_client: bool = False,
@@ -40,37 +40,38 @@ def evaluate_split(
 ) -> dict[str, Any]:
     """The metrics of a model on a split, as `Run.evaluate` returns them. The model is not changed.
 
-    Without a `loss` it is that of the data's task, or of a logit where a network has a single output for two classes.
+    Without a `loss` it is that of the data's task, or of a logit where a network has a single output for two classes. For
+    `per_client`, the data must be a federation.
     """
-    data = split_of(federation, split)
-    outputs = _outputs(model, data)
-    loss = _loss_on(data, outputs) if loss is None else on_targets(loss)
-    found = figures(loss, outputs, data)
+    examples = split_of(data, split)
+    outputs = _outputs(model, examples)
+    loss = _loss_on(examples, outputs) if loss is None else on_targets(loss)
+    found = figures(loss, outputs, examples)
     for name, function in (own or {}).items():
         try:
-            found[name] = own_metric(name, function, outputs, data)
+            found[name] = own_metric(name, function, outputs, examples)
         except PlanError as error:
             _LOG.warning("%s", error)
             found[name] = None
-    result: dict[str, Any] = {"split": split, "examples": len(data), "accuracy": found.pop("accuracy", None)}
+    result: dict[str, Any] = {"split": split, "examples": len(examples), "accuracy": found.pop("accuracy", None)}
     result["metrics"] = found
-    if per_client:
-        rows = _clients(federation, split, data, outputs, loss)
+    if per_client and isinstance(data, Federation):
+        rows = _clients(data, split, examples, outputs, loss)
         result["per_client"] = _spread([value for _, value in filter(None, map(main_figure, rows))])
-        if federation.names is not None:
+        if data.names is not None:
             result["clients"] = rows
     return result
 
 
-def reads_training_records(federation: Federation, split: str, per_client: bool) -> bool:
+def reads_training_records(data: Splits | Federation, split: str, per_client: bool) -> bool:
     """Whether `evaluate_split` computes figures from training records, which no ε covers."""
-    return split == "train" or (per_client and not _has_own(federation, split))
+    return split == "train" or (per_client and isinstance(data, Federation) and not _has_own(data, split))
 
 
-def split_of(federation: Federation, name: str) -> Dataset:
+def split_of(data: Splits | Federation, name: str) -> Dataset:
     """One of the splits; raises an error that lists them if the name is unknown."""
-    parts = {"train": federation.train, "validation": federation.validation, "test": federation.test}
-    known = {each: data for each, data in parts.items() if data is not None}
+    parts = {"train": data.train, "validation": data.validation, "test": data.test}
+    known = {each: part for each, part in parts.items() if part is not None}
     if not isinstance(name, str) or name not in known:
         raise RunError(f"split: the data have {', '.join(known)}, not {str(name)[:100]!r}")
     return known[name]
