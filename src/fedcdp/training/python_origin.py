@@ -36,14 +36,13 @@ from fedcdp.files.untrusted import printable
 from fedcdp.training.export import settings_in
 from fedcdp.training.rundir import RunDirectory
 
-_WHOSE = {"clients": "federation", "task": "federation", "inputs": "federation", "targets": "federation", "fixed": "model"}
-
 
 def written_origin(network: nn.Module, federation: Federation, plan: Plan, own_loss: bool) -> str:
     """The `config.toml` of a run from Python. The network is the untrained one."""
     import tomli_w
 
-    facts = {"federation": federation.describe(), **_facts(network, federation), "loss": "own" if own_loss else "task"}
+    facts = {"federation": federation.describe(), **_facts(federation)}
+    facts |= {"loss": "own" if own_loss else "task", "fixed": fixed_digest(network)}
     text = tomli_w.dumps({"python": facts, "plan": plan.written()})
     return f"# network and data came from Python\n{text}"
 
@@ -74,15 +73,21 @@ def check_origin(
     population: Population,
 ) -> None:
     """Raise `RunError` if a network or federation cannot be that of the run."""
-    for name, value in _facts(network, federation).items():
-        if name in stored and stored[name] != value:
-            known, given = (printable(_shown(name, each)) for each in (stored[name], value))
-            differs = "has other fixed tensors" if name == "fixed" else f"has {name} {given}, not {known}"
-            raise RunError(f"{_WHOSE[name]}: it is not that of the run in {directory.path}: it {differs}")
+    check_federation(directory, stored, federation)
+    if stored.get("fixed", digest := fixed_digest(network)) != digest:
+        raise RunError(f"model: it is not that of the run in {directory.path}: it has other fixed tensors")
     if directory.ledger.exists():
         ledger = Ledger.open(directory.ledger)
         written = {key: value for key, value in plan.written().items() if key != "seed"}
         ledger.check(written, population.written(), "secure" if plan.secure_noise else "seeded")
+
+
+def check_federation(directory: RunDirectory, stored: dict[str, Any], federation: Federation) -> None:
+    """Raise `RunError` if a federation cannot be that of the run."""
+    for name, value in _facts(federation).items():
+        if name in stored and stored[name] != value:
+            known, given = (printable(_shown(name, each)) for each in (stored[name], value))
+            raise RunError(f"federation: it is not that of the run in {directory.path}: it has {name} {given}, not {known}")
 
 
 def require_task_loss(directory: RunDirectory) -> None:
@@ -94,14 +99,13 @@ def require_task_loss(directory: RunDirectory) -> None:
         )
 
 
-def _facts(network: nn.Module, federation: Federation) -> dict[str, Any]:
+def _facts(federation: Federation) -> dict[str, Any]:
     train = federation.train
     return {
         "clients": federation.clients,
         "task": train.task,
         "inputs": _shapes(train),
         "targets": list(train.targets.shape[1:]),
-        "fixed": fixed_digest(network),
     }
 
 

@@ -29,7 +29,7 @@ from fedcdp.files.tensors import check_tensors, load_tensors, read_about, size_o
 from fedcdp.models.networks import prepare
 from fedcdp.training.metrics import OwnMetrics
 from fedcdp.training.prepared import Prepared, deal_out, load_splits, network_of, prepare_experiment, stored
-from fedcdp.training.python_origin import read_origin
+from fedcdp.training.python_origin import check_federation, read_origin
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.scaling import restore_scaling
@@ -94,6 +94,7 @@ def open_run(
     about, plan = origin
     if about.get("loss") == "own" and loss is None:
         raise RunError(f"loss: the run in {path} was trained with a loss of its own; give it again")
+    check_federation(directory, about, federation)
     prepared = Prepared.of(model, federation, plan)
     prepared.check_origin(directory)
     return _as_run(directory, prepared, {"loss": loss, "metrics": metrics, "device": device})
