@@ -65,7 +65,7 @@ def test_a_run_evaluates_itself(federation: fedcdp.Federation, model: nn.Module)
     assert found["clients"] == run.client_scores
     assert not run.reads_training_records("validation", per_client=True)
     assert run.evaluate("train")["examples"] == len(federation.train)
-    with pytest.raises(RunError, match="split: the data have train, validation, not 'test'"):
+    with pytest.raises(RunError, match="split: the federation has train, validation, not 'test'"):
         run.evaluate("test")
 
 

@@ -96,7 +96,7 @@ def test_a_clients_validation_accuracy_weighs_classes_as_it_holds_them(trained: 
 
 @pytest.mark.parametrize("split", ["test", "nosuch"])
 def test_a_split_that_is_not_there_is_named_with_those_that_are(trained: Run, split: str) -> None:
-    with pytest.raises(RunError, match=f"the data have train, validation, not '{split}'"):
+    with pytest.raises(RunError, match=f"the federation has train, validation, not '{split}'"):
         trained.evaluate(split)
 
 

@@ -17,7 +17,7 @@ from fedcdp.config.fields import shown
 from fedcdp.errors import FedcdpError, ModelError, PlanError
 
 _WORDS = {
-    int: "a whole number", float: "a finite number", bool: "True or False", str: "a string", type(None): "None",
+    int: "a whole number", float: "a number", bool: "True or False", str: "a string", type(None): "None",
     Mapping: "a dictionary", Sequence: "a list", Iterable: "a list", Callable: "a function", tuple: "a tuple",
     dict: "a dictionary", list: "a list",
 }  # fmt: skip
@@ -28,8 +28,8 @@ _Result = TypeVar("_Result")
 def checked(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Refuse arguments whose types the annotations exclude; NumPy's numbers become Python's.
 
-    Only the outermost type is compared: the elements of a list are left to the function. So are the names in a `Literal`,
-    for which a function has a message of its own.
+    Only the outermost type is compared. Elements of a list, the names in a `Literal` and numbers that are not finite are
+    left to the function, which has a message of its own for them.
     """
     signature = inspect.signature(function)
 
@@ -67,12 +67,14 @@ def _flat(kind: Any) -> Iterable[Any]:
 
 def _plain(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     value = value.item() if isinstance(value, np.generic) else value
-    if any(_fits(value, kind) for kind in kinds):
+    seed = name.endswith("seed") and type(value) is int  # of any size
+    if any(_fits(value, kind) for kind in kinds) or (seed and int in kinds):
         return list(value) if isinstance(value, np.ndarray) and value.ndim else value
     module = any(getattr(kind, "__name__", "") == "Module" for kind in kinds)
     error: type[FedcdpError] = ModelError if module else PlanError
     wanted = " or ".join(dict.fromkeys(_WORDS.get(kind, _called(kind)) for kind in kinds))
-    raise error(f"{name}: {shown(value)} is not {wanted}")
+    told = shown(value) if isinstance(value, str | int | float | None) else f"an object of type {type(value).__name__}"
+    raise error(f"{name}: {told} is not {wanted}")  # a container may hold records, so its content is not quoted
 
 
 def _called(kind: Any) -> str:
@@ -83,9 +85,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if kind is int:
-        return isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
+        return isinstance(value, Integral) and -(2**64) < int(value) < 2**64
     if kind is float:
-        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
     if kind is str or (isinstance(kind, type) and issubclass(kind, os.PathLike)):
         return isinstance(value, kind) and "\0" not in str(value)
     if kind is Callable:

@@ -73,7 +73,8 @@ def split_of(data: Splits | Federation, name: str) -> Dataset:
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {each: part for each, part in parts.items() if part is not None}
     if not isinstance(name, str) or name not in known:
-        raise RunError(f"split: the data have {', '.join(known)}, not {str(name)[:100]!r}")
+        named = data.name if isinstance(data, Splits) else "the federation"
+        raise RunError(f"split: {named} has {', '.join(known)}, not {str(name)[:100]!r}")
     return known[name]
 
 
