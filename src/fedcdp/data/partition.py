@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedcdp.config.arguments import checked
 from fedcdp.data.columns import as_values
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.dealing import Deal, DealingRule, Dirichlet, Shards
@@ -25,6 +26,7 @@ __all__ = ["SCHEMES", "Federation", "partition"]
 SCHEMES = ("shards", "iid", "full", "dirichlet", *UNEQUAL, "natural", "custom")
 
 
+@checked
 def partition(
     data: Any,
     clients: int | None = None,
