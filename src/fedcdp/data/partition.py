@@ -39,7 +39,7 @@ def partition(
     size_ratio: float | None = None,
     seed: int = 0,
     indices: Sequence[npt.ArrayLike] | Mapping[str, npt.ArrayLike] | None = None,
-    validation: Dataset | None = None,
+    validation: Any = None,
 ) -> Federation:
     """Distribute a dataset to clients.
 
@@ -98,7 +98,8 @@ def partition(
             `dirichlet-sizes`. Smaller clients are enlarged. Default: no limit.
         seed: Fixes who holds what.
         indices: For each client, the numbers of its records; as a dictionary, by the client's name.
-        validation: Examples that stay with the server. No ε protects them. Default: the validation split of `data`.
+        validation: Examples that stay with the server, of any kind that `as_dataset` reads. No ε protects them. Default: the
+            validation split of `data`.
 
     Returns:
         The clients and what each holds. No data are copied.

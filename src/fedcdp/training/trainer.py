@@ -313,7 +313,7 @@ def _rounds(
         chunk=simulator.chunk,
         scores=scores,
         client_scores=client_scores,
-        loss=simulator.engine.loss,
+        loss=again.keywords["loss"],
         own_metrics=own,
         again=again,
     )
