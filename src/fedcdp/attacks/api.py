@@ -19,6 +19,7 @@ from fedcdp.attacks.recipe import RECIPES, Recipe
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.scene import simulated
 from fedcdp.attacks.scores import Criteria
+from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
@@ -33,6 +34,7 @@ ATTACKS = (
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 
 
+@checked
 def attack(
     target: Run | Plan | RawGradients,
     *,
@@ -91,8 +93,8 @@ def attack(
         releases: How often the same release is observed, each time with fresh noise. The adversary averages.
         criteria: When a reconstruction counts as exact, recognisable or identified.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
-        loss: The loss that the network is trained with. Default: the loss of the data's task; for raw gradients, the
-            cross-entropy.
+        loss: The loss that the network is trained with. Default: that of the run, or of the data's task; for raw gradients,
+            the cross-entropy.
         seed: Fixes the randomness of the attack. Default: the plan's seed.
         progress: Called with the work done so far and in all.
 
@@ -137,6 +139,7 @@ def attack(
     if victims is not None and victims < 1:
         raise PlanError(f"victims: {victims} is not allowed; it must be at least 1")
     device = usable_device(device)
+    loss = target.loss if loss is None and isinstance(target, Run) else loss
     if name == "membership":
         return _membership(target, public, at_round, seed, device, loss)
     if isinstance(target, Run | Plan):

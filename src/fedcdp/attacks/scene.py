@@ -22,7 +22,8 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
 from fedcdp.files.tree import Inputs, each_tensor
-from fedcdp.models.networks import mixing_layers, prepare
+from fedcdp.models.batch_norm import mixing_layers
+from fedcdp.models.networks import prepare
 from fedcdp.training.loss_contract import loss_for
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.run import Run

@@ -16,13 +16,13 @@ from rich.table import Table
 from fedcdp.config.plan import Plan
 from fedcdp.training.metrics import main_figure, metric_text, metric_title
 from fedcdp.training.rundir import Row
-from fedcdp.training.trainer import Progress as Report
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy
     from fedcdp.training.planning import Planned
 
 
+Report = Callable[[Row], None]
 console = Console(stderr=True)
 stdout = Console()
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, without a terminal
