@@ -111,10 +111,13 @@ _COPIES = 4  # approximate copies of a value: the value itself, one for the back
 _WORD = 4
 
 
-def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool) -> int:
-    """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one."""
+def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool, exact: bool = False) -> int:
+    """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one.
+
+    With `exact`, gradients are summed in float64.
+    """
     gradients = Layout.of(model).size * (slots if per_example else 2)
-    a_client = _COPIES * _WORD * (gradients + slots * _activations(model, example))
+    a_client = _COPIES * (2 if exact else 1) * _WORD * (gradients + slots * _activations(model, example))
     return max(1, BUDGET.get(first_tensor(example).device.type, BUDGET["cpu"]) // a_client)
 
 
