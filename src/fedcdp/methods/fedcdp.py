@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedcdp.engine.base import Batch, Engine
 from fedcdp.errors import DefectError
-from fedcdp.files.tree import Group, Tree
+from fedcdp.files.tree import Tree
 from fedcdp.mechanism.clipping import clip
 from fedcdp.mechanism.noise import noised
 from fedcdp.mechanism.secure_sum import from_integers
@@ -142,9 +142,7 @@ class NoisedExamples:
         """Refused, for the same reason."""
         raise _without_noise()
 
-    def clipped_sum(
-        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False  # noqa: ARG002
-    ) -> NoReturn:
+    def clipped_sum(self, *_: object, **__: object) -> NoReturn:
         """Refused, for the same reason."""
         raise _without_noise()
 
