@@ -34,7 +34,8 @@ def as_gradient(update: Tree, at: Moment) -> Tree:
     if at.plan.sums:
         update = from_integers(update, at.clip_bound)
     scale = divisors(at)
-    return {name: value / scale.view(-1, *(1,) * (value.dim() - 1)) for name, value in update.items()}
+    scaled = {name: value / scale.view(-1, *(1,) * (value.dim() - 1)) for name, value in update.items()}
+    return {name: value.float() for name, value in scaled.items()} if at.plan.sums else scaled
 
 
 def promised_deviation(at: Moment, leak: str) -> Tensor:
