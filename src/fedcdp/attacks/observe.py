@@ -79,6 +79,8 @@ class Captured:
     """[victims]: the number of the victim's client; −1 if it is not known."""
     task: TaskName = "classification"
     """What the network predicts; `binary` wherever two classes share one output."""
+    summed_clients: int = 0
+    """How many clients' updates were added up before anyone read them; 0: each was read alone."""
 
     def __len__(self) -> int:
         return len(self.present)
@@ -358,6 +360,7 @@ def _of_cohort(simulator: Simulator, state: State, look: Look, victims: int | No
         current_clip=state.clip,
         slot=slots[0, :1],
         client=-torch.ones_like(slots[0, :1]),
+        summed_clients=len(cohort.clients),
     )
 
 

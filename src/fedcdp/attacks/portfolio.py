@@ -186,7 +186,7 @@ def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress
     return Inferred(
         captured.plan.method, captured.leak, "inference", len(captured), captured.noise_level, captured.steps,
         captured.releases, None if labels is None else labels.labels, found.get("matched-filter"), found.get("membership"),
-        refused, attempts.scene.names(captured), time.perf_counter() - started,
+        refused, attempts.scene.names(captured), time.perf_counter() - started, captured.summed_clients,
     )  # fmt: skip
 
 

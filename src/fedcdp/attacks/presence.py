@@ -84,10 +84,13 @@ class Presence:
     """The attacked round, counted from 0."""
     seconds: float
     """How long the attack took."""
+    summed_clients: int = 0
+    """How many clients' updates were added up before anyone read them; 0: each was read alone."""
 
     def summary(self) -> dict[str, Any]:
         """All figures."""
-        row = asdict(self) | {"distance_mean": None, "distance_median": None, "psnr_mean": None, "iterations_mean": None}
+        row = {name: value for name, value in asdict(self).items() if name != "summed_clients" or value}
+        row |= {"distance_mean": None, "distance_median": None, "psnr_mean": None, "iterations_mean": None}
         return row | {"auc": self.auc.value, "auc_interval_99": [self.auc.low, self.auc.high]}
 
 
@@ -197,6 +200,7 @@ def _in_the_sum(
         simulator.plan.local_steps,
         state.round,
         round(time.perf_counter() - started, 2),
+        len(cohort.clients),
     )
 
 

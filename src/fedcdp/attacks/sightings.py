@@ -332,6 +332,7 @@ class _Spy:
             releases=max(len(each.seen) for each in found), current_clip=None,
             slot=torch.zeros(len(found), dtype=torch.int64, device=device), client=torch.tensor(clients, device=device),
             task="binary" if found[0].link == "sigmoid" and found[0].classes else train.task,
+            summed_clients=simulator.plan.per_round if reads_sum(simulator.plan, self._leak) else 0,
         )  # fmt: skip
 
 
