@@ -50,11 +50,8 @@ def attack_head(
     shape = captured.shape
     truth = captured.tensor[captured.present].cpu()
     prior = FeaturePrior.of(head, public, shape, truth if scored else truth[:0])
-    if (
-        prior.length is None
-        and captured.noisy
-        and any(each.classes and each.shares.shape[1] > 1 for each in sightings.victims)
-    ):
+    batches = any(each.classes and each.shares.shape[1] > 1 for each in sightings.victims)
+    if prior.length is None and captured.noisy and batches:
         raise DataError("public: linear-head needs public examples, none of them a victim's, to tell a noisy batch apart")
     examples = torch.zeros(victims, most, *shape)
     labels = torch.zeros(captured.targets.shape, dtype=captured.targets.dtype)
