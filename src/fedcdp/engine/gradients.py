@@ -116,7 +116,7 @@ class Products(Gradients):
         if self.left.shape[3] > 1:
             return self._formed().squared_norms()
         # In float64 no square overflows or underflows: one factor may be tiny where the other is huge.
-        left, right = (value.double().square().sum((3, 4)) for value in (self.left, self.right))
+        left, right = (_squared(value) for value in (self.left, self.right))
         return (left * right).sum(1).to(at_least_float32(self.left).dtype)
 
     def summed(self) -> Tensor:
@@ -141,6 +141,14 @@ class Products(Gradients):
 
     def _formed(self) -> Formed:
         return Formed(self.name, (self.left.mT @ self.right).transpose(1, 2), self.shape)
+
+
+def _squared(factors: Tensor) -> Tensor:
+    """The squared norms [clients, groups, examples] of factors, in float64."""
+    if factors.dtype == torch.float64:  # in half the time
+        norms: Tensor = torch.linalg.vector_norm(factors, dim=(3, 4))
+        return norms.square()
+    return factors.double().square().sum((3, 4))
 
 
 def _value_by_value(values: Tensor) -> bool:
