@@ -47,7 +47,7 @@ NO_EFFECT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"plan": {"weighting": "records"} | SUM}, "--weighting has no effect here: with noise on the sum"),
     (
         {"plan": {"noise_generator": "chacha20", "secure_noise": True} | SUM},
-        "--noise-generator has no effect here: noise on",
+        "--noise-generator has no effect here: noise",
     ),
     ({"plan": {"batch_size": 5000}}, "--batch-size 5000 is more than the 40 records of a client"),
 ]

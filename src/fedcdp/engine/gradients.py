@@ -117,7 +117,8 @@ class Products(Gradients):
             return self._formed().squared_norms()
         # In float64 no square overflows or underflows: one factor may be tiny where the other is huge.
         left, right = (_squared(value) for value in (self.left, self.right))
-        return (left * right).sum(1).to(at_least_float32(self.left).dtype)
+        total = (left * right).sum(1)
+        return total if self.left.dtype == torch.float64 else total.float()
 
     def summed(self) -> Tensor:
         """See `Gradients`. One product over all examples and positions."""
