@@ -158,8 +158,9 @@ def _value_by_value(values: Tensor) -> bool:
     A compiler fuses the elementwise sum with the operations that follow. And where products may be rounded (tf32), this one
     must not be: a gradient rounded up would exceed the clip bound. Products in float64 are never rounded so.
     """
-    rounded = values.dtype != torch.float64 and torch.get_float32_matmul_precision() != "highest"
-    return torch.compiler.is_compiling() or rounded
+    if torch.compiler.is_compiling():
+        return True
+    return values.dtype != torch.float64 and torch.get_float32_matmul_precision() != "highest"
 
 
 def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:

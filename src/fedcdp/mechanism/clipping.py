@@ -52,7 +52,7 @@ def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[T
 
 def at_least_float32(values: Tensor) -> Tensor:
     """The values in float32, or in float64 if they are."""
-    return values if values.dtype == torch.float64 else values.float()  # torch.promote_types cannot be compiled
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def norms_of_groups(squared: Tree, groups: tuple[Group, ...]) -> list[Tensor]:
