@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fedcdp.attacks.gradient_units import divisors, promised_deviation
 from fedcdp.config.plan import Plan
+from fedcdp.engine.batched import engines_for
+from fedcdp.engine.frozen import split
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.noise import Noise
@@ -21,7 +23,7 @@ from fedcdp.mechanism.sampling import Draw
 from fedcdp.mechanism.secure_sum import from_integers
 from fedcdp.methods import METHODS, Moment, take_part
 from fedcdp.methods.aggregation import Aggregate
-from fedcdp.training.rounds import Simulator
+from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 
 MOST_RECORDS = 1000
@@ -32,6 +34,17 @@ _SAME = 1e-6
 def reads_sum(plan: Plan, leak: str) -> bool:
     """Whether an adversary reads only the sum of a round: the server, under secure aggregation."""
     return leak == "type0" and plan.secure_aggregation
+
+
+def in_fast_rounds(simulator: Simulator) -> Simulator:
+    """The same rounds, computed as a training computes them: fixed layers once, the rest by the fastest engine.
+
+    An attack reads gradients by inputs through the whole network; whoever adds up whole rounds needs only their sums.
+    """
+    data, engine = simulator.data, simulator.engine
+    front, trained = split(engine.model, data.federation.train.inputs, data.device)
+    engines = engines_for(trained, engine.loss)
+    return Simulator.stepwise(ClientData(data.federation, data.plan, data.device, front), next(iter(engines.values())))
 
 
 @dataclass(frozen=True)

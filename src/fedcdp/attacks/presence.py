@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.cohort import reads_sum
+from fedcdp.attacks.cohort import in_fast_rounds, reads_sum
 from fedcdp.attacks.head_solver import Solved, coefficients
 from fedcdp.attacks.linear_head import FeaturePrior, LinearHead
 from fedcdp.attacks.membership import Estimate, area_under_curve
@@ -161,7 +161,8 @@ def _in_the_sum(
     simulator: Simulator, state: State, victims: int | None, releases: int, progress: Progress | None
 ) -> Presence:
     """The test for the first record of each of several clients, in the sum over the clients of a round."""
-    started, layout, cohort = time.perf_counter(), simulator.engine.layout, cohort_of(simulator, state)
+    started, simulator = time.perf_counter(), in_fast_rounds(simulator)
+    layout, cohort = simulator.engine.layout, cohort_of(simulator, state)
     count = min(_USUAL_IN_SUM, len(cohort.clients)) if victims is None else victims
     if not 2 <= count <= len(cohort.clients):
         raise PlanError(f"victims: {count} is not allowed; a round has {len(cohort.clients)} clients, and 2 are needed")
