@@ -67,9 +67,9 @@ def test_the_servers_epsilon_does_not_depend_on_colluders(clients: int, data: st
     population = Population(clients, 500, 1, 1)
     plan = plan_of(per_round=clients, noise_multiplier=9.0)
     none, some = (state(each, population) for each in (plan, plan.but(colluders=colluders)))
-    assert some.row("server").epsilon == none.row("server").epsilon
-    assert some.row("update").epsilon <= none.row("update").epsilon  # the shares grow instead
-    assert some.row("server").epsilon <= some.row("model").epsilon <= some.row("update").epsilon * (1 + 1e-9)
+    assert some.row("server").epsilon == pytest.approx(none.row("server").epsilon, rel=1e-9)
+    assert some.row("update").epsilon <= none.row("update").epsilon * (1 + 1e-9)  # the shares grow instead
+    assert some.row("server").epsilon <= some.row("model").epsilon * (1 + 1e-9) <= some.row("update").epsilon * (1 + 2e-9)
 
 
 def rows(privacy: Privacy) -> dict[tuple[str, str], float]:
