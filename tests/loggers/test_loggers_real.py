@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,23 @@ def records_in(path: Path) -> Iterator[Any]:
         at += 7 + length
 
 
+def finished_records(path: Path) -> list[Any]:
+    """All records. W&B's service may write the file a moment after the run has finished."""
+    for _ in range(100):
+        records = list(records_in(path))
+        if records and records[-1].HasField("exit"):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end")
+
+
 def test_wandb_has_the_rows_and_the_plan(tmp_path: Path, plan: fedcdp.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = fedcdp.loggers.WandbLogger("hospitals", name="first", mode="offline", directory=tmp_path, epsilon_every=2)
     run = fedcdp.simulate(nn.Linear(3, 2), federation_of(), plan, **AGAINST, progress=logger)
     [path] = tmp_path.rglob("*.wandb")
-    records = list(records_in(path))
+    records = finished_records(path)
     rows: list[dict[str, Any]] = []
     for record in records:
         assert not record.HasField("stats")
