@@ -74,7 +74,8 @@ def attack(
             `model.parameters()`. Each has the shape of its parameter, or [victims, ...] for several victims. None stands for
             the gradient of a frozen parameter.
         leak: What the adversary observes. `type2`: the gradient of one example on the client during local training. `type1`:
-            the client's update after local training. `type0`: the client's update as the server receives it.
+            the client's update after local training. `type0`: the client's update as the server receives it; under secure
+            aggregation, the sum over the clients of a round, which are then one victim.
         attack: The name of an attack (`fedcdp.attacks.ATTACKS`), or a `Recipe` of your own. Default: `best`, which tries the
             attacks that suit the target, returns the strongest, and lists all that it tried. Token ids and dictionaries of
             inputs cannot be reconstructed: `best` infers labels, presence and membership.

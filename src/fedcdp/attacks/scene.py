@@ -65,7 +65,7 @@ class Scene:
 
     def names(self, captured: Captured) -> tuple[str, ...] | None:
         """The name of each victim's client, if clients have names."""
-        if self.federation is None or self.federation.names is None:
+        if self.federation is None or self.federation.names is None or bool((captured.client < 0).any()):
             return None
         return tuple(self.federation.name(client) for client in captured.client.tolist())
 

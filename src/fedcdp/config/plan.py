@@ -19,7 +19,7 @@ from fedcdp.errors import PlanError
 
 MethodName = Literal["nonprivate", "fed-sdp", "fed-cdp", "fed-cdp-decay", "dssgd"]
 ClipMode = Literal["layer", "flat"]
-NoiseConvention = Literal["example", "batch", "cohort"]
+NoiseConvention = Literal["example", "batch", "cohort", "sum"]
 NoisePlacement = Literal["server", "client"]
 NoiseSlots = Literal["all", "held"]
 Weighting = Literal["equal", "records"]
@@ -40,6 +40,8 @@ _ADDED: dict[str, object] = {
     "server_beta2": 0.99,
     "server_epsilon": 1e-3,
     "proximal": 0.0,
+    "colluders": 0,
+    "attempts": 1,
 }
 """Fields that the first release lacked, with their defaults."""
 _ALWAYS = object()
@@ -53,6 +55,7 @@ _PAPER_DECAY = "linear(6, 2)"
 _BOUNDS = (1e-10, 1e10)
 _MULTIPLIERS = (1e-6, 1e6)
 _RATES = (1e-30, 1e30)
+_MOST_ATTEMPTS = 100
 _LEAST_DELTA = 1e-300  # below this, not even its logarithm is exact
 _SLOTS_PER_EXAMPLE = 3  # fewer cost privacy: a full step drops records, and the accountant charges for that
 
@@ -94,7 +97,8 @@ class Plan:
     noise: NoiseConvention = option(
         "example",
         "Fed-CDP: where the noise N(0, (σC)²) is added: to the gradient of every example (the paper's algorithm), to the "
-        "sum of the batch, or, with cohort, to the sum of the batch scaled by 1/K_t.",
+        "sum of the batch, or, with cohort, to the sum of the batch scaled by 1/K_t. With sum (also under Fed-SDP): to the "
+        "sum of all clients, each of whom adds a share; needs secure aggregation.",
     )
     noise_slots: NoiseSlots = option(
         "all",
@@ -146,7 +150,13 @@ class Plan:
     compression: float = option(0.0, "Share of an update's entries, the smallest, that is pruned before sending.")
     share_fraction: float = option(0.1, "DSSGD: share of an update's entries, the largest, that is sent.")
     secure_aggregation: bool = option(
-        False, "Assume that the server sees only the sum of the updates (for the adversary `model`)."
+        False, "The server reads only the sum of a round's updates. In a simulation: assume so."
+    )
+    colluders: int = option(
+        0, "Secure aggregation: how many clients of a round may collude with the server, t. Their noise does not count."
+    )
+    attempts: int = option(
+        1, "Noise on the sum: how often a deployment may try a round, each time with fresh noise and charged anew."
     )
     delta: float = option(1e-5, "δ of the privacy guarantee.")
     secure_noise: bool = option(False, "Draw noise from the operating system. Nothing stored can reproduce it.")
@@ -200,6 +210,8 @@ class Plan:
             compression: float = ...,
             share_fraction: float = ...,
             secure_aggregation: bool = ...,
+            colluders: int = ...,
+            attempts: int = ...,
             delta: float = ...,
             secure_noise: bool = ...,
             noise_generator: NoiseGenerator = ...,
@@ -238,8 +250,20 @@ class Plan:
         return self.private and (self.secure_aggregation or (self.method == "fed-sdp" and self.noise_at == "server"))
 
     @property
+    def sums(self) -> bool:
+        """Whether the noise is on the sum of all clients, which each of them brings a share of (`mechanism.secure_sum`)."""
+        return self.private and self.noise == "sum"
+
+    @property
+    def honest(self) -> int:
+        """The clients of a round, at least, whose noise nobody else knows: K_t − t."""
+        return self.per_round - self.colluders
+
+    @property
     def noise_on_sum(self) -> float:
         """The noise on the sum of a Fed-CDP step, in units of one draw, under the plan's convention."""
+        if self.noise == "sum":
+            return 1 / math.sqrt(self.honest)
         return {"example": math.sqrt(self.slots), "batch": 1.0, "cohort": 1 / self.per_round}[self.noise]
 
     @property
@@ -379,8 +403,9 @@ class Plan:
             raise PlanError(f"noise_generator: {self.noise_generator} applies to secure noise only; also set secure_noise")
         if self.mean_records is not None:
             self._require("mean_records", 1 <= self.mean_records <= _MOST, f"from 1 to {_MOST:,}")
-            if self.weighting == "equal":
+            if self.weighting == "equal" and not (self.sums and self.per_example):
                 raise PlanError("mean_records: it applies to weighting by records only; also set weighting")
+        self._check_sum()
         if self.scaling_noise is not None:
             weakest, strongest = _MULTIPLIERS
             self._require("scaling_noise", weakest <= self.scaling_noise <= strongest, f"from {weakest:g} to {strongest:g}")
@@ -394,6 +419,41 @@ class Plan:
             self._check_scales()
         if self.method == "fed-cdp-decay" and not self._decays():
             raise PlanError(f"clip: fed-cdp-decay needs a bound that decays, such as linear(6, 2), not {self.clip}")
+
+    def _check_sum(self) -> None:
+        """Refuse what contradicts secure aggregation, and noise on the sum where its ε would not hold."""
+        self._require("colluders", self.colluders >= 0, "0 or more")
+        self._require("attempts", 1 <= self.attempts <= _MOST_ATTEMPTS, f"from 1 to {_MOST_ATTEMPTS}")
+        if self.colluders and not self.secure_aggregation:
+            raise PlanError("colluders: without secure aggregation the server reads every update anyway")
+        if self.secure_aggregation and self.colluders >= self.per_round:
+            raise PlanError(f"colluders: {self.colluders} is not allowed; one of {self.per_round} clients must be honest")
+        if self.attempts > 1 and self.noise != "sum":
+            raise PlanError("attempts: only rounds with noise on the sum are tried again; also set noise sum")
+        if self.noise != "sum":
+            return
+        if not self.private:
+            raise PlanError(f"noise: sum makes no sense with {self.method}, which adds none")
+        if not self.secure_aggregation:
+            raise PlanError("noise: sum needs secure_aggregation; one client's share of the noise protects nobody")
+        if self.per_round < 2:
+            raise PlanError("noise: sum needs at least two clients in a round")
+        if self.per_example and self.local_steps > 1:
+            raise PlanError(
+                "noise: sum needs one local step; later steps depend on a client's own earlier noise, so other clients' "
+                "noise cannot be credited"
+            )
+        if not self.per_example and self.noise_at == "server":
+            raise PlanError("noise: sum is added by the clients; set noise_at client")
+        for name, usual, why in (
+            ("compression", 0, "a client would prune its share of the noise"),
+            ("aggregation", "fedsgd", "clients send sums of clipped gradients, not models"),
+            ("client_sampling", "fixed", "the energy of the noise would reveal the size of the cohort"),
+        ):
+            if (value := getattr(self, name)) != usual:
+                raise PlanError(f"{name}: {value} is not allowed with noise sum; {why}")
+        if isinstance(self.clip, Quantile):
+            raise PlanError(f"clip: {self.clip} is not allowed with noise sum; the indicators that it needs are not masked")
 
     def _check_scales(self) -> None:
         """Refuse bounds and noise that float32 arithmetic cannot represent."""

@@ -66,9 +66,13 @@ class BatchedEngine:
         return self._in_order({each.name: each.summed() for each in self._gradients(weights, batch, real_only=True)})
 
     @torch.no_grad()
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+    def clipped_sum(
+        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
+    ) -> Tree:
         """See `Engine`. Norms first, then one weighted sum for each layer; no control flow depends on a value."""
         gradients = {each.name: each.ready_to_clip() for each in self._gradients(weights, batch)}
+        if exact:
+            gradients = {name: each.in_float64() for name, each in gradients.items()}
         norms = norms_of_groups({name: each.squared_norms() for name, each in gradients.items()}, groups)
         factors = clip_factors(norms, bound, batch.present)
         of_name = {name: factor for group, factor in zip(groups, factors.of_groups, strict=True) for name in group}

@@ -59,9 +59,14 @@ class FunctionalEngine:
             summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
         return summed
 
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+    def clipped_sum(
+        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
+    ) -> Tree:
         """See `Engine`."""
-        clipped = clip(self.per_example_gradients(weights, batch), groups, bound, batch.present).values
+        gradients = self.per_example_gradients(weights, batch)
+        if exact:
+            gradients = {name: value.double() for name, value in gradients.items()}
+        clipped = clip(gradients, groups, bound, batch.present).values
         return {name: value.sum(1) for name, value in clipped.items()}
 
     def outputs(self, weights: Tree, inputs: Inputs) -> Tensor:

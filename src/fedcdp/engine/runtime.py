@@ -113,10 +113,13 @@ _VALUES_IN_A_STEP = 16  # for each output of a recurrent layer: its gates, befor
 _SCORES = 3  # for each pair of positions in attention: scores, masked scores and weights
 
 
-def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool) -> int:
-    """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one."""
+def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool, exact: bool = False) -> int:
+    """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one.
+
+    With `exact`, gradients are summed in float64.
+    """
     gradients = Layout.of(model).size * (slots if per_example else 2)
-    a_client = _COPIES * _WORD * (gradients + slots * _activations(model, example))
+    a_client = _COPIES * (2 if exact else 1) * _WORD * (gradients + slots * _activations(model, example))
     return max(1, BUDGET.get(first_tensor(example).device.type, BUDGET["cpu"]) // a_client)
 
 

@@ -127,6 +127,11 @@ class LeakFacts:
     """The name of the run it belongs to, if any."""
 
     @property
+    def reader(self) -> str:
+        """Its adversary; `type0-sum` for a server that read only sums over the clients of a round."""
+        return "type0-sum" if self.leak == "type0" and self.summary.get("summed_clients") else self.leak
+
+    @property
     def has_originals(self) -> bool:
         """Whether it holds training records."""
         return any(example.original is not None for example in self.examples)
@@ -196,7 +201,8 @@ def mechanism_of(plan: Plan) -> dict[str, Any]:
     """The settings of a plan that decide how it clips and noises."""
     names = ("method", "clip", "clip_mode", "noise_multiplier", "noise", "noise_at", "batch_size", "record_sampling")
     written = plan.written()
-    return {name: written[name] for name in names}
+    together = {"secure_aggregation": True} if plan.secure_aggregation else {}
+    return {name: written[name] for name in names} | together
 
 
 def leak_facts(summary: dict[str, Any], arrays: dict[str, Array], run: str | None = None) -> LeakFacts:

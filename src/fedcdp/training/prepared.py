@@ -24,6 +24,7 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.data.unequal import unequal_sizes
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tree import Layout
+from fedcdp.mechanism.secure_sum import check_capacity
 from fedcdp.models.batch_norm import mixing_layers
 from fedcdp.models.networks import build, prepare, with_scaling
 from fedcdp.training.python_origin import check_origin, read_origin
@@ -62,7 +63,10 @@ class Prepared:
                 f"layer {mixing[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
                 f"empty slots in a batch of {plan.batch_size}, which would be mixed in; use GroupNorm or a smaller batch"
             )
-        population = Population.of(federation, Layout.of(network), plan)
+        layout = Layout.of(network)
+        population = Population.of(federation, layout, plan)
+        most = max(population.sizes or (), default=population.records)
+        check_capacity(plan, groups=population.layers, size=layout.size, most_records=most)
         return Prepared(plan=plan, federation=federation, network=network, population=population)
 
     def check_origin(self, directory: RunDirectory) -> None:

@@ -176,9 +176,24 @@ def _plan(random: Random, rounds: int, per_round: int, layers: int) -> Plan:
     if method.startswith("fed") and random.random() < 0.3:
         fields["scaling_noise"] = math.exp(random.uniform(math.log(0.5), math.log(20)))
     fields |= _post_processing(Random(repr(fields)))
+    if secure and random.random() < 0.6:
+        fields["colluders"] = random.randint(0, per_round - 1)
+        if method != "nonprivate" and method != "dssgd" and per_round > 1 and random.random() < 0.6:
+            fields |= _on_the_sum(random, fields)
+            draws = 1 / math.sqrt(per_round - fields["colluders"])
     z = math.exp(random.uniform(math.log(0.4), math.log(12)))
     multiplier = z * math.sqrt(layers) / draws
     return Plan(**fields, noise_multiplier=0.0 if random.random() < 0.02 else multiplier)
+
+
+def _on_the_sum(random: Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """The same plan with its noise on the sum of all clients, as far as that is allowed."""
+    clip = fields["clip"] if not fields["clip"].startswith("quantile") else "4"
+    steps = {"local_steps": 1} if fields["method"].startswith("fed-cdp") else {"noise_at": "client"}
+    return steps | {
+        "noise": "sum", "noise_slots": "all", "clip": clip, "compression": 0.0, "aggregation": "fedsgd",
+        "attempts": random.choice([1, 1, 3]),
+    }  # fmt: skip
 
 
 def _post_processing(random: Random) -> dict[str, Any]:
