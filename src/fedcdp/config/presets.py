@@ -160,6 +160,13 @@ class Federated:
             "learning_rate": found.learning_rate,
             "ema": found.ema,
         }
+        if found.server_momentum is not None:
+            plan |= {"server_optimizer": "momentum", "server_momentum": found.server_momentum}
+            plan |= {
+                "noise": "sum",
+                "secure_aggregation": True,
+                "colluders": 1,
+            }  # the one may be a client who reads the model
         return {"data": data, "model": {"network": self.network}, "plan": plan}
 
 
@@ -173,6 +180,8 @@ class Found:
     noise_multiplier: float
     learning_rate: float
     ema: float
+    server_momentum: float | None = None
+    """None: the server reads each update. A number: it reads the sum of a round, and this is its momentum."""
 
 
 FEDERATIONS = {
