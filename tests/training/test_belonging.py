@@ -8,11 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.experiment import assemble
+from fedcdp.config.plan import Plan
+from fedcdp.data.load import load
+from fedcdp.data.partition import partition
 from fedcdp.errors import RunError
 from fedcdp.training.ledger_check import spent
+from fedcdp.training.saved_run import open_run
+from fedcdp.training.simulate import simulate
 from fedcdp.training.trainer import train_experiment
 
 PLAN = {"rounds": 3, "per_round": 2, "local_steps": 1, "batch_size": 3, "noise_multiplier": 2.0}
@@ -120,3 +126,34 @@ def test_a_config_that_is_none_is_refused(text: str, copy: Path) -> None:
     (copy / "config.toml").write_text(text)
     with pytest.raises(RunError):
         spent(copy)
+
+
+# Opened runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_opened_run_states_the_epsilon_of_its_ledger(tmp_path: Path) -> None:
+    """Whatever file lies at the path of its data by now."""
+    table = tmp_path / "data.csv"
+
+    def write(rows: int) -> None:
+        lines = [f"{row % 7},{row % 5},s{row % 4},{row % 2}" for row in range(rows)]
+        table.write_text("\n".join(["a,b,site,y", *lines]) + "\n")
+
+    write(200)
+    data = {"file": str(table), "client_column": "site", "label_column": "y", "clients": 4, "partition": "natural"}
+    plan = {"rounds": 2, "per_round": 4, "local_steps": 2, "noise_multiplier": 2.0}
+    train_experiment(assemble({"data": data, "plan": plan}), tmp_path / "run", quiet=True)
+    expected = spent(tmp_path / "run")[1].row("server").epsilon
+    assert open_run(tmp_path / "run").privacy().row("server").epsilon == expected
+    write(20_000)
+    assert open_run(tmp_path / "run").privacy().row("server").epsilon == expected
+
+
+def test_a_ledger_without_its_last_rounds_is_not_opened(tmp_path: Path) -> None:
+    federation = partition(load("cancer"), clients=4, scheme="iid")
+    plan = Plan(rounds=3, per_round=4, local_steps=1)
+    simulate(nn.Linear(30, 2), federation, plan, out=tmp_path / "run")
+    path = tmp_path / "run" / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+    with pytest.raises(RunError, match="it lacks some"):
+        open_run(tmp_path / "run", nn.Linear(30, 2), federation)

@@ -429,13 +429,11 @@ def _turned(line: Line) -> str:
 
 def _sum_alone(on: Setting, line: Line) -> str:
     """What secure aggregation promises, with the number of clients that may collude."""
-    plan = on.plan
-    members = "colludes" if plan.colluders == 0 else f"{plan.colluders} of the {plan.per_round} clients collude"
+    some = f"at most {on.plan.colluders} of all clients collude" if on.plan.colluders else ""
     if line.adversary == "model":
-        rest = "no other client colludes" if plan.colluders == 0 else f"at most {members}"
+        rest = some or "no other client colludes"
         return f"secure aggregation holds; the adversary may be a client of the round, which knows its own noise, and {rest}"
-    rest = f"no client {members} with it" if plan.colluders == 0 else f"at most {members} with it"
-    return f"secure aggregation holds: the server reads only the sum of a round, and {rest}"
+    return f"secure aggregation holds: the server reads only the sum of a round, and {some or 'no client colludes'} with it"
 
 
 _TURNED = "changing one record may reverse its client's whole update, so twice the clip bound is assumed; "

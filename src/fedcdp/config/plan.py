@@ -153,7 +153,7 @@ class Plan:
         False, "The server reads only the sum of a round's updates. In a simulation: assume so."
     )
     colluders: int = option(
-        0, "Secure aggregation: how many clients of a round may collude with the server, t. Their noise does not count."
+        0, "Secure aggregation: how many of all clients may collude with the server, t. Their noise does not count."
     )
     attempts: int = option(
         1, "Noise on the sum: how often a deployment may try a round, each time with fresh noise and charged anew."

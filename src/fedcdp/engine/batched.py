@@ -172,7 +172,7 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         for child, layer in module.named_modules(remove_duplicate=False):  # `named_children` omits a layer's second use
             if child and "." not in child:
                 yield from _layers(layer, f"{name}.{child}" if name else child)
-    elif isinstance(module, Remainder) and module.sequence:
+    elif isinstance(module, Remainder) and module.sequence and not _hooked(module):
         for step in module.sequence:
             yield from _layers(module.get_submodule(step), step)
     else:

@@ -72,7 +72,8 @@ class WrittenOut(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _STEPS and len(args) == 9 and not (args[5] and args[6]):
+        packed = len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 1  # the batch sizes of a packed sequence
+        if name in _STEPS and len(args) == 9 and not packed and not (args[5] and args[6]):
             return _layers(name, *args)
         if name in _CELLS:
             return _cell(name, *args, **kwargs or {})

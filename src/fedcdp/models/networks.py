@@ -243,7 +243,7 @@ def _check_mixing(model: nn.Module, plan: Plan) -> None:
         if plan.private:
             raise ModelError(
                 f"{layer}, which mixes examples, so no {plan.method} guarantee would hold; replace it with GroupNorm "
-                "(fedcdp.replace_batch_norm), or put a pretrained one into evaluation mode (.eval())"
+                "(fedcdp.replace_batch_norm), or put one that was trained on public data into evaluation mode (.eval())"
             )
         if plan.record_sampling == "poisson":
             raise ModelError(

@@ -8,9 +8,10 @@
 | division by the expected batch size, ⌊N / steps per epoch⌋ | `batch_size` |
 | an optimiser's step | a round in which every client takes one local step |
 
-With one client this is DP-SGD (Abadi et al. 2016). With several clients it is Fed-CDP: a step draws from each client's
-records at the same rate, and each client adds the noise to its own sum. So the server's ε for a record stays the same, and
-the mean of K clients carries √K times the noise of one client that holds all records.
+With one client this is DP-SGD (Abadi et al. 2016). With several clients it is Fed-CDP: each client draws as many records a
+step on average and adds the noise to its own sum. Where clients hold equally many records, all are drawn at the rate of one
+client that holds them all, so the server's ε for a record stays the same, and the mean of K clients carries √K times the
+noise. At a client with fewer records, each is drawn more often and has a larger ε.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import nn
 
 from fedcdp.accounting.budget import Allows, Budget, Releases
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.accounting.population import Population
 from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
@@ -24,9 +25,10 @@ from fedcdp.config.presets import Settings
 from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
-from fedcdp.errors import RunError
+from fedcdp.errors import FedcdpError, RunError
 from fedcdp.files.tensors import check_tensors, load_tensors, read_about, size_of
 from fedcdp.models.networks import prepare
+from fedcdp.training.ledger_check import check_ledger
 from fedcdp.training.metrics import OwnMetrics
 from fedcdp.training.prepared import Prepared, deal_out, load_splits, network_of, prepare_experiment, stored
 from fedcdp.training.python_origin import check_federation, read_origin
@@ -155,20 +157,29 @@ def _within(experiment: Experiment, prepared: Prepared, directory: RunDirectory)
 
 
 def _as_run(directory: RunDirectory, prepared: Prepared, how: dict[str, Any], *, budget: Allows | None = None) -> Run:
-    """The run as training returned it, except for the time it took; `how` it is resumed."""
+    """The run as training returned it, except for the time it took; `how` it is resumed.
+
+    Its ε is that of the ledger: the population is read from there, and the ledger must belong to the run and have all of its
+    rounds. The data of a deployment's server are not its clients', and a file may have changed since.
+    """
     model = _trained(directory, prepared.network, prepared.plan)
     if not directory.ledger.exists():
         raise RunError(f"{directory.path} has no ledger, so nobody knows what the run has released")
     ledger, clients = Ledger.open(directory.ledger), prepared.federation.clients
     if ledger.population["clients"] != clients:
         raise RunError(f"{directory.ledger} has {ledger.population['clients']} clients, not {clients}")
+    check_ledger(directory, ledger)
+    try:
+        population = Population.read(ledger.population)
+    except (TypeError, FedcdpError) as error:
+        raise RunError(f"{directory.ledger} holds a population that this program does not know: {error}") from error
     metrics, released = directory.read_metrics(), Releases(clients, ledger)
     scores, client_scores = directory.read_scores(metrics[-1]["round"] if metrics else 0)
     return Run(
         plan=prepared.plan,
         federation=prepared.federation,
         model=model,
-        population=prepared.population,
+        population=population,
         metrics=metrics,
         seconds=0.0,
         client_steps=0,
