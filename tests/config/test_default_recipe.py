@@ -93,7 +93,7 @@ def test_a_configuration_file_switches_it_off_even_without_a_plan(tmp_path: Path
 
 def test_it_is_the_mechanism_of_the_recommended_presets() -> None:
     plan = used().plan
-    for name in RECOMMENDED:
+    for name in (name for name in RECOMMENDED if "-sum-" not in name):
         recommended = assemble(preset(name)).plan
         for field in ("method", "local_steps", "record_sampling", "noise", "client_sampling"):
             assert getattr(plan, field) == getattr(recommended, field)

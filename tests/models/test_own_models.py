@@ -16,15 +16,15 @@ from fedcdp.attacks.inferred import Inferred
 from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.recipe import CPL
 from fedcdp.config.experiment import Experiment, assemble
-from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.dataset import Dataset
 from fedcdp.deploy.protocol.local_round import LocalTraining, Round
 from fedcdp.deploy.protocol.strategy import Job
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Layout, each_tensor, tensors_in
 from fedcdp.models.networks import outputs_of
-from fedcdp.training.prepared import network_of, stored
+from fedcdp.training.prepared import load_splits, network_of, stored
 from fedcdp.training.run import Run
-from fedcdp.training.saved_run import Trained
+from fedcdp.training.saved_run import open_experiment
 from fedcdp.training.trainer import train_experiment
 from tests.support.own_models import CLASSES, FrozenCnn, LoraMlp, Recurrent, ResNet, Transformer, images, texts
 
@@ -113,8 +113,8 @@ def test_it_is_exported_to_onnx_for_any_batch(name: str, tmp_path: Path) -> None
     from onnx.reference import ReferenceEvaluator
 
     run, data = run_of(name), CASES[name].data(7)
-    trained = Trained(None, None, Splits("made up", data, data, None, ""), run.model.eval())  # type: ignore[arg-type]
-    program = ReferenceEvaluator(str(trained.export("onnx", tmp_path / "model.onnx")))
+    run.model.eval()
+    program = ReferenceEvaluator(str(run.export(tmp_path / "model.onnx")))
     for count in (1, 7):
         some = each_tensor(data.inputs, lambda value: value[:count])  # noqa: B023
         given = dict(zip(program.input_names, (value.numpy() for value in tensors_in(some)), strict=True))
@@ -153,15 +153,15 @@ def test_a_factory_freezes_a_backbone_for_good(tmp_path: Path, monkeypatch: pyte
         train_experiment(experiment_with("forgotten"), None)
     assert train_experiment(experiment_with("frozen"), "run", most_releases=2).rounds == 2
     assert train_experiment(stored("run"), "run", resume=True).rounds == 4
-    trained = Trained.load("run")
-    built = network_of(trained.experiment, trained.splits)
-    trained.evaluate("validation")
-    fedcdp.attack(trained.as_run(), leak="type2", victims=1, attack=CPL.but(iterations=1))
+    experiment, run = open_experiment("run")
+    built = network_of(experiment, load_splits(experiment))
+    run.evaluate("validation")
+    fedcdp.attack(run, leak="type2", victims=1, attack=CPL.but(iterations=1))
     assert len(list(built.buffers())) == 6
-    assert not any(isinstance(layer, nn.BatchNorm2d) and layer.training for layer in trained.model.modules())
+    assert not any(isinstance(layer, nn.BatchNorm2d) and layer.training for layer in run.model.modules())
     for name, value in built.named_buffers():
-        assert torch.equal(trained.model.state_dict()[name], value)
-    assert not torch.equal(trained.model.head.weight, built.head.weight)
+        assert torch.equal(run.model.state_dict()[name], value)
+    assert not torch.equal(run.model.get_submodule("head").weight, built.get_submodule("head").weight)
 
 
 def test_a_deployed_client_leaves_statistics_bit_identical() -> None:
