@@ -188,7 +188,7 @@ def sound_cases() -> list[Case]:
              clients=8),
         Case("noise at the server, a person at two clients", _plan(**server), "model", unit="unique", copies=2),
     ]  # fmt: skip
-    return cdp + decaying + sdp + secure_corners() + unequal_clients()
+    return cdp + decaying + sdp + secure_corners() + unequal_clients() + noise_on_the_sum()
 
 
 def unequal_clients() -> list[Case]:
@@ -213,6 +213,25 @@ def unequal_clients() -> list[Case]:
              records=2),
         Case("noise on the slots that a small client fills, Poisson",
              _plan(**held, record_sampling="poisson", batch_size=4, noise_multiplier=1.0), "example", records=6),
+    ]  # fmt: skip
+
+
+def noise_on_the_sum() -> list[Case]:
+    """Whole numbers with a share of the noise from every client, of which the server reads the sum."""
+    on_sum = {"noise": "sum", "secure_aggregation": True}
+    client = on_sum | {"method": "fed-sdp", "noise_at": "client"}
+    return [
+        Case("noise on the sum", _plan(**on_sum, noise_multiplier=3.0), "server", clients=4),
+        Case("noise on the sum, one client colludes", _plan(**on_sum, noise_multiplier=3.0, colluders=1), "server",
+             clients=4),
+        Case("noise on the sum, a small client among large ones", _plan(**on_sum, batch_size=12, noise_multiplier=3.0),
+             "server", records=1, others=12, clients=4),
+        Case("noise on the sum, a share alone", _plan(**on_sum, noise_multiplier=6.0), "update", clients=4),
+        Case("noise on the sum, Poisson records", _plan(**on_sum, record_sampling="poisson", noise_multiplier=1.5), "server",
+             clients=4),
+        Case("noise on the sum, Fed-SDP", _plan(**client, noise_multiplier=3.0), "server", unit="client", clients=4),
+        Case("secure aggregation, example noise, read by the server",
+             _plan(secure_aggregation=True, noise_multiplier=0.8), "server", clients=4),
     ]  # fmt: skip
 
 
