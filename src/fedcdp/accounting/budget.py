@@ -65,6 +65,10 @@ class Releases:
         """How often the last charged round had been released before."""
         return self._ledger.charges[-1].attempt if self._ledger and self._ledger.charges else 0
 
+    def attempts_of(self, round_: int) -> int:
+        """How often this round has been charged, if it was the last."""
+        return sum(charge.round == round_ for charge in self.charges)
+
     def may_go_on(self, round_: int, allows: Allows | None) -> bool:
         """Whether a budget allows the releases so far plus this round; an already charged round costs nothing more."""
         seeded = self._ledger is not None and self._ledger.noise == "seeded"

@@ -195,13 +195,14 @@ class LocalTraining:
         one_by_one: bool = False,
     ) -> None:
         self._task, self._device, self._one_by_one = task, device, one_by_one
+        self.plan = task.plan
         if mixing_layers(network) and len(data) < task.plan.batch_size:
             raise ModelError(f"layer {mixing_layers(network)[0][0]} mixes examples, and there are fewer than a batch")
         self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
         self._examples = Examples(each_tensor(data.inputs, lambda value: value.to(device)), data.targets.to(device))
 
-    def take_part(self, weights: Tree, asked: Round, client: int = 0) -> Sent:
-        """What leaves the client in a round.
+    def take_part(self, weights: Tree, asked: Round, client: int = 0, members: int | None = None) -> Sent:
+        """What leaves the client in a round; under noise on the sum, its share in a roster of so many `members`.
 
         Noise comes from the operating system. The records of a step are drawn with a seed from the operating system as
         well, used for this release alone. Neither can be recovered from anything that is stored or that a server knows. In
@@ -209,6 +210,7 @@ class LocalTraining:
         """
         task, device = self._task, self._device
         plan = task.plan if task.reproducible else task.plan.but(seed=secrets.randbits(63))
+        plan = plan if members is None else plan.but(per_round=members)
         clients = torch.tensor([client], device=device)
         sizes = torch.tensor([len(self._examples.targets)], device=device)
         noise = noise_of(plan, self.engine.layout)
