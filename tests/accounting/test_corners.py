@@ -73,9 +73,11 @@ def test_no_credit_where_a_client_has_fewer_records_than_a_batch(sampling: str, 
     """It divides by fewer, so its noise is larger, and the energy of the sum's noise shows whether it took part."""
     plan = Plan(**SUM, record_sampling=sampling, noise_multiplier=1.0)
     enough, few = (state(plan, Population(clients, held, 1, 2, (held, 40))) for held in (4, 3))
-    assert enough.row("model", unit).epsilon <= enough.row("server", unit).epsilon
-    assert "secure aggregation holds" in enough.row("model", unit).assumption
+    for reader in ("server", "model"):
+        assert enough.row(reader, unit).epsilon < few.row(reader, unit).epsilon
+        assert "secure aggregation holds" in enough.row(reader, unit).assumption
     assert few.row("model", unit).epsilon == few.row("server", unit).epsilon
+    assert few.row("server").epsilon == few.row("update").epsilon
     assert "fewer than B records" in few.row("model", unit).assumption
 
 
@@ -85,24 +87,34 @@ def test_with_everybody_in_every_round_the_sum_is_one_gaussian(noise: str, layer
     plan = Plan(**SUM, record_sampling="partition", noise_multiplier=2.0, noise=noise)
     privacy = state(plan, Population(5, 40, 1, layers))
     draws = {"example": math.sqrt(4), "batch": 1.0, "cohort": 1 / 5}[noise]
-    z = 2.0 * draws * math.sqrt(5) / math.sqrt(layers) / math.sqrt(plan.rounds)
-    assert privacy.row("model").epsilon == pytest.approx(pld.gaussian_epsilon(z, 1e-5), rel=1e-6)
-    assert privacy.row("model", "client").epsilon == pytest.approx(pld.gaussian_epsilon(z / 4, 1e-5), rel=1e-6)
-    assert privacy.row("model").epsilon_worst == privacy.row("model").epsilon
+    for reader, known in (("server", 0), ("model", 1)):  # a client knows its own noise
+        z = 2.0 * draws * math.sqrt(5 - known) / math.sqrt(layers) / math.sqrt(plan.rounds)
+        assert privacy.row(reader).epsilon == pytest.approx(pld.gaussian_epsilon(z, 1e-5), rel=1e-6)
+        assert privacy.row(reader, "client").epsilon == pytest.approx(pld.gaussian_epsilon(z / 4, 1e-5), rel=1e-6)
+        assert privacy.row(reader).epsilon_worst == privacy.row(reader).epsilon
 
 
 def test_everybody_in_every_round_of_fed_sdp() -> None:
     plan = Plan(**SUM, method="fed-sdp", noise_at="client", noise_multiplier=2.0)
     privacy = state(plan, Population(5, 40, 1, 3))
-    z = 2.0 * math.sqrt(5 / 3 / plan.rounds)
-    assert privacy.row("model", "client").epsilon == pytest.approx(pld.gaussian_epsilon(z, 1e-5), rel=1e-6)
-    assert privacy.row("model", "record").epsilon == pytest.approx(pld.gaussian_epsilon(z / 2, 1e-5), rel=1e-6)
+    for reader, known in (("server", 0), ("model", 1)):
+        z = 2.0 * math.sqrt((5 - known) / 3 / plan.rounds)
+        assert privacy.row(reader, "client").epsilon == pytest.approx(pld.gaussian_epsilon(z, 1e-5), rel=1e-6)
+        assert privacy.row(reader, "record").epsilon == pytest.approx(pld.gaussian_epsilon(z / 2, 1e-5), rel=1e-6)
 
 
 def test_the_recommended_preset_under_secure_aggregation() -> None:
     experiment = assemble(preset("mnist-eps1"), {"plan": {"secure_aggregation": True}})
-    row = state(experiment.plan, Population(100, 500, 1, 1)).row("model")
-    assert row.epsilon == pytest.approx(0.081, abs=0.0005)
+    for colluders, expected in ((0, 0.0809), (50, 0.1183)):
+        stated = state(experiment.plan.but(colluders=colluders), Population(100, 500, 1, 1))
+        assert stated.row("server").epsilon == pytest.approx(expected, abs=0.0003)
+
+
+def test_moments_count_for_a_client_that_took_no_part() -> None:
+    """Without noise on gradients there is no ε, but what was released before the first round has one."""
+    plan = Plan(noise_multiplier=0.0, scaling_noise=2.0, per_round=2)
+    used = state(plan, Population(4, 40, 1, 1), usage=Usage((-1, 0), (0,))).row("server").epsilon_used
+    assert used == pytest.approx(pld.gaussian_epsilon(2.0, 1e-5), rel=1e-6)
 
 
 # Repeats -------------------------------------------------------------------------------------------------------------

@@ -233,8 +233,8 @@ def test_full_participation_under_secure_aggregation_has_the_noise_of_everybody(
             record_sampling="partition", secure_aggregation=True,
         )  # fmt: skip
         figures = Recipes(plan, Federation(100, (1,), 1, 1)).figures()
-        assert figures["server", "record", "zero-out"].epsilon == pytest.approx(alone, rel=1e-3)
-        assert figures["model", "record", "zero-out"].epsilon == pytest.approx(expected, rel=1e-3)
+        assert figures["update", "record", "zero-out"].epsilon == pytest.approx(alone, rel=1e-3)
+        assert figures["server", "record", "zero-out"].epsilon == pytest.approx(expected, rel=1e-3)
 
 
 # Once, other numerics ---------------------------------------------------------------------------------------------------

@@ -73,15 +73,16 @@ def test_random_plans_reach_every_option() -> None:
     cases = [random_case(Random(seed)) for seed in range(400)]
     plans = [case.plan for case in cases]
     for name, values in {
-        "method": 5, "noise": 3, "noise_at": 2, "clip_mode": 2, "client_sampling": 2, "record_sampling": 3,
+        "method": 5, "noise": 4, "noise_at": 2, "clip_mode": 2, "client_sampling": 2, "record_sampling": 3,
         "secure_aggregation": 2, "aggregation": 2, "noise_follows_clip": 2, "secure_noise": 2, "compression": 3,
-        "momentum": 2, "ema": 2, "clip": 7,
+        "momentum": 2, "ema": 2, "clip": 7, "attempts": 2,
     }.items():  # fmt: skip
         assert len({getattr(plan, name) for plan in plans}) == values, name
     assert {case.mode for case in cases} == {"tight", "rdp"}
     corners = [
         [case for case in cases if case.plan.local_steps == 1 and case.plan.secure_aggregation],
         [case for case in cases if case.plan.per_round == case.federation.clients and case.plan.secure_aggregation],
+        [case for case in cases if case.plan.sums and case.plan.colluders],
         [case for case in cases if case.plan.batch_size == 1 and case.federation.sizes[-1] >= 1000],
         [case for case in cases if case.federation.sizes[0] < case.plan.batch_size],
         [case for case in cases if len(case.federation.sizes) > 1],

@@ -18,20 +18,24 @@ from fedcdp.errors import PlanError
 LAYERS, SIGMA = 3, 1.7
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": ("fed-cdp", "fed-sdp"),
-    "noise": ("example", "batch", "cohort"),
+    "noise": ("example", "batch", "cohort", "sum"),
     "noise_at": ("server", "client"),
     "client_sampling": ("fixed", "poisson"),
     "per_round": (4, 10),
     "local_steps": (1, 3),
     "secure_aggregation": (False, True),
     "compression": (0.0, 0.5),
+    "colluders": (0, 2),
 }
 
 
 def settings() -> list[Setting]:
     found = []
     for chosen in itertools.product(*CHOICES.values()):
-        plan = Plan(batch_size=2, rounds=2, noise_multiplier=SIGMA, **dict(zip(CHOICES, chosen, strict=True)))
+        try:
+            plan = Plan(batch_size=2, rounds=2, noise_multiplier=SIGMA, **dict(zip(CHOICES, chosen, strict=True)))
+        except PlanError:  # noise on the sum, or colluders, where the plan refuses them
+            continue
         for copies, records in itertools.product((1, 3), (1, 20)):
             population = Population(10, records, copies, LAYERS)
             found.append(Setting(plan, population, Records(plan, records)))
@@ -57,19 +61,33 @@ def test_a_plan_has_one_line_for_each_row() -> None:
 def expected(line: Line, setting: Setting) -> tuple[float, float]:
     """Sensitivity and noise by the text of docs/guarantees.md, written out once more."""
     plan, slots = setting.plan, setting.plan.slots
-    step = {"example": math.sqrt(slots), "batch": 1.0, "cohort": 1 / plan.per_round}[plan.noise]
+    share = 1 / math.sqrt(plan.per_round - plan.colluders)
+    step = {"example": math.sqrt(slots), "batch": 1.0, "cohort": 1 / plan.per_round, "sum": share}[plan.noise]
     cohort = plan.secure_aggregation and not plan.compression
+    known = {"server": plan.colluders, "model": max(plan.colluders, 1)}.get(line.adversary)
     if line.method == "fed-cdp":
-        cohort = cohort and plan.local_steps == 1 and setting.population.records >= plan.batch_size
+        enough = setting.population.records >= plan.batch_size or plan.noise == "sum"
+        cohort = cohort and plan.local_steps == 1 and enough
         if line.adversary == "example":
             return (2.0 if line.relation == "replace-one" else 1.0), 1.0
         moved = slots if line.unit == "client" else 1.0
-        if line.adversary != "model" or not cohort:
+        if known is None or not cohort:
             return moved, step
-        return (moved if plan.per_round == 10 else 2.0 * slots), step * math.sqrt(plan.per_round)
+        if line.unit == "unique":
+            moved = min(3, plan.per_round)
+        hidden = line.adversary == "model" and plan.per_round < 10
+        return (2.0 * slots if hidden else moved), step * math.sqrt(plan.per_round - known)
     moved = 1.0 if line.unit == "client" or line.adversary == "example" else 2.0
-    if line.adversary == "model" and plan.noise_at == "client" and cohort:
-        return (moved if plan.per_round == 10 else 2.0), math.sqrt(plan.per_round)
+    if line.adversary == "example":
+        return 1.0, 1.0
+    if plan.noise_at == "client":
+        update = share if plan.noise == "sum" else 1.0
+        if known is None or not cohort:
+            return moved, update
+        if line.unit == "unique":
+            return 2.0 * min(3, plan.per_round), update * math.sqrt(plan.per_round - known)
+        hidden = line.adversary == "model" and plan.per_round < 10
+        return (2.0 if hidden else moved), update * math.sqrt(plan.per_round - known)
     if line.adversary == "model" and line.unit == "unique":
         return 2.0 * (3 if plan.client_sampling == "poisson" else min(3, plan.per_round)), 1.0
     return moved, 1.0

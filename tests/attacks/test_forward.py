@@ -115,6 +115,7 @@ def test_the_true_examples_show_what_was_seen_under_any_plan(small: Any, data: s
         record_sampling=data.draw(st.sampled_from(["poisson", "fixed", "partition"])),
         local_steps=data.draw(st.integers(1, 4)),
         momentum=data.draw(st.sampled_from([0.0, 0.8])),
+        proximal=data.draw(st.sampled_from([0.0, 1.0])),
         clip_mode=data.draw(st.sampled_from(["layer", "flat"])),
         noise_multiplier=data.draw(st.sampled_from([0.0, 3.0])),
         learning_rate=data.draw(st.sampled_from([0.05, 0.5])),

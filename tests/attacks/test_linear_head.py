@@ -237,6 +237,20 @@ def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) ->
     assert row["releases_mean"] >= 1
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "yogi"])
+def test_a_run_of_a_server_optimiser_is_replayed(federation: Federation, optimizer: str) -> None:
+    """The replay ends at the run's own weights, or it would be refused: it carries the optimiser's state."""
+    model = nn.Linear(SIZE, CLASSES)
+    plan = plan_of(
+        method="fed-cdp", noise_multiplier=0.3, rounds=3, local_steps=2, server_optimizer=optimizer,
+        server_learning_rate="linear(0.1, 0.05)", proximal=0.5,
+    )  # fmt: skip
+    run = fedcdp.simulate(model, federation, plan)
+    for leak in ("type2", "type0"):
+        assert attacked(run, model=model, leak=leak, victims=4).summary()["source"] == REPLAYED
+    fedcdp.attack(run, model=model, at_round=2, attack="labels", victims=2)
+
+
 @pytest.mark.parametrize("behind", [lambda model: model, lambda model: nn.Sequential(model)])
 def test_a_run_with_private_scaling_is_replayed(federation: Federation, behind: Callable[[nn.Module], nn.Module]) -> None:
     model, plan = behind(nn.Linear(SIZE, CLASSES)), plan_of(method="fed-cdp", noise_multiplier=0.3, scaling_noise=2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedcdp.attacks import observe as capturing
-from fedcdp.attacks.observe import LEAKS, Captured, Leak, state_at
+from fedcdp.attacks.observe import LEAKS, Captured, Leak, state_at, step_weights
+from fedcdp.attacks.sightings import _shares
 from fedcdp.data.partition import Federation
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Tree
@@ -92,7 +94,7 @@ def setting(there: Scene, **changes: Any) -> Any:
     plain = {
         "method": plan.method.removesuffix("-decay"), "clips": [plan.clip.start], "rates": [plan.learning_rate.start],
         "planned": plan.per_round, "batch": plan.batch_size, "slots": plan.slots, "flat": plan.clip_mode == "flat",
-        "noise_at": plan.noise_at, "momentum": plan.momentum, "sent": shared,
+        "noise_at": plan.noise_at, "momentum": plan.momentum, "proximal": plan.proximal, "sent": shared,
     }  # fmt: skip
     return naive.Setting(**plain | changes)
 
@@ -213,6 +215,44 @@ def test_an_update_of_several_steps_is_seen_in_units_of_a_gradient(
     captured = there.look("type1", 4, silent=True)
     assert captured.steps == 3
     assert_noise(rest(there, captured), 0.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_update_with_a_proximal_term_is_seen_in_units_of_a_gradient(federation: Federation, method: str) -> None:
+    there = watched(federation, method, local_steps=3, momentum=0.5, proximal=0.5 / RATE)
+    captured = there.look("type1", 4, silent=True)
+    assert_noise(rest(there, captured), 0.0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+@pytest.mark.parametrize("proximal", [0.0, 400.0])
+def test_a_step_weighs_as_much_as_the_update_shows(federation: Federation, momentum: float, proximal: float) -> None:
+    """Noise in one step alone, without examples: it is in the update as often as its weight says."""
+    rate, steps = 1e-3, 4
+    there = watched(federation, "fed-cdp, batch noise", local_steps=steps, learning_rate=rate, momentum=momentum,
+                    proximal=proximal)  # fmt: skip
+    weights, start = step_weights(there.plan, 0, steps), naive.trainable(wide_of(there))
+    assert weights[-1] == 1
+
+    def in_step(wanted: int) -> Any:
+        return lambda _round, _client, step: {n: torch.full_like(v, float(step == wanted)) for n, v in start.items()}
+
+    for step, weight in enumerate(weights):
+        unit = replace(silence(start), step=in_step(step))
+        plain = setting(there, sigma=1.0, convention="batch")
+        update, _ = naive.train_client(wide_of(there), start, [[]] * steps, BATCH, plain, unit, 0, 0)
+        for value in update.values():
+            moved = value / -rate * BATCH / CLIP
+            torch.testing.assert_close(moved, torch.full_like(moved, weight), rtol=1e-9, atol=1e-9)
+
+
+def test_shares_count_a_step_by_its_weight(federation: Federation) -> None:
+    there = watched(federation, "nonprivate", local_steps=3, momentum=0.5, proximal=0.5 / RATE)
+    captured = there.look("type1", 4)
+    weights = step_weights(there.plan, 0, 3)
+    per_step = captured.used.sum(2).T.double() / captured.expected_batch[:, None]
+    assert captured.means.tolist() == pytest.approx((per_step @ torch.tensor(weights).double()).tolist())
+    assert _shares(captured).sum(1).tolist() == pytest.approx(captured.means.tolist())
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
@@ -590,6 +630,7 @@ def test_any_reader_of_any_plan_sees_what_the_naive_loop_gives(federation: Feder
         slots=data.draw(st.integers(batch, 2 * batch)) if sampling == "poisson" else None,
         local_steps=data.draw(st.integers(1, 3)),
         momentum=data.draw(st.sampled_from([0.0, 0.6])),
+        proximal=data.draw(st.sampled_from([0.0, 0.3 / RATE])),
         clip_mode=data.draw(st.sampled_from(["layer", "flat"])),
         seed=data.draw(st.integers(0, 2**32)),
     )

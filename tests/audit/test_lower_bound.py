@@ -132,6 +132,15 @@ def test_a_fault_at_the_server_is_caught_with_500_trials(fault: str) -> None:
     assert found.epsilon_lower > 3.5 > exact_epsilon(unamplified_shift(stated, "model", "client", 1, 1))
 
 
+def test_an_auditor_undoes_the_servers_optimiser() -> None:
+    """It may know the rule and the state: no optimiser hides what sgd shows."""
+    stated = plan(method="fed-sdp", noise_at="server", noise_multiplier=0.5)
+    moved = stated.but(server_optimizer="adam", server_learning_rate="linear(0.1, 0.01)")
+    plain, found = (audit(each, "model", trials=100) for each in (stated, moved))
+    assert found.epsilon_lower == pytest.approx(plain.epsilon_lower, rel=1e-3)
+    assert found.epsilon_lower > 1
+
+
 def test_noise_that_all_examples_of_a_step_share_is_subtracted() -> None:
     found = audit(plan(batch_size=3), trials=5_000, method=sabotaged(FedCDP(), with_noise(same_in_every_slot)))
     assert found.epsilon_lower > 5 > exact_epsilon(math.sqrt(LAYERS) / 6)

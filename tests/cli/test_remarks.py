@@ -37,6 +37,17 @@ NO_EFFECT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"plan": {"noise_at": "client"}}, "--noise-at has no effect here: it is for fed-sdp"),
     ({"plan": {"noise": "batch", "method": "fed-sdp"}}, "--noise has no effect here: it is for fed-cdp"),
     ({"plan": {"share_fraction": 0.5}}, "--share-fraction has no effect here: it is for dssgd"),
+    (
+        {"plan": {"server_momentum": 0.5}},
+        "--server-momentum has no effect here: it is for --server-optimizer momentum, adam",
+    ),
+    (
+        {"plan": {"server_beta2": 0.5, "server_optimizer": "momentum"}},
+        "--server-beta2 has no effect here: it is for --server-optimizer adam or yogi",
+    ),
+    ({"plan": {"server_epsilon": 0.5}}, "--server-epsilon has no effect here: it is for --server-optimizer adam or yogi"),
+    ({"plan": {"proximal": 0.5, "local_steps": 1}}, "--proximal has no effect here: it is for several local steps"),
+    ({"plan": {"server_optimizer": "adam"}}, "--server-optimizer adam moves weights by about --server-lr a round, 1"),
     ({"plan": {"clip": "3", "method": "nonprivate"}}, "--clip has no effect here: it is for a private method"),
     ({"plan": {"noise_multiplier": 3.0, "method": "nonprivate"}}, "--noise-multiplier has no effect here"),
     ({"plan": {"quantile_noise": 3.0}}, "--quantile-noise has no effect here: it is for a quantile clip"),

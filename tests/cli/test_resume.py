@@ -21,7 +21,10 @@ from fedcdp.training.trainer import train_experiment
 ROUNDS = 60
 LONG = ["train", "--dataset", "cancer", "--clients", 12, "--per-round", 8, "--local-steps", 4, "--rounds", ROUNDS]
 
-EVERY_STATE = ["--ema", "0.7", "--clip", "linear(6, 2)", "--momentum", "0.5", "--client-sampling", "poisson"]
+EVERY_STATE = [
+    "--ema", "0.7", "--clip", "linear(6, 2)", "--momentum", "0.5", "--client-sampling", "poisson", "--proximal", "0.5",
+    "--server-optimizer", "adam", "--server-lr", "cosine(0.1, 0.02)",
+]  # fmt: skip
 
 # Kills a training with SIGKILL again and again, at moments that differ from time to time: some counted from the birth
 # of the process, the others from the next round that it writes (a resumed training first takes rounds back that no

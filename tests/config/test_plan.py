@@ -37,6 +37,11 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("learning_rate", 0), ("learning_rate", -0.1), ("learning_rate", "fast"), ("learning_rate", None),
     ("learning_rate", "proportional(4)"),
     ("server_learning_rate", 0), ("server_learning_rate", math.nan), ("server_learning_rate", math.inf),
+    ("server_learning_rate", "proportional(4)"), ("server_learning_rate", True), ("server_learning_rate", "fast"),
+    ("server_optimizer", "adamw"), ("server_optimizer", None), ("server_momentum", 1), ("server_momentum", -0.1),
+    ("server_momentum", "0.9"), ("server_beta2", 1.0), ("server_beta2", math.nan), ("server_epsilon", 0.0),
+    ("server_epsilon", -1e-3), ("server_epsilon", 1e31), ("server_epsilon", math.inf), ("proximal", -0.1),
+    ("proximal", math.nan), ("proximal", math.inf), ("proximal", 20.0), ("proximal", "1"),
     ("momentum", 1), ("momentum", -0.1), ("momentum", math.nan), ("momentum", "0.9"),
     ("ema", 1.0), ("ema", -0.5), ("aggregation", "median"),
     ("compression", 1), ("compression", -0.1), ("compression", math.nan),
@@ -237,7 +242,11 @@ def plans(draw: st.DrawFn) -> Plan:
         record_sampling=sampling,
         slots=draw(st.integers(batch, 5 * batch)) if sampling == "poisson" else None,
         learning_rate=draw(rates),
-        server_learning_rate=draw(positive),
+        server_learning_rate=draw(rates | positive),
+        server_optimizer=draw(st.sampled_from(["sgd", "momentum", "adam", "yogi"])),
+        server_momentum=draw(fraction),
+        server_beta2=draw(fraction),
+        server_epsilon=draw(positive),
         momentum=draw(fraction),
         ema=draw(fraction),
         aggregation=draw(st.sampled_from(["fedsgd", "fedaveraging"])),
@@ -259,7 +268,7 @@ def test_a_written_plan_gives_back_exactly_the_same_plan(plan):
 def test_a_written_plan_consists_of_plain_values(plan):
     written = plan.written()
     left_out = {field.name for field in dataclasses.fields(Plan)} - set(written)
-    assert left_out <= {"weighting", "mean_records", "noise_slots", "scaling_noise"}
+    assert left_out <= set(plan_module._ADDED)
     assert all(getattr(plan, name) == getattr(Plan(), name) for name in left_out)
     assert Plan(**written) == plan
     assert {type(value) for value in written.values()} <= {str, int, float, bool}
@@ -270,6 +279,27 @@ def test_a_written_plan_consists_of_plain_values(plan):
 @given(plan=plans())
 def test_a_plan_but_for_nothing_is_the_same(plan):
     assert plan.but() == plan
+
+
+@pytest.mark.parametrize("given", [0.7, constant(0.7), "0.7", "constant(0.7)"])
+def test_a_plain_server_rate_is_written_as_the_number_of_the_first_release(given):
+    plan = Plan(server_learning_rate=given)
+    assert plan.written()["server_learning_rate"] == 0.7
+    assert type(plan.written()["server_learning_rate"]) is float
+    assert plan.digest() == Plan(server_learning_rate=0.7).digest()
+    assert type(Plan(server_learning_rate=3).written()["server_learning_rate"]) is float
+
+
+def test_a_schedule_of_the_server_rate_has_a_value_in_every_round():
+    plan = Plan(server_learning_rate="exponential(4, 1)", rounds=3)
+    assert [plan.server_learning_rate_at(round_) for round_ in range(3)] == [4, 2, 1]
+    assert plan.written()["server_learning_rate"] == "exponential(4, 1)"
+
+
+def test_a_proximal_term_that_overshoots_is_refused_for_the_fastest_round():
+    Plan(proximal=4.9, learning_rate="linear(0.1, 0.2)")
+    with pytest.raises(PlanError, match=r"^proximal: 5\.0 is not allowed; times the learning rate, 0\.2"):
+        Plan(proximal=5.0, learning_rate="linear(0.1, 0.2)")
 
 
 def test_but_changes_what_is_named_and_nothing_else():
@@ -320,7 +350,7 @@ def test_the_constructor_takes_every_field_and_says_what_may_be_given() -> None:
     held = {each.name: str(each.type) for each in dataclasses.fields(Plan)}
     assert list(accepted) == list(held)
     wider = {name for name in held if accepted[name] != held[name]}
-    assert wider == {"clip", "learning_rate", "slots"}
+    assert wider == {"clip", "learning_rate", "server_learning_rate", "slots"}
     for name in wider:
         assert set(held[name].split(" | ")) <= set(accepted[name].split(" | "))
 

@@ -40,6 +40,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "client_sampling": "poisson", "clip_mode": "flat", "aggregation": "fedaveraging",
     },
     "secure noise": {"secure_noise": True},
+    "server optimiser, proximal": {"server_optimizer": "adam", "server_learning_rate": 0.1, "proximal": 0.5},
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     **{
@@ -166,11 +167,14 @@ def test_without_holding_it_only_the_release_differs(run_twice: RunTwice, change
 
 
 def holds_what_was_released(seen: Seen, chosen: Plan) -> None:
-    """The checkpoint holds the global weights, their average and the clip bound: tensors of the model's names, no others."""
+    """The checkpoint holds the global weights, their average, the clip bound and the state of the server's optimiser.
+
+    These are tensors of the model's names, and no others.
+    """
     names = set(dict(network().named_parameters()))
     tensors, about = load_tensors(seen.place / "run" / "checkpoint.safetensors", "checkpoint-1")
-    kept = {f"weights/{name}" for name in names} | ({f"average/{name}" for name in names} if chosen.ema else set())
-    assert set(tensors) == kept
+    parts = ["weights"] + ["average"] * bool(chosen.ema) + ["momentum", "variance"] * (chosen.server_optimizer == "adam")
+    assert set(tensors) == {f"{part}/{name}" for part in parts for name in names}
     assert set(about) == {"format", "round", "plan"} | ({"clip"} if chosen.quantile is not None else set())
     model, _ = load_tensors(seen.place / "run" / "model.safetensors", "model-1")
     assert set(model) == names

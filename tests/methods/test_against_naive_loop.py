@@ -83,7 +83,12 @@ def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain:
             "convention": plan.noise,
             "noise_at": plan.noise_at,
             "momentum": plan.momentum,
-            "server_rate": plan.server_learning_rate,
+            "proximal": plan.proximal,
+            "server_rates": [plan.server_learning_rate_at(round_) for round_ in range(plan.rounds)],
+            "optimizer": plan.server_optimizer,
+            "beta1": plan.server_momentum,
+            "beta2": plan.server_beta2,
+            "tau": plan.server_epsilon,
             "averaging": plan.aggregation == "fedaveraging",
             "quantile": getattr(plan.clip, "target", None),
             "quantile_noise": plan.quantile_noise,
@@ -93,6 +98,7 @@ def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain:
         | plain
     )
     data, unit, weights = federation.train, unit_noise(model, plan.seed), naive.trainable(model)
+    memory: dict[str, naive.Weights] = {}
     for round_ in range(plan.rounds):
         updates, counts = [], []
         for client in choose_clients(plan, federation.clients, round_).tolist():
@@ -104,7 +110,7 @@ def train_naively(model: nn.Module, federation: Federation, plan: Plan, **plain:
             update, count = naive.train_client(model, weights, steps, held, setting, unit, round_, client)
             updates.append(update)
             counts.append(count)
-        weights = naive.move_server(model, weights, updates, setting, unit, round_)
+        weights = naive.move_server(model, weights, updates, setting, unit, round_, memory)
         if setting.quantile is not None and round_ + 1 < plan.rounds:
             setting.clips[round_ + 1] = naive.next_clip(counts, setting, unit, round_)
     return weights
@@ -182,6 +188,32 @@ def test_rounds_with_momentum_server_rate_and_noise_equal_the_naive_loop(small, 
         aggregation=aggregation,
     )  # fmt: skip
     assert_same_training(small.model, federation, plan, sent=shared(plan))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "yogi"])
+def test_rounds_of_a_server_optimiser_equal_the_naive_loop(small, method, optimizer):
+    federation = federation_of(small.inputs, small.targets, SIZES)
+    plan = small_plan(
+        **METHODS[method], rounds=4, server_optimizer=optimizer, server_learning_rate="linear(0.5, 0.1)",
+        server_momentum=0.7, server_beta2=0.8, server_epsilon=0.05, noise_multiplier=0.4, client_sampling="poisson",
+        aggregation="fedaveraging", momentum=0.5, proximal=0.5, local_steps=3,
+    )  # fmt: skip
+    assert_same_training(small.model, federation, plan, sent=shared(plan), server_rates=[0.5, 11 / 30, 7 / 30, 0.1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_local_steps_with_a_proximal_term_equal_the_naive_loop(small, method, momentum):
+    federation = federation_of(small.inputs, small.targets, SIZES)
+    plan = small_plan(
+        **METHODS[method], rounds=2, local_steps=4, momentum=momentum, proximal=2.0, noise_multiplier=0.4,
+        weighting="records",
+    )  # fmt: skip
+    assert_same_training(small.model, federation, plan, sent=shared(plan))
+    without = train_naively(small.model, federation, plan, sent=shared(plan), proximal=0.0)
+    expected = train_naively(small.model, federation, plan, sent=shared(plan))
+    assert max(float((expected[name] - without[name]).abs().max()) for name in without) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -363,6 +395,11 @@ def plans(draw: st.DrawFn, clients: int) -> Plan:
         learning_rate=draw(st.floats(0.01, 0.3)),
         server_learning_rate=draw(st.floats(0.1, 2.0)),
         momentum=draw(st.floats(0.0, 0.95)),
+        proximal=draw(st.just(0.0) | st.floats(0.0, 3.0)),
+        server_optimizer=draw(st.sampled_from(["sgd", "momentum", "adam", "yogi"])),
+        server_momentum=draw(st.floats(0.0, 0.95)),
+        server_beta2=draw(st.floats(0.0, 0.999)),
+        server_epsilon=draw(st.floats(0.1, 1.0)),
         aggregation=draw(st.sampled_from(["fedsgd", "fedaveraging"])),
         weighting=draw(st.sampled_from(["equal", "records"])),
         seed=draw(st.integers(0, 2**63 - 1)),

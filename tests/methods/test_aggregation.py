@@ -15,6 +15,7 @@ from fedcdp.mechanism.noise import SeededNoise
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.aggregation import Aggregate, moving_average, server_update
+from fedcdp.methods.server_optimizers import first_optimizer_state
 from fedcdp.training.simulate import simulate
 
 MODEL = nn.Linear(2, 3)
@@ -38,7 +39,7 @@ def after_round(plan: Plan, chunks: list[Tree], start: Tree | None = None) -> Tr
         received.add(chunk)
     nobody = torch.zeros(0, dtype=torch.int64)
     at = Moment(plan, ENGINE, NOISE, 0, nobody, nobody)
-    return server_update(METHODS[plan.method], start, received, at)
+    return server_update(METHODS[plan.method], start, received, at)[0]
 
 
 def plan_of(**fields: Any) -> Plan:
@@ -108,6 +109,36 @@ def test_fed_sdp_noise_at_the_server_comes_also_when_nobody_took_part():
     moved, noise = after_round(plan, []), NOISE.for_server(0, torch.device("cpu"), 6.0)
     for name, before in weights().items():
         torch.testing.assert_close(moved[name], before + noise[name] / 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "nonprivate"},
+        {"method": "dssgd"},
+        {"method": "fed-cdp", "secure_aggregation": True},
+        {"method": "fed-sdp", "noise_at": "client"},
+        {"method": "fed-sdp", "noise_at": "server"},
+        {"method": "fed-sdp", "noise_at": "server", "client_sampling": "poisson", "aggregation": "fedaveraging"},
+        {"method": "fed-sdp", "noise_at": "server", "clip": "quantile(0.5, 3)"},
+    ],
+    ids=str,
+)
+def test_an_optimisers_state_follows_from_the_released_models_alone(fields):
+    """m_t = (W(t+1) − W(t)) / s: what anybody knows who gets the models, and nothing of the raw sum."""
+    plan = plan_of(
+        **{"clip": 3.0, "noise_multiplier": 2.0, "server_learning_rate": 0.5} | fields, server_optimizer="momentum"
+    )
+    method, nobody, now = METHODS[plan.method], torch.zeros(0, dtype=torch.int64), weights()
+    state = first_optimizer_state(plan, now)
+    for round_ in range(3):
+        received = Aggregate(now, plan)
+        received.add(updates(3, seed=round_))
+        at = Moment(plan, ENGINE, NOISE, round_, nobody, nobody, current_clip=3.0 if plan.quantile else None)
+        after, state = server_update(method, now, received, at, state)
+        for name, value in after.items():
+            torch.testing.assert_close(state.momentum[name], (value.double() - now[name]) / 0.5, rtol=1e-4, atol=1e-5)
+        now = after
 
 
 def empty_first_round(plan: Plan, clients: int) -> Plan:

@@ -220,7 +220,7 @@ def secure_corners() -> list[Case]:
     """Where other clients' noise was credited, or sampling amplified, more than it is worth."""
     secure = {"secure_aggregation": True}
     pruned = {"compression": 0.9999, "clip_mode": "flat", "noise_multiplier": 0.2, "batch_size": 1, "per_round": 20}
-    first_of_many = _plan(**secure, batch_size=1, noise_multiplier=0.5)
+    first_of_many = _plan(**secure, batch_size=1, noise_multiplier=0.6)
     small = _plan(**secure, batch_size=16, noise_multiplier=0.25, per_round=64)
     return [
         Case("secure aggregation, the first of 10,000 records in every round", first_of_many, "model", records=10_000,

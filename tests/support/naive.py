@@ -49,7 +49,12 @@ class Setting:
     noise_at: str = "server"
     noise_clips: list[float] | None = None
     momentum: float = 0.0
-    server_rate: float = 1.0
+    proximal: float = 0.0
+    server_rates: list[float] | None = None  # one a round; default: 1
+    optimizer: str = "sgd"
+    beta1: float = 0.0
+    beta2: float = 0.0
+    tau: float = 0.0
     averaging: bool = False
     sent: float = 1.0
     quantile: float | None = None
@@ -210,7 +215,7 @@ def train_client(
         if setting.method == "fed-cdp":
             total = add(total, unit.step(round_, client, step), step_deviation(setting, round_))
         for name in weights:
-            mean = total[name] / min(setting.batch, records)
+            mean = total[name] / min(setting.batch, records) + setting.proximal * (weights[name] - start[name])
             velocity[name] = setting.momentum * velocity[name] + mean
         weights = {name: weights[name] - rate * velocity[name] for name in weights}
     weight = 1.0 if setting.mean_records is None else records / setting.mean_records
@@ -229,25 +234,57 @@ def train_client(
 
 
 def move_server(
-    model: nn.Module, weights: Weights, updates: list[Weights], setting: Setting, unit: Unit, round_: int
-) -> Weights:
-    """The global weights after a round: over the planned number of clients, whoever took part."""
+    model: nn.Module, weights: Weights, updates: list[Weights], setting: Setting, unit: Unit, round_: int,
+    memory: dict[str, Weights] | None = None,
+) -> Weights:  # fmt: skip
+    """The global weights after a round: over the planned number of clients, whoever took part.
+
+    `memory` is what a server optimiser keeps between rounds; empty before the first.
+    """
     groups = [list(weights)] if setting.flat else layers_of(model)
     deviation = setting.sigma * (setting.noise_clips or setting.clips)[round_]
     at_server = setting.method == "fed-sdp" and setting.noise_at == "server"
-    moved = {name: value.clone() for name, value in weights.items()}
+    mean = {name: torch.zeros_like(value) for name, value in weights.items()}
     for update in updates:
         if at_server:
             update = clipped(update, groups, setting.clips[round_])
-        for name in moved:
+        for name in mean:
             if setting.averaging:  # the client sends its whole model
                 sent = weights[name] + update[name]
-                moved[name] = moved[name] + setting.server_rate * (sent - weights[name]) / setting.planned
+                mean[name] = mean[name] + (sent - weights[name]) / setting.planned
             else:
-                moved[name] = moved[name] + setting.server_rate * update[name] / setting.planned
+                mean[name] = mean[name] + update[name] / setting.planned
     if at_server:
-        moved = add(moved, unit.server(round_), setting.server_rate * deviation / setting.planned)
-    return moved
+        mean = add(mean, unit.server(round_), deviation / setting.planned)
+    rate = 1.0 if setting.server_rates is None else setting.server_rates[round_]
+    return add(weights, optimised(mean, setting, {} if memory is None else memory), rate)
+
+
+def optimised(mean: Weights, setting: Setting, memory: dict[str, Weights]) -> Weights:
+    """The direction in which a server optimiser moves, one coordinate at a time (Hsu et al. 2019; Reddi et al. 2021)."""
+    if setting.optimizer == "sgd":
+        return mean
+    directions = {}
+    for name, value in mean.items():
+        flat = value.flatten().tolist()
+        m = memory.setdefault("m", {}).get(name, torch.zeros(len(flat)).double()).tolist()
+        v = memory.setdefault("v", {}).get(name, torch.full((len(flat),), setting.tau**2).double()).tolist()
+        found = []
+        for at, delta in enumerate(flat):
+            if setting.optimizer == "momentum":
+                m[at] = setting.beta1 * m[at] + delta
+                found.append(m[at])
+                continue
+            m[at] = setting.beta1 * m[at] + (1 - setting.beta1) * delta
+            if setting.optimizer == "adam":
+                v[at] = setting.beta2 * v[at] + (1 - setting.beta2) * delta**2
+            else:
+                sign = (v[at] > delta**2) - (v[at] < delta**2)
+                v[at] = v[at] - (1 - setting.beta2) * delta**2 * sign
+            found.append(m[at] / (math.sqrt(v[at]) + setting.tau))
+        memory["m"][name], memory["v"][name] = (torch.tensor(each, dtype=torch.float64) for each in (m, v))
+        directions[name] = torch.tensor(found, dtype=torch.float64).reshape(value.shape)
+    return directions
 
 
 def batches_in_order(order: list[int], batch: int, steps: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ import fedcdp
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation, partition
-from fedcdp.engine import BatchedEngine
+from fedcdp.engine import BatchedEngine, FunctionalEngine
 from fedcdp.methods import METHODS
 from fedcdp.models.networks import build, prepare
 from fedcdp.training import autotune
-from fedcdp.training.local_engines import CompiledEngine
+from fedcdp.training.local_engines import CompiledEngine, refusal
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 from fedcdp.training.simulate import simulate
@@ -121,6 +122,22 @@ def test_a_quantile_clip_is_left_to_the_reference(federation):
     made.local_engine = compiled
     assert torch.equal(after(made, state), expected)
     assert programs() == 0
+
+
+def test_a_proximal_term_is_left_to_the_reference(federation):
+    made, state, compiled = simulator(federation, plan(method="fed-cdp", proximal=2.0))
+    expected = after(made, state)
+    made.local_engine = compiled
+    assert torch.equal(after(made, state), expected)
+    assert programs() == 0
+    assert "proximal" in str(refusal(plan(proximal=2.0), made.engine, _on_gpu(made.data.examples)))
+    functional = Simulator.stepwise(made.data, FunctionalEngine(made.engine.model, F.cross_entropy), 2)
+    torch.testing.assert_close(after(functional, state), expected, rtol=0, atol=1e-5)
+
+
+def _on_gpu(examples: Any) -> Any:
+    """Examples that say that they are on a GPU."""
+    return SimpleNamespace(targets=SimpleNamespace(is_cuda=True), inputs=examples.inputs)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from fedcdp.config.plan import Plan
 from fedcdp.errors import RunError
 from fedcdp.files.disk import write_atomically
-from fedcdp.files.tensors import load_tensors, save_tensors
+from fedcdp.files.tensors import load_tensors, save_tensors, size_of
+from fedcdp.files.tree import Tree
+from fedcdp.methods.server_optimizers import OptimizerState, move_model
 from fedcdp.training.rundir import RunDirectory, State
 
 
@@ -62,6 +66,78 @@ def test_a_clip_bound_that_is_none_is_refused(directory: RunDirectory, clip: obj
     save_tensors(directory.checkpoint, {"weights/a": torch.zeros(1)}, about)
     with pytest.raises(RunError, match="clip bound that is not a positive number"):
         directory.load_state()
+
+
+def optimised(name: str) -> tuple[Plan, State, State]:
+    """A plan, its first state, and a state after two rounds."""
+    plan = Plan(method="nonprivate", rounds=5, server_optimizer=name)
+    fresh = State.first(plan, state().weights)
+    weights, optimizer = fresh.weights, fresh.optimizer
+    for round_ in range(2):
+        total = {key: value.double() / (3 + round_) for key, value in weights.items()}
+        weights, optimizer = move_model(weights, total, plan, round_, optimizer)
+    return plan, fresh, State(2, weights, None, None, optimizer)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "yogi"])
+def test_the_state_of_an_optimiser_comes_back_to_the_bit(directory: RunDirectory, name: str) -> None:
+    plan, fresh, saved = optimised(name)
+    directory.save_state(saved, plan.digest())
+    found = directory.resumed_state(fresh, plan, size_of(fresh.weights))
+    assert found is not None
+    kept = {"weights", "momentum"} if name == "momentum" else {"weights", "momentum", "variance"}
+    assert found.trees().keys() == saved.trees().keys() == kept
+    for part, tree in saved.trees().items():
+        for key, value in tree.items():
+            assert torch.equal(found.trees()[part][key], value)
+
+
+def other_shape(tree: Tree) -> Tree:
+    return {name: value[..., :1] for name, value in tree.items()}
+
+
+WRONG: dict[str, tuple[Callable[[State], State], str]] = {
+    "missing": (lambda s: replace(s, optimizer=None), "does not hold the state of the server optimiser adam"),
+    "half": (
+        lambda s: replace(s, optimizer=OptimizerState(s.optimizer.momentum)),
+        "does not hold the state of the server optimiser adam",
+    ),
+    "other shapes": (
+        lambda s: replace(s, optimizer=OptimizerState(other_shape(s.optimizer.momentum), s.optimizer.variance)),
+        "holds other tensors than the network",
+    ),
+    "other types": (
+        lambda s: replace(s, optimizer=OptimizerState(s.weights, s.optimizer.variance)),
+        "holds other tensors than the network",
+    ),
+    "negative": (
+        lambda s: replace(
+            s, optimizer=OptimizerState(s.optimizer.momentum, {k: v - 1 for k, v in s.optimizer.variance.items()})
+        ),
+        "holds a negative mean square",
+    ),
+    "no momentum": (
+        lambda s: replace(s, optimizer=OptimizerState({}, s.optimizer.variance)),
+        "holds only half of the state of the server's optimiser",
+    ),
+    "too many rounds": (lambda s: replace(s, round=6), "does not belong to the plan"),
+    "an average": (lambda s: replace(s, average=s.weights), "does not belong to the plan"),
+}
+
+
+@pytest.mark.parametrize(("changed", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_optimiser_state_is_refused(directory: RunDirectory, changed: Any, said: str) -> None:
+    plan, fresh, saved = optimised("adam")
+    directory.save_state(changed(saved), plan.digest())
+    with pytest.raises(RunError, match=said):
+        directory.resumed_state(fresh, plan)
+
+
+def test_an_optimiser_state_that_the_plan_does_not_have_is_refused(directory: RunDirectory) -> None:
+    plan = Plan(method="nonprivate")
+    directory.save_state(optimised("adam")[2], plan.digest())
+    with pytest.raises(RunError, match="does not hold the state of the server optimiser sgd"):
+        directory.resumed_state(State.first(plan, state().weights), plan)
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])

@@ -51,6 +51,7 @@ def assignment(_place: Path) -> Attempt:
         for name in (kind,)
     ]
     names += ["rounds", "clip", "delta", "seed", "network", "file", "device", "learning_rate", "noise_multiplier", "slots"]
+    names += ["server_learning_rate", "server_optimizer", "server_epsilon", "proximal"]
 
     def attempt(case: Random, _where: Path) -> None:
         name = case.choice((*names, *HOSTILE_TEXTS[:20]))

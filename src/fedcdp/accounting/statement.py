@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fedcdp.accounting.adversaries import View, noise_multipliers, scaling_releases
-from fedcdp.accounting.mechanisms import Release, repeated, sequence
+from fedcdp.accounting.mechanisms import Records, Release, repeated, sequence
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.views import views
+from fedcdp.accounting.views import Setting, views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 
@@ -250,7 +250,9 @@ def _row(
     usage: Usage | None,
 ) -> Row:
     multipliers, scalings = noise_multipliers(plan, rounds), scaling_releases(plan, rounds)
-    worst = _epsilon(view, lambda row: row.worst(multipliers), scalings, plan.delta, mode)
+    # Listed rounds list every attempt; rounds that are still to come may each be tried several times.
+    attempts = plan.attempts if rounds is None or isinstance(rounds, int) else 1
+    worst = _epsilon(view, lambda row: row.worst(multipliers * attempts), scalings, plan.delta, mode)
     used = None
     if usage is not None:
         charged, often = noise_multipliers(plan, usage.rounds), scaling_releases(plan, usage.rounds)
@@ -292,10 +294,9 @@ def _client_rows(
         times = usage.by_client[client] if usage is not None and listed else None
         case = population.held[client], times
         if case not in found:
-            own = Population(population.clients, case[0], population.copies, population.layers)
-            (view,) = (each for each in views(plan, own) if (each.adversary, each.unit) == ("server", "record"))
+            view = Setting(plan, population, Records(plan, case[0])).server_row("record")
             spent = None if usage is None or times is None else Usage(usage.rounds, (times,))
-            found[case] = _row(view, plan, own, mode, rounds, spent)
+            found[case] = _row(view, plan, population, mode, rounds, spent)
         row = found[case]
         stated.append(ClientRow(population.name(client), case[0], row.epsilon, row.epsilon_used, row.epsilon_worst))
     return tuple(sorted(stated, key=lambda row: (-(row.epsilon_used or 0.0), -row.epsilon, row.records)))

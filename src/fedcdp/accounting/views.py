@@ -6,8 +6,14 @@ the release (`sensitivity`, in units of C·√M), how much noise the release car
 release.
 
 z, the noise over the sensitivity, is σ · noise / (sensitivity · √M). S: noise slots of a local step; S_i: those that carry a
-client's noise; K_t: clients in a round; R: clients that hold a copy of a record and may take part in one round; n: the noise
-on the sum of a local step under the plan's convention (√S for `example`, 1 for `batch`, 1/K_t for `cohort`).
+client's noise; K_t: clients in a round, t of whom may collude; R: clients that hold a copy of a record and may take part in
+one round; n: the noise on the sum of a local step under the plan's convention (√S for `example`, 1 for `batch`, 1/K_t for
+`cohort`, 1/√(K_t − t) for `sum`); u: the noise on an update of Fed-SDP (1, and 1/√(K_t − t) for `sum`).
+
+Under secure aggregation the server reads a round's sum, which carries the noise of K_t − t clients that the server does not
+know. Who must not know what: nobody but a client itself may know its noise, and nobody may read a single update. A client
+that reads the model knows its own noise, so against `model` at most K_t − max(t, 1) clients' noise counts. A round of one
+client has only that client's noise, which no other client knows.
 """
 
 from __future__ import annotations
@@ -49,7 +55,11 @@ def views(plan: Plan, population: Population) -> list[View]:
         )
     if plan.method in _UNPROTECTED or plan.noise_multiplier == 0:
         reason = _UNPROTECTED.get(plan.method, "the noise multiplier is 0, and clipping alone protects nothing")
-        return [_unprotected(adversary, "record", reason) for adversary in get_args(Adversary)]
+        rows = [_unprotected(adversary, "record", reason) for adversary in get_args(Adversary)]
+        if plan.scaling_noise is None:
+            return rows
+        # What was released before the first round counts for a client that has taken part in none.
+        return [Setting(plan, population, Records(plan, population.records)).with_scaling(row) for row in rows]
     if plan.method == "fed-sdp":
         return Setting(plan, population, Records(plan, population.records)).views()
     smallest, *larger = (Setting(plan, population, size).views() for size in sizes_that_count(plan, population))
@@ -129,9 +139,24 @@ class Setting:
         """The server's row for a unit, which always holds for an adversary who sees only the model."""
         return next(self.view(line) for line in self.lines() if (line.adversary, line.unit) == ("server", unit))
 
+    @property
+    def unknown_to_a_client(self) -> int:
+        """The clients of a round whose noise is unknown to one of them and to the colluders."""
+        return max(1, self.plan.per_round - max(self.plan.colluders, 1))
+
+    @property
+    def noise_of_an_update(self) -> float:
+        """The noise that a client adds to its update under Fed-SDP, in units of σC."""
+        return 1 / math.sqrt(self.plan.honest) if self.plan.sums else 1.0
+
     def why_alone(self) -> str | None:
-        """Why other clients' noise cannot be credited against an adversary who sees only the model; None if it can."""
+        """Why other clients' noise cannot be credited against an adversary who sees only a round's sum; None if it can.
+
+        With noise on the sum, clients send undivided sums with equal noise, whatever they hold: the plan refuses the rest.
+        """
         plan = self.plan
+        if plan.sums:
+            return None
         if plan.per_example and plan.local_steps > 1:
             return "over several local steps a client can repeat what it saw, so other clients' noise is not credited"
         if not plan.secure_aggregation:
@@ -165,13 +190,17 @@ _SLOT = Amount("√(S/S_i)", lambda on: on.noise_of_a_slot(on.records.most))
 _SLOT_OF_ANY = Amount("√(S/max S_i)", lambda on: on.noise_of_a_slot(on.population.largest))
 _SLOTS = Amount("S", lambda on: float(on.plan.slots))
 _TWICE_SLOTS = Amount("2·S", lambda on: float(2 * on.plan.slots))
+_COPIES = Amount("R", lambda on: float(on.copies))
 _TWICE_COPIES = Amount("2·R", lambda on: float(2 * on.copies))
 _STEP = Amount("n", lambda on: on.plan.noise_on_sum)
-_COHORT_OF_STEPS = Amount("n·√K_t", lambda on: on.plan.noise_on_sum * math.sqrt(on.plan.per_round))
-_COHORT_OF_UPDATES = Amount("√K_t", lambda on: math.sqrt(on.plan.per_round))
+_HONEST_STEPS = Amount("n·√(K_t − t)", lambda on: on.plan.noise_on_sum * math.sqrt(on.plan.honest))
+_OTHERS_STEPS = Amount("n·√(K_t − max(t, 1))", lambda on: on.plan.noise_on_sum * math.sqrt(on.unknown_to_a_client))
+_UPDATE = Amount("u", lambda on: on.noise_of_an_update)
+_HONEST_UPDATES = Amount("u·√(K_t − t)", lambda on: on.noise_of_an_update * math.sqrt(on.plan.honest))
+_OTHERS_UPDATES = Amount("u·√(K_t − max(t, 1))", lambda on: on.noise_of_an_update * math.sqrt(on.unknown_to_a_client))
 
 Method = Literal["fed-cdp", "fed-sdp"]
-Placement = Literal["any", "example", "batch", "cohort", "server", "client"]
+Placement = Literal["any", "example", "batch", "cohort", "sum", "server", "client"]
 Sampling = Callable[[Setting, "Line", Mechanism], View]
 Where = Callable[[Setting], bool]
 
@@ -211,6 +240,21 @@ def alone(on: Setting) -> bool:
     return on.why_alone() is not None
 
 
+def copied_alone(on: Setting) -> bool:
+    """A record may be stored at several clients, and other clients' noise does not count."""
+    return copied(on) and alone(on)
+
+
+def together(on: Setting) -> bool:
+    """Other clients' noise counts."""
+    return not alone(on)
+
+
+def copied_together(on: Setting) -> bool:
+    """A record may be stored at several clients, and other clients' noise counts."""
+    return copied(on) and together(on)
+
+
 def all_together(on: Setting) -> bool:
     """Other clients' noise counts, and every client takes part in every round."""
     return on.why_alone() is None and on.rate == 1
@@ -229,6 +273,12 @@ def records_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
     return _public_choice(on, line, on.records.assumption, mechanism.participation(on.records.hidden, on.records.steps))
 
 
+def records_and_updates_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
+    """Unknown: which records a step draws, and single updates. Who takes part may be known."""
+    assumption = f"{_sum_alone(on, line)}; {on.records.assumption}"
+    return _public_choice(on, line, assumption, mechanism.participation(on.records.hidden, on.records.steps))
+
+
 def copies_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
     """The same, for copies stored at clients of any size."""
     hidden = of_any_size(on.plan, on.population).hidden
@@ -242,7 +292,12 @@ def nothing_in_a_step(on: Setting, line: Line, mechanism: Mechanism) -> View:
 
 def nothing_of_a_client(on: Setting, line: Line, mechanism: Mechanism) -> View:
     """Unknown: nothing. All of a client's records are in every slot of every step."""
-    assumption = "covers all records of a client at once, in every slot of every step"
+    return _public_choice(on, line, _WHOLE_CLIENT, mechanism.participation(Gaussian, on.plan.local_steps))
+
+
+def updates_of_a_client_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
+    """Unknown: single updates. All of a client's records are in every slot of every step."""
+    assumption = f"{_sum_alone(on, line)}; {_WHOLE_CLIENT}"
     return _public_choice(on, line, assumption, mechanism.participation(Gaussian, on.plan.local_steps))
 
 
@@ -252,38 +307,35 @@ def nothing_of_an_update(on: Setting, line: Line, mechanism: Mechanism) -> View:
     return _public_choice(on, line, whole, lambda sigma: Gaussian(mechanism.first_z(sigma)))
 
 
+def updates_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
+    """Unknown: single updates, each clipped and noised as a whole. Who takes part may be known."""
+    whole = f"{_turned(line)}{_sum_alone(on, line)}"
+    return _public_choice(on, line, whole, lambda sigma: Gaussian(mechanism.first_z(sigma)))
+
+
 def as_the_server(on: Setting, line: Line, _: Mechanism) -> View:
     """Unknown: only what the server does not know either."""
     assumption = f"same ε as against the server: {on.why_alone()}"
     return replace(on.server_row(line.unit), adversary=line.adversary, assumption=assumption)
 
 
-def single_updates(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Unknown: single updates. No clients are sampled, so there is no amplification."""
+def cohort_and_updates_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
+    """Unknown: single updates, and who took part. Another client may take the unit's place.
 
-    def together(sigma: float) -> Release:
-        return Gaussian(mechanism.first_z(sigma))
-
-    assumption = f"{_SUM_ALONE}; every client takes part in every round, so ε gets no reduction from sampling clients"
-    server = on.server_row(line.unit)
-    return replace(
-        server, adversary=line.adversary, assumption=assumption, a_priori=together, taken=together, fallback=server
-    )
-
-
-def single_updates_and_cohort(on: Setting, line: Line, mechanism: Mechanism) -> View:
-    """Unknown: single updates, and who took part. Another client may take the unit's place."""
-    chosen = on.rate
-    if on.plan.per_example and line.unit == "record" and on.plan.record_sampling != "partition":
+    Colluders, and a client that reads the model, know whether they took part themselves, which tells a little about the
+    others: of K − max(t, 1) other clients at most K_t took part. The fallback is the row of a reader who knows the cohort.
+    """
+    plan = on.plan
+    chosen = min(1.0, plan.per_round / max(1, on.population.clients - max(plan.colluders, 1)))
+    if plan.per_example and line.unit == "record" and plan.record_sampling != "partition":
         chosen *= on.records.rate  # a batch in a fixed order is used in every participation
-    server = on.server_row(line.unit)
+    known = on.view(next(each for each in _KNOWN_COHORT if (each.method, each.unit) == (line.method, line.unit)))
     return replace(
-        server,
-        adversary=line.adversary,
-        assumption=f"{_SUM_ALONE}, nor who took part",
+        known,
+        assumption=f"{_sum_alone(on, line)}, nor who took part",
         a_priori=lambda sigma: WithoutReplacement(chosen, mechanism.first_z(sigma)),
         hidden=True,
-        fallback=server,
+        fallback=known,
     )
 
 
@@ -310,13 +362,20 @@ def cohort_hidden(on: Setting, line: Line, mechanism: Mechanism) -> View:
 def copies_together(on: Setting, line: Line, mechanism: Mechanism) -> View:
     """Unknown: nothing that is credited. All clients with a copy may take part together and move one sum."""
 
-    def together(sigma: float) -> Release:
+    def moved(sigma: float) -> Release:
         return Gaussian(mechanism.first_z(sigma))
 
     stored = (
         f"covers a person whose record is stored at {on.population.copies} clients, which may all take part in one round"
     )
-    return View(line.adversary, line.unit, line.relation, f"{_TURNED}{stored}", together, together, hidden=True)
+    return View(line.adversary, line.unit, line.relation, f"{_turned(line)}{stored}", moved, moved, hidden=True)
+
+
+def copies_in_the_sum(on: Setting, line: Line, mechanism: Mechanism) -> View:
+    """Unknown: single updates. The copies move one sum together. The fallback is the row of a reader of single updates."""
+    row = copies_together(on, line, mechanism)
+    single = next(each for each in _SINGLE_COPIES if each.method == line.method)
+    return replace(row, assumption=f"{_sum_alone(on, line)}; {row.assumption}", fallback=on.view(single))
 
 
 def raw(on: Setting, line: Line, _: Mechanism) -> View:
@@ -358,11 +417,22 @@ def _unprotected(adversary: Adversary, unit: Unit, reason: str) -> View:
 
 
 def _turned(line: Line) -> str:
-    return _TURNED if line.unit in ("record", "unique") else ""
+    return _TURNED if line.method == "fed-sdp" and line.unit in ("record", "unique") else ""
+
+
+def _sum_alone(on: Setting, line: Line) -> str:
+    """What secure aggregation promises, with the number of clients that may collude."""
+    plan = on.plan
+    members = "colludes" if plan.colluders == 0 else f"{plan.colluders} of the {plan.per_round} clients collude"
+    if line.adversary == "model":
+        rest = "no other client colludes" if plan.colluders == 0 else f"at most {members}"
+        return f"secure aggregation holds; the adversary may be a client of the round, which knows its own noise, and {rest}"
+    rest = f"no client {members} with it" if plan.colluders == 0 else f"at most {members} with it"
+    return f"secure aggregation holds: the server reads only the sum of a round, and {rest}"
 
 
 _TURNED = "changing one record may reverse its client's whole update, so twice the clip bound is assumed; "
-_SUM_ALONE = "secure aggregation holds, and the adversary is not a client and knows no single update"
+_WHOLE_CLIENT = "covers all records of a client at once, in every slot of every step"
 _ONE_BY_ONE = (
     "the adversary sees each noised gradient and knows whose it is; holds only where gradients are noised before the sum: "
     "in a tapped simulation, or on a deployed client whose policy names `example`"
@@ -376,7 +446,8 @@ _SEEN = "Gaussian in a public lottery over records, composed over the steps; a p
 _GAUSSIAN_STEPS = "Gaussian, composed over the steps; a public lottery over clients"
 _GAUSSIAN_UPDATE = "Gaussian; a public lottery over clients"
 _SERVER = "post-processing of what the server sees"
-_SUM = "Gaussian on the cohort's sum, whose noise adds up in variance"
+_SUM = "Gaussian on the cohort's sum, whose noise adds up in variance; a public lottery over clients"
+_SUBSAMPLED_SUM = "subsampled Gaussian on the cohort's sum, whose noise adds up in variance; a public lottery over clients"
 _SUM_OF_SOME = "sampling without replacement on the cohort's sum, whose noise adds up in variance"
 _HIDDEN = "subsampled Gaussian on the server's sum: Poisson, or without replacement"
 _GROUP = "Gaussian at the distance of all copies together"
@@ -387,37 +458,50 @@ _LOCAL_RAW = "local training is not private: every gradient in it is raw"
 # fmt: off
 TABLE: tuple[Line, ...] = (
     # method, placement, adversary, unit, relation, sensitivity, noise, what the adversary does not know, where, lemma
-    Line("fed-cdp", "any", "server", "record", "zero-out", _ONE, _STEP, records_hidden, always, _SUBSAMPLED),
+    Line("fed-cdp", "any", "server", "record", "zero-out", _ONE, _STEP, records_hidden, alone, _SUBSAMPLED),
+    Line("fed-cdp", "any", "server", "record", "zero-out", _ONE, _HONEST_STEPS, records_and_updates_hidden, together,
+         _SUBSAMPLED_SUM),
     Line("fed-cdp", "any", "update", "record", "zero-out", _ONE, _STEP, records_hidden, always, _SUBSAMPLED),
-    Line("fed-cdp", "any", "server", "unique", "zero-out", _ONE, _STEP, copies_hidden, copied, _COPIED),
+    Line("fed-cdp", "any", "server", "unique", "zero-out", _ONE, _STEP, copies_hidden, copied_alone, _COPIED),
+    Line("fed-cdp", "any", "server", "unique", "zero-out", _COPIES, _HONEST_STEPS, copies_in_the_sum, copied_together,
+         _GROUP),
     Line("fed-cdp", "any", "model", "record", "zero-out", _ONE, _STEP, as_the_server, alone, _SERVER),
-    Line("fed-cdp", "any", "model", "record", "zero-out", _ONE, _COHORT_OF_STEPS, single_updates, all_together, _SUM),
-    Line("fed-cdp", "any", "model", "record", "zero-out", _TWICE_SLOTS, _COHORT_OF_STEPS, single_updates_and_cohort,
+    Line("fed-cdp", "any", "model", "record", "zero-out", _ONE, _OTHERS_STEPS, records_and_updates_hidden, all_together,
+         _SUBSAMPLED_SUM),
+    Line("fed-cdp", "any", "model", "record", "zero-out", _TWICE_SLOTS, _OTHERS_STEPS, cohort_and_updates_hidden,
          some_together, _SUM_OF_SOME),
     Line("fed-cdp", "example", "example", "record", "zero-out", _ONE, _SLOT, nothing_in_a_step, always, _SEEN),
     Line("fed-cdp", "example", "example", "record", "replace-one", _TWO, _SLOT, nothing_in_a_step, always, _SEEN),
     Line("fed-cdp", "example", "example", "unique", "zero-out", _ONE, _SLOT_OF_ANY, nothing_in_a_step, copied, _COPIED),
     Line("fed-cdp", "batch", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
     Line("fed-cdp", "cohort", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
-    Line("fed-cdp", "any", "server", "client", "zero-out", _SLOTS, _STEP, nothing_of_a_client, always, _GAUSSIAN_STEPS),
+    Line("fed-cdp", "sum", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
+    Line("fed-cdp", "any", "server", "client", "zero-out", _SLOTS, _STEP, nothing_of_a_client, alone, _GAUSSIAN_STEPS),
+    Line("fed-cdp", "any", "server", "client", "zero-out", _SLOTS, _HONEST_STEPS, updates_of_a_client_hidden, together,
+         _SUM),
     Line("fed-cdp", "any", "model", "client", "zero-out", _SLOTS, _STEP, as_the_server, alone, _SERVER),
-    Line("fed-cdp", "any", "model", "client", "zero-out", _SLOTS, _COHORT_OF_STEPS, single_updates, all_together, _SUM),
-    Line("fed-cdp", "any", "model", "client", "zero-out", _TWICE_SLOTS, _COHORT_OF_STEPS, single_updates_and_cohort,
+    Line("fed-cdp", "any", "model", "client", "zero-out", _SLOTS, _OTHERS_STEPS, updates_of_a_client_hidden, all_together,
+         _SUM),
+    Line("fed-cdp", "any", "model", "client", "zero-out", _TWICE_SLOTS, _OTHERS_STEPS, cohort_and_updates_hidden,
          some_together, _SUM_OF_SOME),
 
-    Line("fed-sdp", "client", "server", "client", "zero-out", _ONE, _ONE, nothing_of_an_update, always, _GAUSSIAN_UPDATE),
-    Line("fed-sdp", "client", "update", "client", "zero-out", _ONE, _ONE, nothing_of_an_update, always, _GAUSSIAN_UPDATE),
-    Line("fed-sdp", "client", "model", "client", "zero-out", _ONE, _ONE, as_the_server, alone, _SERVER),
-    Line("fed-sdp", "client", "model", "client", "zero-out", _ONE, _COHORT_OF_UPDATES, single_updates, all_together, _SUM),
-    Line("fed-sdp", "client", "model", "client", "zero-out", _TWO, _COHORT_OF_UPDATES, single_updates_and_cohort,
+    Line("fed-sdp", "client", "server", "client", "zero-out", _ONE, _UPDATE, nothing_of_an_update, alone, _GAUSSIAN_UPDATE),
+    Line("fed-sdp", "client", "server", "client", "zero-out", _ONE, _HONEST_UPDATES, updates_hidden, together, _SUM),
+    Line("fed-sdp", "client", "update", "client", "zero-out", _ONE, _UPDATE, nothing_of_an_update, always, _GAUSSIAN_UPDATE),
+    Line("fed-sdp", "client", "model", "client", "zero-out", _ONE, _UPDATE, as_the_server, alone, _SERVER),
+    Line("fed-sdp", "client", "model", "client", "zero-out", _ONE, _OTHERS_UPDATES, updates_hidden, all_together, _SUM),
+    Line("fed-sdp", "client", "model", "client", "zero-out", _TWO, _OTHERS_UPDATES, cohort_and_updates_hidden,
          some_together, _SUM_OF_SOME),
-    Line("fed-sdp", "client", "server", "record", "zero-out", _TWO, _ONE, nothing_of_an_update, always, _GAUSSIAN_UPDATE),
-    Line("fed-sdp", "client", "update", "record", "zero-out", _TWO, _ONE, nothing_of_an_update, always, _GAUSSIAN_UPDATE),
-    Line("fed-sdp", "client", "model", "record", "zero-out", _TWO, _ONE, as_the_server, alone, _SERVER),
-    Line("fed-sdp", "client", "model", "record", "zero-out", _TWO, _COHORT_OF_UPDATES, single_updates, all_together, _SUM),
-    Line("fed-sdp", "client", "model", "record", "zero-out", _TWO, _COHORT_OF_UPDATES, single_updates_and_cohort,
+    Line("fed-sdp", "client", "server", "record", "zero-out", _TWO, _UPDATE, nothing_of_an_update, alone, _GAUSSIAN_UPDATE),
+    Line("fed-sdp", "client", "server", "record", "zero-out", _TWO, _HONEST_UPDATES, updates_hidden, together, _SUM),
+    Line("fed-sdp", "client", "update", "record", "zero-out", _TWO, _UPDATE, nothing_of_an_update, always, _GAUSSIAN_UPDATE),
+    Line("fed-sdp", "client", "model", "record", "zero-out", _TWO, _UPDATE, as_the_server, alone, _SERVER),
+    Line("fed-sdp", "client", "model", "record", "zero-out", _TWO, _OTHERS_UPDATES, updates_hidden, all_together, _SUM),
+    Line("fed-sdp", "client", "model", "record", "zero-out", _TWO, _OTHERS_UPDATES, cohort_and_updates_hidden,
          some_together, _SUM_OF_SOME),
-    Line("fed-sdp", "client", "server", "unique", "zero-out", _TWO, _ONE, nothing_of_an_update, copied, _COPIED),
+    Line("fed-sdp", "client", "server", "unique", "zero-out", _TWO, _UPDATE, nothing_of_an_update, copied_alone, _COPIED),
+    Line("fed-sdp", "client", "server", "unique", "zero-out", _TWICE_COPIES, _HONEST_UPDATES, copies_in_the_sum,
+         copied_together, _GROUP),
 
     Line("fed-sdp", "server", "server", "client", "zero-out", _ONE, _ONE, raw, always, _READ_RAW),
     Line("fed-sdp", "server", "update", "client", "zero-out", _ONE, _ONE, raw, always, _READ_RAW),
@@ -427,5 +511,18 @@ TABLE: tuple[Line, ...] = (
     Line("fed-sdp", "server", "model", "record", "zero-out", _TWO, _ONE, cohort_hidden, always, _HIDDEN),
     Line("fed-sdp", "server", "model", "unique", "zero-out", _TWICE_COPIES, _ONE, copies_together, copied, _GROUP),
     Line("fed-sdp", "any", "example", "record", "zero-out", _ONE, _ONE, raw, always, _LOCAL_RAW),
+)
+
+# Rows on which others rest: of a reader of a round's sum who knows the cohort, and of a reader of single updates.
+_KNOWN_COHORT = (
+    Line("fed-cdp", "any", "model", "record", "zero-out", _ONE, _OTHERS_STEPS, records_and_updates_hidden, together,
+         _SUBSAMPLED_SUM),
+    Line("fed-cdp", "any", "model", "client", "zero-out", _SLOTS, _OTHERS_STEPS, updates_of_a_client_hidden, together, _SUM),
+    Line("fed-sdp", "client", "model", "record", "zero-out", _TWO, _OTHERS_UPDATES, updates_hidden, together, _SUM),
+    Line("fed-sdp", "client", "model", "client", "zero-out", _ONE, _OTHERS_UPDATES, updates_hidden, together, _SUM),
+)
+_SINGLE_COPIES = (
+    Line("fed-cdp", "any", "server", "unique", "zero-out", _ONE, _STEP, copies_hidden, copied, _COPIED),
+    Line("fed-sdp", "client", "server", "unique", "zero-out", _TWO, _UPDATE, nothing_of_an_update, copied, _COPIED),
 )
 # fmt: on

@@ -8,7 +8,8 @@
 
 `capture` taps a training and returns `Captured`: the releases, the adversary's other knowledge, and the ground truth that
 scores the attack. Observations are in units of a gradient: an update is divided by −η and by the client's weight, both of
-which are public. After one local step it is the mean gradient of the batch, after L steps the sum of L such means.
+which are public. After one local step it is the mean gradient of the batch, after L steps the sum of L such means, weighted
+by `step_weights` where the plan has momentum or a proximal term.
 """
 
 from __future__ import annotations
@@ -106,8 +107,12 @@ class Captured:
 
     @property
     def means(self) -> Tensor:
-        """[victims]: number of mean gradients summed over a victim's examples; the step count if every batch was full."""
-        return self.used.sum((0, 2)) / self.expected_batch
+        """[victims]: number of mean gradients summed over a victim's examples; the step count if every batch was full.
+
+        With momentum or a proximal term, a step counts by its weight in the update (`step_weights`).
+        """
+        weights = torch.tensor(step_weights(self.plan, self.round, self.steps), device=self.device)
+        return (self.used.sum(2) * weights[:, None]).sum(0) / self.expected_batch
 
     @property
     def noisy(self) -> bool:
@@ -265,7 +270,8 @@ def promised_deviation(at: Moment, leak: Leak) -> Tensor:
             return one * 0
         return at.noise_scale * (one if at.slot_noise is None else at.slot_noise[:, 0].double())
     if plan.per_example:  # the weight of an update multiplies gradients and noise alike
-        return at.step_deviation * _accumulated(plan) / at.expected_batch.double()
+        accumulated = math.hypot(*step_weights(plan, at.round, plan.local_steps))
+        return at.step_deviation * accumulated / at.expected_batch.double()
     if plan.method == "fed-sdp" and plan.noise_at == "client":
         return at.noise_scale / at.learning_rate / weights_of(at).double()
     return one * 0
@@ -282,13 +288,19 @@ def as_gradient(update: Tree, at: Moment) -> Tree:
     return {name: value / scale.view(-1, *(1,) * (value.dim() - 1)) for name, value in update.items()}
 
 
-def _accumulated(plan: Plan) -> float:
-    """Standard deviation of the sum of unit noise added in every local step: √L, or more with momentum."""
-    moved, squares = 0.0, 0.0
-    for _ in range(plan.local_steps):  # noise of the last step moves the weights once; earlier noise also through momentum
-        moved = 1 + plan.momentum * moved
-        squares += moved**2
-    return math.sqrt(squares)
+def step_weights(plan: Plan, round_: int, steps: int) -> list[float]:
+    """How often the mean gradient of each local step is in the update of a round, from the first step to the last.
+
+    The last step moves the weights once. An earlier step moves them again through momentum, and a proximal term takes a part
+    ημ of the way back in every step that follows.
+    """
+    pull = plan.learning_rate_at(round_) * plan.proximal
+    weights, velocity, moved = [], 1.0, 1.0
+    for _ in range(steps):
+        weights.append(moved)
+        velocity = plan.momentum * velocity - pull * moved
+        moved += velocity
+    return weights[::-1]
 
 
 def _victim_clients(simulator: Simulator, victims: int) -> Tensor:

@@ -152,7 +152,7 @@ def simulated(
     ready = prepare(network, plan, device)
     engine = FunctionalEngine(ready, loss)
     weights = {name: p.detach() for name, p in ready.named_parameters() if p.requires_grad}
-    state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
+    state = State.first(plan, weights)
     if isinstance(target, Run) and at_round is None and target.rounds:
         bound = target.metrics[-1].get("clip") if plan.quantile else None
         state = State(min(target.rounds, plan.rounds - 1), weights, None, bound)

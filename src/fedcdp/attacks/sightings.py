@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.linear_head import LinearHead, Link
-from fedcdp.attacks.observe import Captured, Leak, as_gradient, promised_deviation, weights_of
+from fedcdp.attacks.observe import Captured, Leak, as_gradient, promised_deviation, step_weights, weights_of
 from fedcdp.attacks.replay import Course
 from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Batch
@@ -104,8 +104,9 @@ def _bound(plan: Plan, leak: Leak, round_: int, current: float | None, examples:
 def _shares(captured: Captured) -> Tensor:
     """[victims, examples]: multiplicity of each example in the observation, over the divisor of a step's sum."""
     counts = torch.zeros(captured.present.shape, dtype=torch.float64, device=captured.device)
-    for uses, used in zip(captured.uses, captured.used, strict=True):
-        counts.scatter_add_(1, uses, used.double())
+    weights = step_weights(captured.plan, captured.round, captured.steps)
+    for uses, used, weight in zip(captured.uses, captured.used, weights, strict=True):
+        counts.scatter_add_(1, uses, weight * used.double())
     return (counts / captured.expected_batch[:, None]).cpu()
 
 
@@ -208,7 +209,8 @@ class _Spy:
         records = [self._records[client] for client in names]
         most = max(map(len, records))
         mine = torch.tensor([each + [-1] * (most - len(each)) for each in records], device=at.clients.device)
-        local = Local(repeat(state.weights, len(names)))
+        before = repeat(state.weights, len(names))
+        local = Local(before, start=before)
         units = None if at.slot_noise is None else at.slot_noise[:, :1].expand(-1, most)
         for step, (positions, filled) in enumerate(zip(draw.positions, draw.present, strict=True)):
             there = ((positions[:, :, None] == mine[:, None]) & filled[:, :, None]).any(1)
@@ -234,10 +236,11 @@ class _Spy:
         ]
         update = take_part(METHODS[at.plan.method], state.weights, batches, at).update
         seen, (weights, biases) = self._head.gradient(as_gradient(update, at)), self._head.weights(state.weights)
+        steps = torch.tensor(step_weights(at.plan, at.round, len(batches)), dtype=torch.float64)
         for place, client in enumerate(at.clients.tolist()):
-            used = draw.positions[:, place][draw.present[:, place]].cpu()
-            counts = torch.tensor([int((used == record).sum()) for record in self._records[client]], dtype=torch.float64)
-            shares = counts / int(at.expected_batch[place])
+            positions, present = draw.positions[:, place].cpu(), draw.present[:, place].cpu()
+            counts = [((positions == record) & present).sum(1).double() @ steps for record in self._records[client]]
+            shares = torch.stack(counts) / int(at.expected_batch[place])
             self._keep((client, -1), at, place, seen[place], weights, biases, shares)
 
     def _keep(

@@ -193,7 +193,11 @@ class Laboratory:
         return self.layout.flatten(train_locally(self.method, self.weights, batches, at), lead=1)
 
     def _models(self, batches: Iterator[Batch], at: Moment) -> Tensor:
-        """How far each cohort moved the model, times K_t. A server draws noise once a round, so each trial has a seed."""
+        """How far each cohort moved the model, times K_t. A server draws noise once a round, so each trial has a seed.
+
+        An adversary may know the server's optimiser and its state, and undo it. The trials therefore grant it the mean
+        update, by which `sgd` moves the model.
+        """
         admitted = self.method.admit(train_locally(self.method, self.weights, batches, at), at)
         nobody = torch.zeros(0, dtype=torch.int64)
         moved = []
@@ -202,9 +206,11 @@ class Laboratory:
             received.add({name: value[first : first + self.cohort] for name, value in admitted.items()})
             seed = stream_key(at.plan.seed, "audit-server", int(at.clients[first])) >> 1
             noise = SeededNoise(seed, self.layout) if isinstance(at.noise, SeededNoise) else at.noise
-            there = replace(at, noise=noise, clients=nobody, expected_batch=nobody, records=nobody)
-            moved.append(self.layout.flatten(server_update(self.method, self.weights, received, there), lead=0))
-        return torch.stack(moved) * (at.plan.per_round / at.plan.server_learning_rate)
+            plain = at.plan.but(server_optimizer="sgd")
+            there = replace(at, plan=plain, noise=noise, clients=nobody, expected_batch=nobody, records=nobody)
+            after, _ = server_update(self.method, self.weights, received, there)
+            moved.append(self.layout.flatten(after, lead=0))
+        return torch.stack(moved) * (at.plan.per_round / at.plan.server_learning_rate_at(at.round))
 
     def attacks(self, absent: Numbers, present: Numbers) -> tuple[list[str], Tensor]:
         """Directions [coordinates, attacks] on which observations are projected, and their names.

@@ -47,6 +47,12 @@ _ONLY_FOR: dict[str, tuple[Applies, str]] = {
     "quantile_rate": (lambda e: e.plan.quantile is not None, _QUANTILE),
     "slots": (lambda e: e.plan.record_sampling == "poisson", "--record-sampling poisson"),
     "share_fraction": (lambda e: e.plan.method == "dssgd", "dssgd"),
+    "server_momentum": (lambda e: e.plan.server_optimizer != "sgd", "--server-optimizer momentum, adam or yogi"),
+    **dict.fromkeys(
+        ("server_beta2", "server_epsilon"),
+        (lambda e: e.plan.server_optimizer in ("adam", "yogi"), "--server-optimizer adam or yogi"),
+    ),
+    "proximal": (lambda e: e.plan.local_steps > 1, "several local steps (the first one starts at the global model)"),
     "noise_generator": (lambda e: e.plan.secure_noise, "--secure-noise"),
 }
 
@@ -92,6 +98,10 @@ def remarks(
     for name, (applies, which) in _ONLY_FOR.items():
         if name in options and not applies(experiment):
             yield f"{flag_of(name)} has no effect here: it is for {which}"
+    optimizer, rate = experiment.plan.server_optimizer, experiment.plan.server_learning_rate
+    chosen = "server_optimizer" in options and "server_learning_rate" not in options
+    if chosen and optimizer in ("adam", "yogi") and rate.start >= 1:
+        yield f"--server-optimizer {optimizer} moves weights by about --server-lr a round, {rate} here: try 0.1 or less"
     if experiment.data.file is not None and experiment.data.scaling == "training":
         yield "numbers without a public range are scaled by statistics of the training records, which no ε covers"
     if calibrated and "noise_multiplier" in options and experiment.plan.private:

@@ -27,6 +27,7 @@ ClientSampling = Literal["fixed", "poisson"]
 RecordSampling = Literal["poisson", "fixed", "partition"]
 Aggregation = Literal["fedsgd", "fedaveraging"]
 NoiseGenerator = Literal["philox", "chacha20"]
+ServerOptimizer = Literal["sgd", "momentum", "adam", "yogi"]
 
 _PAPER_CLIP = "4"
 _ADDED: dict[str, object] = {
@@ -34,6 +35,11 @@ _ADDED: dict[str, object] = {
     "mean_records": None,
     "noise_slots": "all",
     "scaling_noise": None,
+    "server_optimizer": "sgd",
+    "server_momentum": 0.9,
+    "server_beta2": 0.99,
+    "server_epsilon": 1e-3,
+    "proximal": 0.0,
     "colluders": 0,
     "attempts": 1,
 }
@@ -113,8 +119,19 @@ class Plan:
     )
     slots: int = option(None, "Noise slots of a Poisson step, S. Default: 3 B.")
     learning_rate: Schedule = option(0.05, "Local learning rate η: a number or a schedule.")
-    server_learning_rate: float = option(1.0, "Server learning rate s, in W + s·mean(ΔW).")
+    server_learning_rate: Schedule = option(1.0, "Server learning rate s, in W + s·mean(ΔW): a number or a schedule.")
+    server_optimizer: ServerOptimizer = option(
+        "sgd",
+        "How the server moves the model by the mean update: as it is (sgd), or by FedAvgM (momentum), FedAdam (adam) or "
+        "FedYogi (yogi). Costs no privacy.",
+    )
+    server_momentum: float = option(0.9, "Server optimiser: share β1 of the earlier mean updates (momentum, adam, yogi).")
+    server_beta2: float = option(0.99, "Server optimiser: share β2 of the earlier squared mean updates (adam, yogi).")
+    server_epsilon: float = option(1e-3, "Server optimiser: τ, added to the root of the mean square (adam, yogi).")
     momentum: float = option(0.0, "Momentum of the local steps within a round.")
+    proximal: float = option(
+        0.0, "FedProx: μ, which adds μ·(W_local − W) to the gradient of every local step. Costs no privacy."
+    )
     ema: float = option(0.0, "Moving average of the global model: share kept each round (0: off).")
     weighting: Weighting = option(
         "equal", "Weight of a client's update: the same for all (equal), or by its number of records (records)."
@@ -178,8 +195,13 @@ class Plan:
             record_sampling: RecordSampling = ...,
             slots: int | None = ...,
             learning_rate: Schedule | str | float = ...,
-            server_learning_rate: float = ...,
+            server_learning_rate: Schedule | str | float = ...,
+            server_optimizer: ServerOptimizer = ...,
+            server_momentum: float = ...,
+            server_beta2: float = ...,
+            server_epsilon: float = ...,
             momentum: float = ...,
+            proximal: float = ...,
             ema: float = ...,
             weighting: Weighting = ...,
             mean_records: float | None = ...,
@@ -200,7 +222,8 @@ class Plan:
         check_types(self)
         default_clip = _PAPER_DECAY if self.method == "fed-cdp-decay" else _PAPER_CLIP
         self._set("clip", as_bound(default_clip if self.clip is None else self.clip, "clip"))
-        self._set("learning_rate", as_schedule(self.learning_rate, "learning_rate"))
+        for name in ("learning_rate", "server_learning_rate"):
+            self._set(name, as_schedule(getattr(self, name), name))
         self._set("slots", self._default_slots() if self.slots is None else self.slots)
         self._check_values()
 
@@ -277,6 +300,10 @@ class Plan:
         """The local learning rate η of a round."""
         return self.learning_rate.value(round_, self.rounds)
 
+    def server_learning_rate_at(self, round_: int) -> float:
+        """The server's learning rate s of a round."""
+        return self.server_learning_rate.value(round_, self.rounds)
+
     def but(self, **changes: Any) -> Plan:
         """The same plan with some fields changed. Defaults that depend on a changed field are computed again.
 
@@ -311,11 +338,14 @@ class Plan:
         A field that the first release lacked is left out while it has its default, so ledgers, checkpoints and tasks of that
         release keep their digests.
         """
-        return {
+        written = {
             name: str(value) if isinstance(value, Schedule | Quantile) else value
             for name, value in vars(self).items()
             if _ADDED.get(name, _ALWAYS) != value
         }
+        if self.server_learning_rate.kind == "constant":  # in the first release it was always a number
+            written["server_learning_rate"] = float(self.server_learning_rate.start)
+        return written
 
     def digest(self) -> str:
         """A short hash of the plan, different for different plans."""
@@ -346,8 +376,8 @@ class Plan:
             )
         self._require("noise_multiplier", self.noise_multiplier >= 0, "0 or more")
         least, most = _RATES
-        self._require("server_learning_rate", least <= self.server_learning_rate <= most, f"from {least:g} to {most:g}")
-        for name in ("momentum", "ema", "compression"):
+        self._require("server_epsilon", least <= self.server_epsilon <= most, f"from {least:g} to {most:g}")
+        for name in ("momentum", "server_momentum", "server_beta2", "ema", "compression"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("delta", _LEAST_DELTA <= self.delta < 1, f"at least {_LEAST_DELTA:g} and below 1")
         self._require("share_fraction", 0 < self.share_fraction <= 1, "above 0 and at most 1")
@@ -357,8 +387,16 @@ class Plan:
         else:
             fixed = f"the batch size, {self.batch_size}, under {self.record_sampling} record sampling"
             self._require("slots", self.slots == self.batch_size, fixed)
-        if self.learning_rate.kind == "proportional":
-            raise PlanError("learning_rate: only a clip bound can be proportional (to the learning rate)")
+        for name in ("learning_rate", "server_learning_rate"):
+            if getattr(self, name).kind == "proportional":
+                raise PlanError(f"{name}: only a clip bound can be proportional (to the learning rate)")
+        self._require("proximal", self.proximal >= 0, "0 or more")
+        fastest = max(self.learning_rate.start, self.learning_rate.end)
+        if self.proximal * fastest >= 1:
+            raise PlanError(
+                f"proximal: {self.proximal} is not allowed; times the learning rate, {fastest:g}, it must be below 1, or a "
+                "local step overshoots the global model"
+            )
         for name in ("quantile_noise", "quantile_rate"):
             self._require(name, getattr(self, name) > 0, "positive")
         if self.noise_generator != "philox" and not self.secure_noise:

@@ -1,4 +1,4 @@
-"""Schedules: one value per round, for the clip bound and the learning rate.
+"""Schedules: one value per round, for the clip bound and the learning rates of clients and server.
 
 A schedule is a frozen value with a written form, so configuration files, the command line and Python use the same
 notation: `4`, `linear(6, 2)`, `exponential(6, 2)`, `cosine(6, 2)`, `proportional(4)`. A clip bound may also be a

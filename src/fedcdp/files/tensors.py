@@ -34,9 +34,9 @@ def save_tensors(path: Path, tensors: Tree, about: Mapping[str, Any], mode: int 
 
 
 def size_of(tensors: Mapping[str, Tensor]) -> int:
-    """An upper bound on the size of a `save_tensors` file that holds these tensors twice, as a checkpoint with a moving
-    average does."""
-    return 2 * sum(value.numel() * value.element_size() for value in tensors.values()) + _MOST_HEADER
+    """An upper bound on the size of a checkpoint of these tensors: twice with a moving average, and two more values in
+    float64 for each, the state of a server optimiser."""
+    return sum(value.numel() * (2 * value.element_size() + 16) for value in tensors.values()) + _MOST_HEADER
 
 
 def load_tensors(path: Path, form: str, most: int = MOST_TENSORS) -> tuple[Tree, dict[str, Any]]:

@@ -16,6 +16,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.files.tree import Tree, combine
 from fedcdp.methods.base import Method, Moment
 from fedcdp.methods.quantile import clip_rule
+from fedcdp.methods.server_optimizers import OptimizerState, move_model
 
 
 class Aggregate:
@@ -53,11 +54,15 @@ class Aggregate:
         return math.fsum(count for counts in self._counts for count in counts.tolist())
 
 
-def server_update(method: Method, weights: Tree, received: Aggregate, at: Moment) -> Tree:
-    """W(t+1) ← W(t) + s · (Σ ΔW_k, sanitised) / K_t."""
+def server_update(
+    method: Method, weights: Tree, received: Aggregate, at: Moment, optimizer: OptimizerState | None = None
+) -> tuple[Tree, OptimizerState | None]:
+    """W(t+1) ← W(t) + s · (Σ ΔW_k, sanitised) / K_t, or as the plan's server optimiser moves it; and the optimiser's state.
+
+    The optimiser gets the sanitised sum and nothing else of the round.
+    """
     total = method.sanitise_sum(received.total_update(), at)
-    step = at.plan.server_learning_rate / at.plan.per_round
-    return {name: (value.double() + step * total[name]).to(value.dtype) for name, value in weights.items()}
+    return move_model(weights, total, at.plan, at.round, optimizer)
 
 
 def next_clip(received: Aggregate, at: Moment) -> float | None:

@@ -107,6 +107,8 @@ class Local:
     weights: Tree
     velocity: Tree | None = None
     """The running sum of gradients, with momentum."""
+    start: Tree | None = None
+    """The global weights W(t), which a proximal term pulls towards; None: there is no such term."""
     count: Tensor | None = None
     """The count of norms within the clip bound that clients will send, if the bound follows a quantile."""
 
@@ -137,13 +139,20 @@ class Method(ABC):
         """The sum of a step's gradients, in the form that local training may use."""
 
     def local_step(self, local: Local, batch: Batch, at: Moment) -> Local:
-        """One local iteration: W ← W − η·v, where v is the batch mean, or its running sum with momentum."""
+        """One local iteration: W ← W − η·v, where v is the batch mean, or its running sum with momentum.
+
+        FedProx (Li et al., MLSys 2020) adds μ·(W − W(t)) to the mean. The term is outside of clipping and noise: under
+        Fed-CDP it is a function of the global model and of steps that were noised before.
+        """
         summed = self.gradient_sum(local.weights, batch, at)
         mean = {name: value / _column(at.expected_batch, value) for name, value in summed.total.items()}
+        if at.plan.proximal:
+            assert local.start is not None
+            mean = combine(mean, combine(local.weights, local.start, -1.0), at.plan.proximal)
         velocity = mean if local.velocity is None else combine(mean, local.velocity, at.plan.momentum)
         weights = combine(local.weights, velocity, -at.learning_rate)
         count = local.count if summed.count is None else summed.count
-        return Local(weights, velocity if at.plan.momentum else None, count)
+        return Local(weights, velocity if at.plan.momentum else None, local.start, count)
 
     def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
         """The update that a client sends, ΔW_i(t) = W_i(t)_L − W(t), weighted: sanitised, then pruned, never the reverse."""

@@ -14,7 +14,7 @@ from fedcdp.methods.quantile import clip_rule
 def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Sent:
     """Run L local iterations of every client from the global weights W(t); return what the clients send."""
     before = repeat(weights, len(at.clients))
-    local = Local(before)
+    local = Local(before, start=before)
     for step, batch in enumerate(batches):
         now = replace(at, step=step)
         now.show("local-weights", local.weights)

@@ -151,6 +151,8 @@ def refusal(plan: Plan, engine: Engine, examples: Examples) -> str | None:
         return "there is no GPU"
     if plan.momentum:
         return "it does not support momentum"
+    if plan.proximal:
+        return "it does not support a proximal term"
     if plan.per_example and plan.secure_noise:
         return "it does not support secure noise"
     if plan.per_example and plan.quantile is not None:
@@ -216,7 +218,7 @@ class CompiledEngine:
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         """See `LocalEngine`."""
-        read = at.tap is not None or self._plan.quantile is not None
+        read = at.tap is not None or self._plan.quantile is not None or self._plan.proximal > 0
         if read or at.noise.sources(at.round, 0) is None or not self._works:
             return self._stepwise(weights, draw, at)
         # Every training in a process counts as a variant of one program; by default, the ninth is rejected.

@@ -1,9 +1,9 @@
 """Rounds of many virtual clients on one device.
 
 A round is four steps: choose the clients, train them locally (in chunks, to bound memory), add up their updates, move the
-global model. Only the weights, and a clip bound that follows a quantile, carry over from round to round. All randomness is
-derived from the seed and the round, so a stopped run continues exactly where it stopped (under secure noise: with fresh
-randomness).
+global model. Only the weights, the state of a server optimiser, and a clip bound that follows a quantile carry over from
+round to round. All randomness is derived from the seed and the round, so a stopped run continues exactly where it stopped
+(under secure noise: with fresh randomness).
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Simulator:
             received.add(method.admit(sent.update, at), clip_rule(plan).admitted(sent, at))
         nobody = torch.zeros(0, dtype=torch.int64, device=self.data.device)
         at = self.moment(state, nobody, nobody)
-        weights = server_update(method, state.weights, received, at)
+        weights, optimizer = server_update(method, state.weights, received, at, state.optimizer)
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
-        return State(state.round + 1, weights, average, next_clip(received, at))
+        return State(state.round + 1, weights, average, next_clip(received, at), optimizer)
 
     def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
         """The moment at the start of a round for clients with `sizes` records."""

@@ -31,11 +31,13 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from fedcdp.config.plan import Plan
 from fedcdp.errors import RunError, StorageError
 from fedcdp.files.disk import PARTIAL, PRIVATE, not_written, open_unlinked, sync_directory, write_atomically
-from fedcdp.files.tensors import MOST_TENSORS, load_tensors, read_about, save_tensors
+from fedcdp.files.tensors import MOST_TENSORS, check_tensors, load_tensors, read_about, save_tensors
 from fedcdp.files.tree import Tree
 from fedcdp.files.untrusted import MOST_JSON, MOST_LINES, parse_json, read_bounded
+from fedcdp.methods.server_optimizers import OptimizerState, first_optimizer_state
 
 Row = dict[str, Any]
 _MOST_ENGINE = 1000
@@ -53,6 +55,19 @@ class State:
     """The moving average of the global model, if the plan has one."""
     clip: float | None = None
     """The clip bound of the next round, if it follows a quantile."""
+    optimizer: OptimizerState | None = None
+    """The state of the server's optimiser, if it has one: a function of released sums only."""
+
+    @staticmethod
+    def first(plan: Plan, weights: Tree) -> State:
+        """The state before the first round of a training that starts at these weights."""
+        average, clip = dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None
+        return State(0, weights, average, clip, first_optimizer_state(plan, weights))
+
+    def trees(self) -> dict[str, Tree]:
+        """All tensors, by the names under which a checkpoint stores them."""
+        average = {} if self.average is None else {"average": self.average}
+        return {"weights": self.weights} | average | ({} if self.optimizer is None else self.optimizer.parts())
 
 
 class RunDirectory:
@@ -138,9 +153,7 @@ class RunDirectory:
 
     def save_state(self, state: State, plan: str) -> None:
         """Replace the checkpoint by a newer one; `plan` is the digest of its plan."""
-        tensors = {f"weights/{name}": value for name, value in state.weights.items()}
-        if state.average is not None:
-            tensors |= {f"average/{name}": value for name, value in state.average.items()}
+        tensors = {f"{part}/{name}": value for part, tree in state.trees().items() for name, value in tree.items()}
         about = {"format": "checkpoint-1", "round": state.round, "plan": plan}
         if state.clip is not None:
             about["clip"] = state.clip  # JSON keeps every digit
@@ -185,11 +198,40 @@ class RunDirectory:
         round_ = self._round_in(about)
         if "clip" in about and not (type(about["clip"]) is float and 0 < about["clip"] < math.inf):
             raise RunError(f"{self.checkpoint} holds a clip bound that is not a positive number")
-        parts: dict[str, Tree] = {"weights": {}, "average": {}}
+        parts: dict[str, Tree] = {"weights": {}, "average": {}, "momentum": {}, "variance": {}}
         for name, value in tensors.items():
             part, _, parameter = name.partition("/")
             parts.setdefault(part, {})[parameter] = value
-        return State(round_, parts["weights"], parts["average"] or None, about.get("clip"))
+        if parts["variance"] and not parts["momentum"]:
+            raise RunError(f"{self.checkpoint} holds only half of the state of the server's optimiser")
+        optimizer = OptimizerState(parts["momentum"], parts["variance"] or None) if parts["momentum"] else None
+        return State(round_, parts["weights"], parts["average"] or None, about.get("clip"), optimizer)
+
+    def resumed_state(self, fresh: State, plan: Plan, most: int = MOST_TENSORS) -> State | None:
+        """The latest state of a run of this plan, or None if no round was finished.
+
+        Args:
+            fresh: The state before the first round: the stored one has to have its parts, with the same tensors.
+            plan: The plan of the run.
+            most: The size of the largest checkpoint that is read, in bytes.
+
+        Raises:
+            RunError: The checkpoint is damaged, or it does not belong to the plan or to the network.
+        """
+        stored = self.load_state(plan.digest(), most)
+        if stored is None:
+            return None
+        found, wanted = stored.trees(), fresh.trees()
+        check_tensors(self.checkpoint, stored.weights, fresh.weights)
+        if (found.keys() ^ wanted.keys()) & {"momentum", "variance"}:
+            raise RunError(f"{self.checkpoint} does not hold the state of the server optimiser {plan.server_optimizer}")
+        if stored.round > plan.rounds or found.keys() != wanted.keys() or (stored.clip is None) != (fresh.clip is None):
+            raise RunError(f"{self.checkpoint} does not belong to the plan in config.toml")
+        for part, tree in found.items():
+            check_tensors(self.checkpoint, tree, wanted[part])
+        if any(bool((value < 0).any()) for value in found.get("variance", {}).values()):
+            raise RunError(f"{self.checkpoint} holds a negative mean square for the server optimiser")
+        return stored
 
     def _round_in(self, about: Mapping[str, Any]) -> int:
         round_ = about.get("round")

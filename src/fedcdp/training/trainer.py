@@ -27,10 +27,11 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss, engines_for
 from fedcdp.engine.frozen import split
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
-from fedcdp.errors import ModelError, PlanError, RunError
-from fedcdp.files.tensors import check_tensors, size_of
+from fedcdp.errors import ModelError, PlanError
+from fedcdp.files.tensors import size_of
 from fedcdp.files.tree import Tree, each_tensor
 from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.methods.server_optimizers import OptimizerState
 from fedcdp.training.autotune import choose_engine
 from fedcdp.training.evaluation import score, try_own_metrics
 from fedcdp.training.loss_contract import check_loss, check_outputs, loss_for
@@ -162,7 +163,7 @@ def begin(
     outputs = first.outputs(weights, tried)
     check_outputs(outputs, federation.train, loss)
     check_loss(first.loss, outputs, federation.train)
-    state = State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)
+    state = State.first(plan, weights)
     local_engine, at_once = choose_engine(
         plan,
         engines,
@@ -195,12 +196,8 @@ def _opened(
     else:
         directory.create(_config_of_python(plan, prepared.federation) if config is None else config)
     with directory.locked():
-        if resume and (stored := directory.load_state(plan.digest(), size_of(fresh.weights))) is not None:
-            for tree in (stored.weights, stored.average or stored.weights):
-                check_tensors(directory.checkpoint, tree, fresh.weights)
-            if stored.round > plan.rounds or _missing(stored) != _missing(fresh):
-                raise RunError(f"{directory.checkpoint} does not belong to the plan in config.toml")
-            fresh = stored
+        if resume:
+            fresh = directory.resumed_state(fresh, plan, size_of(fresh.weights)) or fresh
         noise: NoiseKind = "secure" if plan.secure_noise else "seeded"
         ledger = Ledger.of_run(directory.ledger, plan, prepared.population, noise, fresh.round)
         computing = (simulator.local_engine.name, simulator.chunk)
@@ -308,13 +305,12 @@ def _config_of_python(plan: Plan, federation: Federation) -> str:
     return f"# network and data came from Python\n{written}"
 
 
-def _missing(state: State) -> list[bool]:
-    return [part is None for part in (state.average, state.clip)]
-
-
 def _to(state: State, device: torch.device) -> State:
     def moved(tree: Tree) -> Tree:
         return {name: value.to(device) for name, value in tree.items()}
 
     average = None if state.average is None else moved(state.average)
-    return replace(state, weights=moved(state.weights), average=average)
+    optimizer = state.optimizer
+    if optimizer is not None:
+        optimizer = OptimizerState(**{part: moved(tree) for part, tree in optimizer.parts().items()})
+    return replace(state, weights=moved(state.weights), average=average, optimizer=optimizer)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 pytest.importorskip("flwr")
 
+from fedcdp.attacks.observe import step_weights
 from fedcdp.deploy.protocol.admission import check_size, largest_norm, norm_of, outliers
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.messages import Update
@@ -24,6 +27,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "noise of each slot": {},
     "noise of the batch": {"noise": "batch"},
     "momentum": {"momentum": 0.9, "local_steps": 20},
+    "proximal": {"proximal": 3.0, "local_steps": 3},
+    "momentum and proximal": {"proximal": 3.0, "momentum": 0.5, "local_steps": 3},
     "much noise": {"noise_multiplier": 10.0},
     "no noise": {"noise_multiplier": 0.0},
 }
@@ -40,12 +45,21 @@ def test_the_worst_that_a_client_can_honestly_send_is_admitted(changes: dict[str
     velocity, update = torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
     for _ in range(plan.local_steps):
         noise = torch.randn(LAYOUT.size, generator=generator) * plan.noise_scale_at(0) * plan.noise_on_sum
-        velocity = plan.momentum * velocity + (direction + noise) / min(plan.batch_size, records)
+        velocity = plan.momentum * velocity + (direction + noise) / min(plan.batch_size, records) + plan.proximal * update
         update = update - plan.learning_rate_at(0) * velocity
     sent = LAYOUT.unflatten(update)
     check_size(Update(sent, None), plan, LAYOUT, FIRST, records)
     with pytest.raises(WireError, match="update is too large"):
         check_size(Update({name: 40 * value for name, value in sent.items()}, None), plan, LAYOUT, FIRST, records)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(momentum=st.floats(0, 0.99), pull=st.floats(0, 0.999), steps=st.integers(1, 60))
+def test_a_proximal_term_never_makes_a_step_count_more(momentum: float, pull: float, steps: int) -> None:
+    """So the bound of a plan without one holds: Σβ^j, at most 1 / (1 − β), for every step."""
+    weights = step_weights(experiment(learning_rate=0.5, momentum=momentum, proximal=2 * pull).plan, 0, steps)
+    most = [sum(momentum**later for later in range(left + 1)) for left in reversed(range(steps))]
+    assert all(abs(weight) <= bound * (1 + 1e-9) for weight, bound in zip(weights, most, strict=True))
 
 
 @pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS.keys())

@@ -39,6 +39,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "fed-cdp, pruned": {"compression": 0.7},
     "fed-cdp, momentum and average": {"momentum": 0.5, "ema": 0.9, "server_learning_rate": 0.7},
     "fed-cdp, quantile": {"clip": "quantile(0.5, 1)"},
+    "fed-cdp, adam and proximal": {
+        "server_optimizer": "adam", "server_learning_rate": "linear(0.1, 0.02)", "proximal": 0.5, "ema": 0.5,
+    },
+    "fed-cdp, server momentum": {"server_optimizer": "momentum", "server_momentum": 0.7, "client_sampling": "poisson"},
+    "fed-sdp at the server, yogi": {"method": "fed-sdp", "server_optimizer": "yogi", "server_learning_rate": 0.1},
+    "dssgd, adam": {"method": "dssgd", "server_optimizer": "adam", "server_learning_rate": 0.1, "server_epsilon": 0.1},
     "fed-sdp at the server": {"method": "fed-sdp"},
     "fed-sdp at the server, Poisson clients, quantile": {
         "method": "fed-sdp", "client_sampling": "poisson", "clip": "quantile(0.5, 0.1)", "ema": 0.5,
@@ -58,6 +64,7 @@ QUICK = {
     "fed-cdp",
     "fed-cdp, Poisson clients",
     "fed-cdp, quantile",
+    "fed-cdp, adam and proximal",
     "fed-sdp at the server",
     "fed-sdp at the client",
 }

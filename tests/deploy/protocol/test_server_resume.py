@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -73,6 +74,36 @@ def test_killed_at_any_message(place: int, when: str, reproducible: bool, tmp_pa
         model = load_tensors(tmp_path / "run" / "model.safetensors", "model-1")[0]
         for name, value in simulated.items():
             torch.testing.assert_close(model[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_an_optimiser_goes_on_to_the_bit_where_the_server_was_killed(optimizer: str, tmp_path: Path) -> None:
+    wanted, how = experiment(server_optimizer=optimizer, server_learning_rate=0.1), settings(reproducible=True)
+    models = []
+    for name, fail_at in (("whole", None), ("killed", (CLIENTS + 7, "after"))):
+        grid = LocalGrid(make_nodes(tmp_path / name), fail_at=fail_at)
+        if fail_at is not None:
+            with pytest.raises(Killed):
+                serve(grid, wanted, tmp_path / name / "run", how)
+            assert RunDirectory(tmp_path / name / "run").rounds_done() == 2
+            grid = LocalGrid(make_nodes(tmp_path / name))
+        assert serve(grid, wanted, tmp_path / name / "run", how).ended == "done"
+        models.append(load_tensors(tmp_path / name / "run" / "checkpoint.safetensors", "checkpoint-1")[0])
+    assert models[0].keys() == models[1].keys()
+    assert any(name.startswith("momentum/") for name in models[0])
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+
+
+def test_a_checkpoint_without_its_optimisers_state_is_refused(tmp_path: Path) -> None:
+    wanted, how = experiment(server_optimizer="adam", server_learning_rate=0.1), settings(reproducible=True)
+    with pytest.raises(Killed):
+        serve(LocalGrid(make_nodes(tmp_path), fail_at=(CLIENTS + 7, "after")), wanted, tmp_path / "run", how)
+    directory = RunDirectory(tmp_path / "run")
+    stored = directory.load_state()
+    assert stored is not None
+    directory.save_state(replace(stored, optimizer=None), wanted.plan.digest())
+    with pytest.raises(RunError, match="does not hold the state of the server optimiser adam"):
+        serve(LocalGrid(make_nodes(tmp_path)), wanted, tmp_path / "run", how)
 
 
 @pytest.mark.parametrize("at", ["metrics", "checkpoint", "roster", "ledger"])

@@ -31,7 +31,7 @@ class AmplifiedInAFixedOrder(Recipes):
 
     def cohort_rate(self, size: int) -> float:
         """q_c·q_l under any record sampling."""
-        return self.client_rate * self.record_rate(size)
+        return self.others_rate * self.record_rate(size)
 
 
 class CreditedDespitePruning(Recipes):

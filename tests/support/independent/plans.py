@@ -156,7 +156,7 @@ def _plan(random: Random, rounds: int, per_round: int, layers: int) -> Plan:
         "record_sampling": sampling,
         "slots": random.randint(batch, 4 * batch) if sampling == "poisson" else batch,
         "learning_rate": random.choice(["0.1", "linear(0.1, 0.05)"]),
-        "server_learning_rate": random.choice([1.0, 0.5]),
+        "server_learning_rate": random.choice([1.0, 0.5]),  # drawn anew below
         "momentum": random.choice([0.0, 0.9]),
         "ema": random.choice([0.0, 0.9]),
         "aggregation": random.choice(["fedsgd", "fedaveraging"]),
@@ -175,9 +175,37 @@ def _plan(random: Random, rounds: int, per_round: int, layers: int) -> Plan:
         fields["noise_slots"] = "held"
     if method.startswith("fed") and random.random() < 0.3:
         fields["scaling_noise"] = math.exp(random.uniform(math.log(0.5), math.log(20)))
+    fields |= _post_processing(Random(repr(fields)))
+    if secure and random.random() < 0.6:
+        fields["colluders"] = random.randint(0, per_round - 1)
+        if method != "nonprivate" and method != "dssgd" and per_round > 1 and random.random() < 0.6:
+            fields |= _on_the_sum(random, fields)
+            draws = 1 / math.sqrt(per_round - fields["colluders"])
     z = math.exp(random.uniform(math.log(0.4), math.log(12)))
     multiplier = z * math.sqrt(layers) / draws
     return Plan(**fields, noise_multiplier=0.0 if random.random() < 0.02 else multiplier)
+
+
+def _on_the_sum(random: Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """The same plan with its noise on the sum of all clients, as far as that is allowed."""
+    clip = fields["clip"] if not fields["clip"].startswith("quantile") else "4"
+    steps = {"local_steps": 1} if fields["method"].startswith("fed-cdp") else {"noise_at": "client"}
+    return steps | {
+        "noise": "sum", "noise_slots": "all", "clip": clip, "compression": 0.0, "aggregation": "fedsgd",
+        "attempts": random.choice([1, 1, 3]),
+    }  # fmt: skip
+
+
+def _post_processing(random: Random) -> dict[str, Any]:
+    """Options on which no ε depends. They have randomness of their own: a plan's number stands for the same mechanism."""
+    return {
+        "server_optimizer": random.choice(["sgd", "momentum", "adam", "yogi"]),
+        "server_learning_rate": random.choice([1.0, 0.5, "linear(1, 0.1)", "cosine(0.5, 0.01)"]),
+        "server_momentum": random.choice([0.0, 0.9]),
+        "server_beta2": random.choice([0.0, 0.99]),
+        "server_epsilon": random.choice([1e-9, 1e-3, 1.0]),
+        "proximal": random.choice([0.0, 0.0, 0.1, 5.0]),
+    }
 
 
 _CLIPS = [

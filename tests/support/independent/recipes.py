@@ -37,16 +37,21 @@ class Recipes(Rows):
         plan = self.plan
         exposed = [("example", 1.0, "zero-out"), ("example", 0.5, "replace-one")] if plan.noise == "example" else []
         rows: dict[Key, tuple[str, list[list[Row | None]]]] = {}
-        summed = self._for_sizes(lambda size: [self.known(once) for once in self.summed(size)])
-        rows["server", "record", "zero-out"] = rows["update", "record", "zero-out"] = "server", summed
+        rows["update", "record", "zero-out"] = "server", self._for_sizes(lambda size: self._known(self.summed(size)))
         credit = "credited" if self.credited() else "server"
+        rows["server", "record", "zero-out"] = (
+            credit,
+            self._for_sizes(lambda size: self._known(self.summed(size, self.server_sees))),
+        )
         rows["model", "record", "zero-out"] = (
             credit,
-            self._for_sizes(lambda size: self._model(self.summed(size), self.cohort_rate(size), 1.0)),
+            self._for_sizes(lambda size: self._model(self.summed(size, self.client_sees), self.cohort_rate(size))),
         )
-        whole = self.known(self._every_step(self.draws / plan.slots))
-        rows["server", "client", "zero-out"] = "client", [[whole]]
-        rows["model", "client", "zero-out"] = credit, [self._model([whole.once], self.client_rate, plan.slots)]
+        rows["server", "client", "zero-out"] = "client", [[self.known(self._every_step(self.server_sees / plan.slots))]]
+        rows["model", "client", "zero-out"] = (
+            credit,
+            [self._model([self._every_step(self.client_sees / plan.slots)], self.others_rate)],
+        )
         for who, weight, relation in exposed:
             rows[who, "record", relation] = (
                 "seen",
@@ -59,7 +64,7 @@ class Recipes(Rows):
         if self.federation.copies > 1:
             rows["server", "unique", "zero-out"] = (
                 "unique",
-                self._copied(),
+                [[*row, *self._moved_together(1.0)] for row in self._copied()],
             )
             if exposed:
                 rows["example", "unique", "zero-out"] = (
@@ -92,16 +97,21 @@ class Recipes(Rows):
 
         return participation
 
-    def summed(self, size: int) -> list[Made]:
+    def _known(self, participations: list[Made]) -> list[Row | None]:
+        return [self.known(once) for once in participations]
+
+    def summed(self, size: int, weight: float | None = None) -> list[Made]:
         """One participation in the sums of its steps: with secret sampling; and with sampling that is known.
+
+        The noise on a sum is that of its client, or of `weight` draws.
 
         A record that is zeroed out keeps its slot, so that known sampling moves a sum by one sensitivity. The dominating
         pairs of `fixed` sampling and of slots that overflow move it by two, and may cost more than secrecy saves.
         """
-        secret = self._steps(size, self.draws, self._hidden)
-        plan = self.plan
+        plan, weight = self.plan, self.draws if weight is None else weight
+        secret = self._steps(size, weight, self._hidden)
         if plan.record_sampling == "fixed" or (plan.record_sampling == "poisson" and size > plan.slots):
-            return [secret, self._steps(size, self.draws, lambda _, mu: Shift(mu))]
+            return [secret, self._steps(size, weight, lambda _, mu: Shift(mu))]
         return [secret]
 
     def _every_step(self, weight: float) -> Made:
@@ -141,9 +151,32 @@ class Recipes(Rows):
 
     # Secure aggregation ----------------------------------------------------------------------------------------------
 
+    @property
+    def server_sees(self) -> float:
+        """The noise on what the server reads of a client's steps, in draws: its own, or that of all who do not collude."""
+        return self.draws * (math.sqrt(self.plan.per_round - self.plan.colluders) if self.credited() else 1.0)
+
+    @property
+    def client_sees(self) -> float:
+        """The noise on a round's sum that a client does not know, who may have added some of it itself, in draws."""
+        return self.draws * self._unknown()
+
+    def _unknown(self) -> float:
+        """√ of the clients whose noise a client of the round and all colluders together do not know."""
+        known = max(self.plan.colluders, 1)
+        return math.sqrt(max(1, self.plan.per_round - known)) if self.credited() else 1.0
+
+    @property
+    def others_rate(self) -> float:
+        """How often one of the other clients takes part, for a client who knows when it took part itself."""
+        others = max(1, self.federation.clients - max(self.plan.colluders, 1))
+        return min(1.0, self.plan.per_round / others)
+
     def credited(self) -> bool:
-        """Whether the noise of the other clients counts for whoever reads the model alone."""
+        """Whether the noise of the other clients counts for whoever reads a round's sum alone."""
         plan = self.plan
+        if plan.noise == "sum":  # equal noise on undivided sums
+            return True
         if not plan.secure_aggregation or self.pruned():
             return False
         return plan.method == "fed-sdp" or (plan.local_steps == 1 and not self.uneven())
@@ -162,19 +195,28 @@ class Recipes(Rows):
     def cohort_rate(self, size: int) -> float:
         """How often a record is in a round's sum, in secret: under `partition`, whenever its client is."""
         secret = 1.0 if self.plan.record_sampling == "partition" else self.record_rate(size)
-        return self.client_rate * secret
+        return self.others_rate * secret
 
-    def _model(self, participations: list[Made], rate: float, examples: float) -> list[Row | None]:
-        """The server's rows, and where others' noise counts one more. In full participation a unit moves the sum by its own
-        `examples`; otherwise whoever is drawn in its client's place moves it by two whole steps of S."""
-        server: list[Row | None] = [self.known(once) for once in participations]
-        if not self.credited():
-            return server
-        weight = self.draws * math.sqrt(self.plan.per_round)
-        if self.client_rate == 1:
-            return [*server, self.known(lambda sigma: Shift(self.distance(sigma, weight / examples)))]
+    def _model(self, participations: list[Made], rate: float) -> list[Row | None]:
+        """The rows of a reader who knows the cohort; and, where others' noise counts and not everybody takes part, one more:
+        whoever is drawn in the unit's client's place moves the sum by two whole steps of S."""
+        known: list[Row | None] = [self.known(once) for once in participations]
+        if not self.credited() or self.client_rate == 1:
+            return known
         slots, once = 2 * self.plan.slots, participations[0]
-        return [*server, self._secret(rate, lambda sigma: self.distance(sigma, weight / slots), once)]
+        return [*known, self._secret(rate, lambda sigma: self.distance(sigma, self.client_sees / slots), once)]
+
+    def _moved_together(self, moved: float) -> list[Row | None]:
+        """Where the server reads a sum: all copies of a person move it by `moved` clip bounds each."""
+        if not self.credited():
+            return []
+        copies = self.unique(lambda _: Shift(0.0)).most
+        noise = self.server_sees if self.plan.method != "fed-sdp" else self._update_noise * self._honest()
+
+        def made(sigma: float) -> Release:
+            return Shift(self.distance(sigma, noise / (moved * copies)))
+
+        return [Row(made, made, made, hidden=True)]
 
     def _secret(self, rate: float, mu: Callable[[float], float], once: Made) -> Row:
         return Row(lambda sigma: Exchanged(rate, mu(sigma)), once, once, hidden=True)
@@ -185,20 +227,20 @@ class Recipes(Rows):
         plan = self.plan
         rows: dict[Key, tuple[str, list[list[Row | None]]]] = {("example", "record", "zero-out"): ("none", [[None]])}
         for unit, weight in (("client", 1.0), ("record", 0.5)):
-            update = self._update(weight)
+            update = self._update(weight * self._update_noise)
             if plan.noise_at == "client":
-                server: list[Row | None] = [self.known(update)]
-                rows["server", unit, "zero-out"] = rows["update", unit, "zero-out"] = "server", [server]
-                rows["model", unit, "zero-out"] = (
-                    ("credited" if self.credited() else "server"),
-                    [self._noisy_sum(update, weight)],
-                )
+                kind = "credited" if self.credited() else "server"
+                rows["update", unit, "zero-out"] = "server", [[self.known(update)]]
+                seen = self._update(weight * self._update_noise * self._honest())
+                rows["server", unit, "zero-out"] = kind, [[self.known(seen)]]
+                rows["model", unit, "zero-out"] = kind, [self._noisy_sum(weight)]
                 continue
             rows["server", unit, "zero-out"] = rows["update", unit, "zero-out"] = "none", [[None]]
             rows["model", unit, "zero-out"] = "hidden", [[Row(self._amplified(unit, update), update, update, hidden=True)]]
         if self.federation.copies > 1:
             if plan.noise_at == "client":
-                rows["server", "unique", "zero-out"] = "unique", [[self.unique(self._update(0.5))]]
+                single = self.unique(self._update(0.5 * self._update_noise))
+                rows["server", "unique", "zero-out"] = "unique", [[single, *self._moved_together(2.0)]]
             else:
                 most = self.unique(self._update(0.5)).most
                 moved = self._update(0.5 / most)
@@ -223,12 +265,21 @@ class Recipes(Rows):
 
         return summed
 
-    def _noisy_sum(self, update: Made, weight: float) -> list[Row | None]:
-        """Noise at the clients, of which only the sum is seen."""
-        server = self.known(update)
-        if not self.credited():
-            return [server]
-        all_noise = math.sqrt(self.plan.per_round)
-        if self.client_rate == 1:
-            return [server, self.known(self._update(weight * all_noise))]
-        return [server, self._secret(self.client_rate, lambda sigma: self.distance(sigma, all_noise / 2), update)]
+    @property
+    def _update_noise(self) -> float:
+        """The noise of one client on its update, in draws."""
+        return self.share if self.plan.noise == "sum" else 1.0
+
+    def _honest(self) -> float:
+        return math.sqrt(self.plan.per_round - self.plan.colluders) if self.credited() else 1.0
+
+    def _noisy_sum(self, weight: float) -> list[Row | None]:
+        """Noise at the clients, of which only the sum is seen, by a client who knows its own."""
+        noise = self._update_noise * self._unknown()
+        known = self._update(weight * noise)
+        if not self.credited() or self.client_rate == 1:
+            return [self.known(known)]
+        return [
+            self.known(known),
+            self._secret(self.others_rate, lambda sigma: self.distance(sigma, noise / 2), known),
+        ]

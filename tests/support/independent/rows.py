@@ -70,7 +70,10 @@ class Rows:
     def __init__(self, plan: Plan, federation: Federation) -> None:
         self.plan, self.federation = plan, federation
         self.client_rate = plan.per_round / federation.clients
-        self.draws = {"example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1 / plan.per_round}[plan.noise]
+        self.share = 1 / math.sqrt(plan.per_round - plan.colluders)  # of one client, where noise is on the sum of all
+        self.draws = {
+            "example": math.sqrt(plan.slots), "batch": 1.0, "cohort": 1 / plan.per_round, "sum": self.share,
+        }[plan.noise]  # fmt: skip
 
     def figures(self, ledger: Ledger | None = None) -> dict[Key, Figures]:
         """Every row: the worst over clients of different size; of two rows that both hold, the smaller ε."""
@@ -115,9 +118,9 @@ class Rows:
             nothing = self.epsilon(together(spent)) if spent else 0.0
             return math.inf, math.inf if ledger and any(ledger.participations[:1]) else nothing, math.inf
         rounds = [self.multiplier(t) for t in range(self.plan.rounds)]
-        worst = self._composed(row.every, rounds, extra)
+        worst = self._composed(row.every, rounds * self.plan.attempts, extra)
         # To take part in every round is the worst that can happen.
-        before = min(self._composed(row.chosen, rounds, extra), worst)
+        before = min(self._composed(made, rounds, extra) for made in (row.chosen, row.every))
         if ledger is None:
             return before, math.nan, worst
         charged = sorted(self.released(ledger))

@@ -77,7 +77,8 @@ def largest_norm(
         return _ROUNDING * (together + plan.noise_scale_at(asked.number, asked.clip) * spread)
     clipped = plan.local_steps * plan.slots * together
     noise = math.sqrt(plan.local_steps) * deviation_of_step_sum(plan, asked.number, asked.clip) * spread
-    # With momentum a step's gradient counts again in later steps: 1 + β + β² + … times in total, at most.
+    # With momentum a step's gradient counts again in later steps: 1 + β + β² + … times in total, at most. A proximal term
+    # with ημ < 1, which every plan has, only takes some of that back.
     rate = plan.learning_rate_at(asked.number) / (1 - plan.momentum)
     if plan.weighting == "equal":
         return _ROUNDING * rate / min(plan.batch_size, smallest_records) * (clipped + noise)

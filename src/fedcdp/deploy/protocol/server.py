@@ -42,12 +42,11 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.deploy.protocol.first_release import gather_moments
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
-from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed, first_state
+from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
 from fedcdp.deploy.protocol.task import Task, hides_participation
 from fedcdp.engine import Loss
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.files.disk import write_atomically
-from fedcdp.files.tensors import check_tensors
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import resolve
 from fedcdp.training.evaluation import evaluate, no_better_than_guessing, score
@@ -356,16 +355,11 @@ class _Server:
         """The current state of the run. The first weights are stored as well: a resumed run begins with the same."""
         plan = self._job.plan
         trained = {name: p.detach() for name, p in self._job.network.named_parameters() if p.requires_grad}
-        fresh = first_state(plan, trained)
-        stored = self._directory.load_state(plan.digest())
+        fresh = State.first(plan, trained)
+        stored = self._directory.resumed_state(fresh, plan)
         if stored is None:
             self._directory.save_state(fresh, plan.digest())
             return fresh
-        for tree in (stored.weights, stored.average or stored.weights):
-            check_tensors(self._directory.checkpoint, tree, trained)
-        parts = [part is None for state in (stored, fresh) for part in (state.average, state.clip)]
-        if stored.round > plan.rounds or parts[:2] != parts[2:]:
-            raise RunError(f"{self._directory.checkpoint} does not belong to the plan in config.toml")
         return stored
 
     def _subscribers(self) -> tuple[Roster, int]:

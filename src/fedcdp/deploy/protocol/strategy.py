@@ -1,4 +1,4 @@
-"""A plan as a Flower strategy: equal weights, the planned divisor, server learning rate, moving average, server noise.
+"""A plan as a Flower strategy: the planned divisor, server learning rate and optimiser, moving average, server noise.
 
 ```python
 job = Job(plan=plan, network=network, network_name="cnn", shape=(1, 28, 28), classes=10, clients=20)
@@ -166,7 +166,7 @@ class PlanStrategy(Strategy):
         self.engine = job.engine()
         self.releases = releases or Releases(len(roster))
         weights = {name: p.detach() for name, p in self.engine.model.named_parameters() if p.requires_grad}
-        self.state = state or first_state(job.plan, weights)
+        self.state = state or State.first(job.plan, weights)
         self.gone: set[int] = set()
         """The numbers of clients that will not take part again, by their own statement."""
         self.admitted: list[int] = []
@@ -296,9 +296,9 @@ class PlanStrategy(Strategy):
             at = self._moment(torch.tensor([number]))
             received.add(method.admit(one.update, at), clip_rule(at.plan).admitted(one, at))
         at = self._moment(torch.zeros(0, dtype=torch.int64))
-        weights = server_update(method, state.weights, received, at)
+        weights, optimizer = server_update(method, state.weights, received, at, state.optimizer)
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
-        return State(state.round + 1, weights, average, next_clip(received, at))
+        return State(state.round + 1, weights, average, next_clip(received, at), optimizer)
 
     def _moment(self, clients: torch.Tensor) -> Moment:
         """What the server's functions may depend on; this excludes the clients' numbers of records."""
@@ -307,8 +307,3 @@ class PlanStrategy(Strategy):
 
     def _leave_out(self, member: Member, reason: str) -> None:
         _LOG.warning("round %d: %s is left out: %s", self.state.round + 1, member.title, reason)
-
-
-def first_state(plan: Plan, weights: dict[str, torch.Tensor]) -> State:
-    """The state at the start of a training."""
-    return State(0, weights, dict(weights) if plan.ema else None, plan.quantile.start if plan.quantile else None)

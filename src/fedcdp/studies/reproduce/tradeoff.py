@@ -51,6 +51,8 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noqa: AR
     splits, plan = place.splits(experiment), experiment.plan
     if not plan.per_example:
         raise PlanError(f"{cell.name}: the trade-off needs noise on examples; the method must be fed-cdp")
+    if plan.server_optimizer != "sgd":
+        raise PlanError(f"{cell.name}: {plan.server_optimizer} mixes a round's noise with earlier rounds; use sgd")
     device = torch.device(place.device)
     prepared = prepare_experiment(experiment, splits=splits)
     simulator, state = begin(
@@ -82,7 +84,7 @@ def injected(simulator: Simulator, state: State, chosen: Tensor) -> Tree:
         at = silent.moment(state, clients.to(data.device), sizes)
         received.add(silent.local_engine(state.weights, data.draw(at, table, sizes), at).update)
     nobody = torch.zeros(0, dtype=torch.int64, device=simulator.data.device)
-    after = server_update(method, state.weights, received, simulator.moment(state, nobody, nobody))
+    after, _ = server_update(method, state.weights, received, simulator.moment(state, nobody, nobody))
     return combine(after, state.weights, -1.0)
 
 
