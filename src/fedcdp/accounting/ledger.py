@@ -201,7 +201,7 @@ class Ledger(Journal):
     @property
     def _tries_again(self) -> bool:
         """Whether a round may be tried again with fewer clients: noise on the sum."""
-        return self.plan.get("noise") == "sum"
+        return bool(self.plan.get("noise") == "sum")
 
     @property
     def _first_round(self) -> int:

@@ -5,8 +5,9 @@ app = client_app(data=my_records, policy=ClientPolicy(epsilon=2.0, methods=("fed
 ```
 
 Its node configuration: `state-dir` (where its ledger is kept; required), `policy` (a TOML file), `device`, the location of
-its data (`local_round`), and, for secure sums, `identity` (its node key) and `roster` (the nodes that it knows). A client does not trust its server: its own policy and ledger decide what it releases, and how
-often. Everything it sends back has passed through the method.
+its data (`local_round`), and, for secure sums, `identity` (its node key) and `roster` (the nodes that it knows). A client
+does not trust its server: its own policy and ledger decide what it releases, and how often. Everything it sends back has
+passed through the method.
 """
 
 from __future__ import annotations

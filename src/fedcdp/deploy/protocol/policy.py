@@ -305,9 +305,7 @@ class ClientPolicy:
 
 def _most_within(grant: Grant, spent: list[float], new: Reservation, wanted: int) -> int:
     """How many of the wanted participations a grant covers, after what is spent."""
-    return most_participations(
-        lambda times: grant.covers([*spent, grant.cost(replace(new, participations=times))]), wanted
-    )
+    return most_participations(lambda times: grant.covers([*spent, grant.cost(replace(new, participations=times))]), wanted)
 
 
 def _no_more(grant: Grant) -> str:

@@ -148,8 +148,11 @@ class PlanStrategy(Strategy):
         message_lifetime: Seconds after which Flower drops a message.
 
     Raises:
-        PlanError: The roster has fewer clients than the plan needs in a round.
+        PlanError: The roster has fewer clients than the plan needs in a round, or the noise is on the sum, which needs
+            `SumStrategy`.
     """
+
+    supports_sums = False
 
     def __init__(
         self,
@@ -162,6 +165,8 @@ class PlanStrategy(Strategy):
         message_lifetime: float = 3600.0,
     ) -> None:
         job.plan.check_clients(len(roster))
+        if job.plan.sums and not self.supports_sums:
+            raise PlanError("noise: sum needs several attempts in a round; use SumStrategy or server_app")
         self.job, self.roster, self.task = job, roster, job.task().digest()
         self.engine = job.engine()
         self.releases = releases or Releases(len(roster))

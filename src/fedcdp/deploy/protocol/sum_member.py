@@ -94,9 +94,7 @@ class SumClient:
         store_peers(self._state, task, kept.values())
         return len(kept)
 
-    def check_attempt(
-        self, task: Task, asked: Round, roster: Sequence[bytes], weights: bytes
-    ) -> CheckedAttempt:
+    def check_attempt(self, task: Task, asked: Round, roster: Sequence[bytes], weights: bytes) -> CheckedAttempt:
         """Check a roster, and compute the context of the attempt; `weights` is their hash (`weights_hash`).
 
         Raises:

@@ -16,9 +16,7 @@ from fedcdp.files.tree import Layout, Tree
 _STEPS = 2.0**24  # grid steps in a clip bound
 
 
-def share_of(
-    training: LocalTraining, weights: Tree, asked: Round, members: int, client: int
-) -> NDArray[np.int64]:
+def share_of(training: LocalTraining, weights: Tree, asked: Round, members: int, client: int) -> NDArray[np.int64]:
     """The integers [D] that a client brings to the sum of a roster of so many members, its share of the noise included."""
     sent = training.take_part(weights, asked, client, members)
     flat = training.engine.layout.flatten({name: value[0] for name, value in sent.update.items()}, lead=0).cpu()
