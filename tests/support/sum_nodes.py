@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from fedcdp.deploy.site.certificates import Pair, new_node_key
 from tests.support.local_grid import OPEN, Node, Twist, experiment
 
 MEMBERS = 5
-POLICY = {"epsilon": float("inf"), "allow_reproducible": True, "colluders": 1}
 
 
 @cache
-def node_pair(number: int) -> Pair:
+def node_pair(number: int) -> Pair:  # noqa: ARG001
     """The key of a node; the same whenever it is asked for."""
     return new_node_key()
 
@@ -41,8 +40,6 @@ def sum_experiment(**plan: Any) -> Experiment:
     usual = {"per_round": MEMBERS, "local_steps": 1, "noise": "sum", "secure_aggregation": True, "attempts": 2,
              "colluders": 1, "clip_mode": "flat", "clip": "1"}  # fmt: skip
     wanted = experiment(**usual | plan)
-    from dataclasses import replace
-
     return replace(wanted, data=replace(wanted.data, clients=MEMBERS))
 
 
@@ -67,8 +64,6 @@ class SumFolder:
 
 def sum_nodes(base: Path, policy: ClientPolicy | None = None, **twists: Twist) -> dict[int, Node]:
     """Nodes 100, 101, … with the simulator's clients 0, 1, …, as `local_grid.make_nodes`."""
-    from dataclasses import replace
-
     policy = policy or replace(OPEN, colluders=1)
     dealt = {"dataset": "cancer", "num-partitions": MEMBERS, "partition": "iid", "records": 20, "partition-seed": 5}
     return {

@@ -54,10 +54,14 @@ def context_of(
     *, task: Task, round_: int, attempt: int, bound: float, weights: bytes, members: Iterable[SumMember]
 ) -> bytes:
     """The context (32 bytes) of an attempt: `weights` is their hash, `bound` the clip bound of the round."""
-    fixed = (VERSION, task_hash(task), _number(round_), _number(attempt), struct.pack(">d", bound), weights)
+    fixed = (VERSION, task_hash(task), _number(round_), _number(attempt), _fraction(bound), weights)
     roster = (joined(each.node, each.run_key) for each in sorted(members))
     return hashlib.sha256(joined(*fixed, *roster)).digest()
 
 
 def _number(value: int) -> bytes:
     return value.to_bytes(8, "big")
+
+
+def _fraction(value: float) -> bytes:
+    return struct.pack(">d", value)
