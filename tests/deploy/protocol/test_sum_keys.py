@@ -150,7 +150,7 @@ def test_a_key_twice_or_an_unknown_maker_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"-----BEGIN OPENSSH PRIVATE KEY-----\n"])
 def test_an_identity_that_is_no_key_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "node.key").write_bytes(content)
-    with pytest.raises(PolicyError, match="identity: .* is not a private key"):
+    with pytest.raises(PolicyError, match=r"identity: .* is not a private key"):
         read_identity(tmp_path / "node.key")
-    with pytest.raises(PolicyError, match="identity: .* cannot be read"):
+    with pytest.raises(PolicyError, match=r"identity: .* cannot be read"):
         read_identity(tmp_path / "none.key")
