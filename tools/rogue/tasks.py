@@ -29,6 +29,14 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "private scaling of single records": {"noise_multiplier": 60.0, "scaling_noise": 600.0},
     "batch noise": {"noise": "batch", "noise_multiplier": 70.0},
     "cohort noise": {"noise": "cohort", "noise_multiplier": 300.0},
+    "a sum": {
+        "noise": "sum",
+        "secure_aggregation": True,
+        "local_steps": 1,
+        "noise_multiplier": 60.0,
+        "colluders": 1,
+        "attempts": 3,
+    },  # fmt: skip
     "Fed-SDP": {"method": "fed-sdp", "noise_at": "client", "noise_multiplier": 60.0},
     "raw at the server": {"method": "fed-sdp"},
     "raw": {"method": "nonprivate"},

@@ -188,7 +188,7 @@ def plan_for(nodes: int | None, given: list[Settings], target_epsilon: float | N
     if (clients := _last(given, "data", "clients", nodes)) != nodes:
         raise DeploymentError(f"clients: {clients} is not the number of nodes, {nodes}: each node is one client")
     ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
-    if _last(given, "plan", "secure_aggregation"):
+    if _last(given, "plan", "secure_aggregation") and _last(given, "plan", "noise", "sum") == "sum":
         ours["plan"] |= {"noise": "sum", "local_steps": 1, "clip_mode": "flat", "attempts": 2, "colluders": int(nodes > 2)}
     planned = plan_experiment([ours, *given], population_of, target_epsilon=target_epsilon)
     experiment, plan = planned.experiment, planned.experiment.plan
