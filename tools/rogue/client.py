@@ -72,13 +72,17 @@ class Witness:
     """Noised moments that have left the client, with the digest of their task."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    roster: int = 0
-    """Distinct members, this client among them, in the request for a share that is being answered."""
+    asked_with: threading.local = field(default_factory=threading.local)
+    """Its `roster`: distinct members, this client among them, in the request that this thread sends."""
 
     def note(self, task: Task, records: int, asked: Round, members: int | None = None) -> None:
         plan = task.plan
         # Without a roster a share is read alone, with this client's noise only.
-        share = {"others": max(self.roster - 1 - plan.colluders, 0), "shares": (members or plan.per_round) - plan.colluders}
+        roster = getattr(self.asked_with, "roster", 0)
+        share = {
+            "others": max(roster - 1 - plan.colluders, 0),
+            "shares": (members or plan.per_round) - plan.colluders,
+        }
         release = Release(
             adversary=self.adversary,
             unit=self.unit,
@@ -162,8 +166,7 @@ class Client:
         content = messages.ask(digest, asked, wire.dense(WEIGHTS), STANDARDISED)
         if digest in self.sums:
             roster = self.case.choice(_ROSTERS) if roster is None else roster
-            with self.witness.lock:
-                self.witness.roster = len({*roster} & {*NODES}) if NODES[0] in roster else 0
+            self.witness.asked_with.roster = len({*roster} & {*NODES}) if NODES[0] in roster else 0
             content = messages.ask_share(digest, asked, wire.dense(WEIGHTS), roster, STANDARDISED)
         answer = self.send(content, messages.TRAIN)
         released = {"update", "share"} & set(answer.array_records)

@@ -36,7 +36,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "noise_multiplier": 60.0,
         "colluders": 1,
         "attempts": 3,
-    },  # fmt: skip
+    },
     "Fed-SDP": {"method": "fed-sdp", "noise_at": "client", "noise_multiplier": 60.0},
     "raw at the server": {"method": "fed-sdp"},
     "raw": {"method": "nonprivate"},
