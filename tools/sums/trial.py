@@ -16,6 +16,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
+from benchmarks.clean_tree import clean_commit
 from fedcdp.config.plan import Plan
 from fedcdp.deploy.protocol.masks import add_masks, sum_of
 from fedcdp.deploy.protocol.sum_context import SumMember, context_of
@@ -96,9 +97,12 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--out", type=Path)
     given = options.parse_args()
+    kept = {"commit": clean_commit()} if given.out else {}
     started = time.perf_counter()
     wrong = [found for case in range(given.cases) if (found := one_case(given.seed * 10**6 + case)) is not None]
-    result = {"cases": given.cases, "wrong": len(wrong), "seconds": round(time.perf_counter() - started, 1)}
+    command = f"python -m tools.sums --cases {given.cases} --seed {given.seed}"
+    result = {"command": command, **kept, "cases": given.cases, "wrong": len(wrong)}
+    result["seconds"] = round(time.perf_counter() - started)
     print(json.dumps(result), *wrong[:10], sep="\n")
     if given.out:
         given.out.write_text(json.dumps(result, indent=1) + "\n")

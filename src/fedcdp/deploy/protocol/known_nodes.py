@@ -38,7 +38,7 @@ NODE_KEY_BYTES = 49
 _MAKERS = ("owner", "operator")
 _FIELDS = {"name", "key", "made_by"}
 _LONGEST_NAME = 100
-_UNREADABLE = (ValueError, TypeError, UnsupportedAlgorithm)
+_UNREADABLE = (ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm)  # as cryptography raises them
 
 
 def node_key_of(key: EllipticCurvePublicKey) -> bytes:
