@@ -130,9 +130,11 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
 @usage.add_to(
     app,
     "fedcdp deploy rekey site/node-1",
+    "fedcdp deploy rekey site/node-1 --json",
 )
 def rekey(
     directory: Annotated[Path, typer.Argument(metavar="NODE_DIR", help="Directory of the node.", show_default=False)],
+    as_json: AsJson = False,
 ) -> None:
     """Replace a node's key on the node itself.
 
@@ -141,6 +143,9 @@ def rekey(
     from fedcdp.deploy.site import node_keys
 
     new = node_keys.rekey(directory)
+    if as_json:
+        typer.echo(json.dumps(vars(new)))
+        return
     terminal.stdout.print(
         f"New key of {directory}: {new.fingerprint}\n{new.public}\n"
         "1. Register node.pub at the server, and unregister the old key (flwr supernode register, unregister).\n"

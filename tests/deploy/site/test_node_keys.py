@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("cryptography")
 pytest.importorskip("flwr")
 
+from fedcdp.cli.deploy import app
 from fedcdp.config.experiment import assemble, read_toml
 from fedcdp.deploy.protocol.known_nodes import KnownNodes, node_key_of, read_identity, read_public_key
 from fedcdp.deploy.protocol.policy import ClientPolicy
@@ -94,6 +97,35 @@ def test_after_a_crash_it_can_be_repeated(written: int, site: Site, monkeypatch:
     rekey(site.node(1).path)
     assert own_entry(site)[1] == "owner"
     assert len(KnownNodes.read(site.node(1).known).nodes) == 3
+
+
+def test_the_command_says_what_must_be_exchanged(site: Site) -> None:
+    runner = CliRunner()
+    told = runner.invoke(app, ["rekey", str(site.node(1).path)])
+    assert told.exit_code == 0
+    for part in ("SHA256:", "ecdsa-sha2-nistp384 ", "Register node.pub", "roster.toml", "by telephone or face to face"):
+        assert part in told.stdout
+    answer = json.loads(runner.invoke(app, ["rekey", str(site.node(1).path), "--json"]).stdout)
+    assert answer["public"] == site.node(1).public_key.read_text().strip()
+
+
+def test_status_shows_attempts_and_rosters(site: Site) -> None:
+    from fedcdp.accounting.ledger import Ledger
+    from fedcdp.accounting.population import Population
+    from fedcdp.training.rundir import RunDirectory
+
+    runner = CliRunner()
+    RunDirectory(site.run).create(site.experiment.read_text())
+    plan = assemble(read_toml(site.experiment)).plan
+    ledger = Ledger.of_run(site.run / "ledger.jsonl", plan, Population(3, 20, 1, 1), "secure", 0)
+    for round_, members in ((0, [0, 1, 2]), (1, [0, 1, 2]), (1, [0, 2])):
+        ledger.charge(round_, members, 4.0)
+    told = runner.invoke(app, ["status", str(site.path)]).stdout
+    assert "3 in 2 rounds" in told
+    assert "2 to 3 clients" in told
+    assert "clients 1, 3" in told
+    answer = json.loads(runner.invoke(app, ["status", str(site.path), "--json"]).stdout)
+    assert answer["attempts"][-1] == {"round": 2, "attempt": 2, "members": [0, 2]}
 
 
 def test_a_directory_that_is_no_nodes_is_refused(tmp_path: Path) -> None:
