@@ -120,7 +120,7 @@ def test_status_shows_attempts_and_rosters(site: Site) -> None:
     ledger = Ledger.of_run(site.run / "ledger.jsonl", plan, Population(3, 20, 1, 1), "secure", 0)
     for members in ([0, 1, 2], [0, 2]):
         ledger.charge(0, members, 4.0)
-    told = runner.invoke(app, ["status", str(site.path)]).stdout
+    told = runner.invoke(app, ["status", str(site.path)], catch_exceptions=False).output
     assert "2 in 1 rounds" in told
     assert "2 to 3 clients" in told
     assert "clients 1, 3" in told
