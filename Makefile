@@ -51,20 +51,27 @@ fresh:
 integration: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.integration_log results/integration.log.txt
 
-# Real packages that fedcdp reads from, or is compared with, but never imports, in an environment of their own over .venv.
-INTEGRATIONS := \
+# Real packages that fedcdp works with, or is compared with, but does not depend on, in an environment of their own over .venv.
+INTEGRATED := \
 	'datasets>=4,<5' \
 	'flwr-datasets>=0.6,<0.7' \
-	'opacus==1.6.0'
+	'mlflow>=3,<4' \
+	'opacus==1.6.0' \
+	'peft>=0.18,<1' \
+	'transformers>=5,<6' \
+	'wandb>=0.21,<1'
+INTEGRATION_TESTS := \
+	tests/data/test_hugging_face.py \
+	tests/loggers/test_loggers_real.py \
+	tests/models/test_peft.py \
+	tests/training/test_adoption_opacus.py
 OVER := import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))
 integrations: .venv/.installed
 	$(BIN)/python -m venv build/integrations
 	$(BIN)/python -c '$(OVER)' > "$$(build/integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth"
-	build/integrations/bin/python -m pip install --quiet --disable-pip-version-check $(INTEGRATIONS)
-	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest \
-		tests/data/test_hugging_face.py \
-		tests/training/test_adoption_opacus.py
-	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest -m slow tests/docs/test_tutorials.py -k coming-from-opacus
+	build/integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INTEGRATED)
+	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest $(INTEGRATION_TESTS)
+	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest tests/docs/test_tutorials.py -m slow -k 'python or coming-from-opacus'
 
 # Random plans recomputed by an independent accountant; then what attacks prove of ε, over all methods, conventions and
 # samplings, and on sabotaged mechanisms: some twenty minutes.

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.clean_tree import clean_commit
 from benchmarks.recommended import featured, for_tuning
-from fedcdp.accounting.calibrate import Target, calibrate
+from fedcdp.accounting.calibrate import Target, calibrate_noise
 from fedcdp.accounting.population import Population
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import partition
@@ -78,7 +78,7 @@ class Trial:
 @cache
 def _noise(plan: Plan, clients: int) -> float:
     population = Population(clients, RECORDS // clients, 1, 1)
-    return round(calibrate(plan, population, TARGETS[plan.method]).noise_multiplier + 5e-5, 4)
+    return round(calibrate_noise(plan, population, TARGETS[plan.method]).noise_multiplier + 5e-5, 4)
 
 
 def trials() -> Iterator[Trial]:

@@ -109,7 +109,7 @@ class Row:
 
 def rows() -> list[Row]:
     """All rows. Rows with another mechanism have their noise from `fedcdp calibrate`."""
-    found = [Row("recommended", "recommended", name) for name in RECOMMENDED]
+    found = [Row("recommended", "recommended", name) for name in RECOMMENDED if "-sum-" not in name]  # sum_presets.py
     found += [Row("recommended", "dealt out at random", f"mnist-eps{e}", {"data": {"partition": "iid"}}) for e in (1, 2, 8)]
     clean = {"method": "nonprivate", "noise_multiplier": 0.0, "rounds": 100}
     rates = {

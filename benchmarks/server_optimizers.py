@@ -20,7 +20,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,8 @@ def main() -> None:
     if given.out is not None:
         on_gpu = given.device.startswith("cuda")
         result = {
-            "command": "python -m benchmarks.server_optimizers " + " ".join(sys.argv[1:]),
+            "command": f"python -m benchmarks.server_optimizers --datasets {' '.join(given.datasets)} "
+            f"--seeds {' '.join(map(str, given.seeds))} --device {given.device} --out results/server_optimizers.json",
             "commit": commit,
             "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
             "epsilon": EPSILON,

@@ -24,7 +24,7 @@ LAYERS = (
     {"methods"},
     {"accounting"},
     {"training"},
-    {"audit"},
+    {"audit", "loggers"},
     {"attacks"},
     {"report", "deploy"},
     {"studies", "flower"},

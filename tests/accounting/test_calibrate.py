@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedcdp.accounting.calibrate import Target, calibrate, calibrate_slots, rounds_within
+from fedcdp.accounting.calibrate import Target, calibrate_noise, calibrate_slots, rounds_within
 from fedcdp.accounting.population import Population
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
@@ -23,12 +23,12 @@ SMALL = Population(clients=50, records=40, copies=1, layers=3)
     ],
 )
 def test_noise_for_the_servers_view(slots: int, epsilon: float, expected: float) -> None:
-    assert calibrate(Plan(slots=slots), PAPER, Target(epsilon)).noise_multiplier == pytest.approx(expected, rel=0.02)
+    assert calibrate_noise(Plan(slots=slots), PAPER, Target(epsilon)).noise_multiplier == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(("epsilon", "expected"), [(1, 22.7), (2, 12.3), (4, 6.74), (8, 3.81)])
 def test_noise_for_the_reader_of_examples(epsilon: float, expected: float) -> None:
-    plan = calibrate(Plan(record_sampling="partition"), PAPER, Target(epsilon, "example"))
+    plan = calibrate_noise(Plan(record_sampling="partition"), PAPER, Target(epsilon, "example"))
     assert plan.noise_multiplier == pytest.approx(expected, rel=0.02)
 
 
@@ -36,7 +36,7 @@ def test_noise_for_the_reader_of_examples(epsilon: float, expected: float) -> No
 @pytest.mark.parametrize("epsilon", sample_first([5.0, 0.5]))
 def test_the_target_is_met_and_hardly_more(method: str, epsilon: float) -> None:
     target = Target(epsilon, "model", "client") if method == "fed-sdp" else Target(epsilon)
-    plan = calibrate(Plan(method=method, per_round=10, rounds=5, local_steps=5), SMALL, target)
+    plan = calibrate_noise(Plan(method=method, per_round=10, rounds=5, local_steps=5), SMALL, target)
     assert epsilon * 0.98 <= target.reached(plan, SMALL) <= epsilon
 
 
@@ -46,7 +46,7 @@ def test_slots_are_chosen_for_the_least_noise_at_the_same_epsilon() -> None:
     chosen = calibrate_slots(plan, SMALL, target)
     assert target.reached(chosen, SMALL) <= 2.0
     for slots in (6, 12):
-        other = calibrate(plan.but(slots=slots), SMALL, target)
+        other = calibrate_noise(plan.but(slots=slots), SMALL, target)
         assert chosen.noise_multiplier * chosen.slots**0.5 <= other.noise_multiplier * slots**0.5 * 1.02
 
 
@@ -58,7 +58,7 @@ def test_slots_are_chosen_for_the_least_noise_at_the_same_epsilon() -> None:
 ])  # fmt: skip
 def test_a_target_that_no_noise_reaches_is_refused_with_the_reason(plan: Plan, target: Target, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        calibrate(plan, SMALL, target)
+        calibrate_noise(plan, SMALL, target)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, float("inf"), float("nan")])

@@ -29,7 +29,7 @@ from fedcdp.config.experiment import assemble
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import preset
 from fedcdp.errors import PlanError
-from fedcdp.training.saved_run import spent
+from fedcdp.training.ledger_check import spent
 
 SUM = {"secure_aggregation": True, "local_steps": 1, "rounds": 3, "per_round": 5, "batch_size": 4}
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcdp.accounting import pld
-from fedcdp.accounting.calibrate import Target, calibrate
+from fedcdp.accounting.calibrate import Target, calibrate_noise
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Privacy, Usage, state
 from fedcdp.config.plan import Plan
@@ -43,7 +43,7 @@ def test_the_vectors_of_the_specification(sigma: float, epsilon: float, alone: f
 def test_noise_of_single_updates_read_as_a_sum(epsilon: float, noise: float, half: float) -> None:
     """The plan has the noise that ε needs update by update; its server reads sums."""
     batch = plan_of(noise="batch", secure_aggregation=False)
-    batch = calibrate(batch, HUNDRED, Target(epsilon))
+    batch = calibrate_noise(batch, HUNDRED, Target(epsilon))
     for colluders, expected in ((0, noise), (50, half)):
         read = state(batch.but(secure_aggregation=True, colluders=colluders), HUNDRED)
         assert read.row("server").epsilon == pytest.approx(expected, rel=0.01)
@@ -53,7 +53,7 @@ def test_noise_of_single_updates_read_as_a_sum(epsilon: float, noise: float, hal
 @pytest.mark.parametrize(("clients", "expected"), [(100, 1.006), (10, 1.06), (2, 1.465)])
 def test_a_client_that_reads_the_model_knows_its_own_noise(clients: int, expected: float) -> None:
     population = Population(clients, 500, 1, 1)
-    plan = calibrate(plan_of(per_round=clients), population, Target(1.0))
+    plan = calibrate_noise(plan_of(per_round=clients), population, Target(1.0))
     assert state(plan, population).row("model").epsilon == pytest.approx(expected, rel=0.01)
     if clients > 2:
         stated = state(plan.but(colluders=1), population)
@@ -67,9 +67,9 @@ def test_the_servers_epsilon_does_not_depend_on_colluders(clients: int, data: st
     population = Population(clients, 500, 1, 1)
     plan = plan_of(per_round=clients, noise_multiplier=9.0)
     none, some = (state(each, population) for each in (plan, plan.but(colluders=colluders)))
-    assert some.row("server").epsilon == none.row("server").epsilon
-    assert some.row("update").epsilon <= none.row("update").epsilon  # the shares grow instead
-    assert some.row("server").epsilon <= some.row("model").epsilon <= some.row("update").epsilon * (1 + 1e-9)
+    assert some.row("server").epsilon == pytest.approx(none.row("server").epsilon, rel=1e-9)
+    assert some.row("update").epsilon <= none.row("update").epsilon * (1 + 1e-9)  # the shares grow instead
+    assert some.row("server").epsilon <= some.row("model").epsilon * (1 + 1e-9) <= some.row("update").epsilon * (1 + 2e-9)
 
 
 def rows(privacy: Privacy) -> dict[tuple[str, str], float]:

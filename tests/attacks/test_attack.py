@@ -21,7 +21,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 from fedcdp.models.networks import build
 from fedcdp.training.run import Run
-from fedcdp.training.saved_run import Trained
+from fedcdp.training.saved_run import open_run
 from fedcdp.training.trainer import train_experiment
 from tests.support.pairs import sample_first
 
@@ -114,25 +114,23 @@ def test_an_attack_changes_neither_the_network_nor_the_random_numbers_of_its_use
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> tuple[Run, Trained]:
+def kept(tmp_path: Path) -> tuple[Run, Run]:
     """A run, as it was returned and as it is read back from its directory."""
     plan = {"method": "fed-cdp", "rounds": 2, "per_round": 5, "local_steps": 2, "noise_multiplier": 0.05, "ema": 0.3}
     run = train_experiment(
         assemble({"data": {"dataset": "cancer", "clients": 20}, "plan": plan}), tmp_path / "run", quiet=True
     )
-    return run, Trained.load(tmp_path / "run")
+    return run, open_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("how", ["analytic", "matched-filter", "membership"])
-def test_a_run_in_memory_and_its_directory_give_the_same(kept: tuple[Run, Trained], how: str) -> None:
+def test_a_run_in_memory_and_its_directory_give_the_same(kept: tuple[Run, Run], how: str) -> None:
     run, trained = kept
-    assert figures(fedcdp.attack(run, victims=5, attack=how)) == figures(
-        fedcdp.attack(trained.as_run(), victims=5, attack=how)
-    )
+    assert figures(fedcdp.attack(run, victims=5, attack=how)) == figures(fedcdp.attack(trained, victims=5, attack=how))
 
 
-def test_a_run_read_back_has_spent_what_it_spent(kept: tuple[Run, Trained]) -> None:
-    run, again = kept[0], kept[1].as_run()
+def test_a_run_read_back_has_spent_what_it_spent(kept: tuple[Run, Run]) -> None:
+    run, again = kept
     assert (again.rounds, again.releases, again.metrics) == (run.rounds, run.releases, run.metrics)
     assert again.participations.tolist() == run.participations.tolist()
     assert again.privacy().as_json() == run.privacy().as_json()

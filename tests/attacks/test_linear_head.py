@@ -22,7 +22,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.errors import ModelError, RunError
 from fedcdp.models.networks import build
 from fedcdp.training.prepared import load_splits, network_of
-from fedcdp.training.saved_run import Trained
+from fedcdp.training.saved_run import open_run
 from fedcdp.training.trainer import train_experiment
 from tests.support.pairs import sample_first
 
@@ -221,7 +221,7 @@ def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) ->
     experiment = assemble(SETTINGS)
     run = train_experiment(experiment, tmp_path / "run", quiet=True)
     splits = load_splits(experiment, quiet=True)
-    target = run if in_memory else Trained.load(tmp_path / "run").as_run()
+    target = run if in_memory else open_run(tmp_path / "run")
     course = Course(network_of(experiment, splits), run.federation, run.plan, torch.device("cpu"), F.cross_entropy, target)
     assert course.source == REPLAYED
     simulator, first = course.begin()

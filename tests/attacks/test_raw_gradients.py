@@ -261,9 +261,9 @@ REFUSED: dict[str, tuple[Callable[[Scene], tuple[Any, dict[str, Any]]], type[Fed
     "no victims": (
         lambda s: s.refused({name: value[:0] for name, value in s.several.items()}), PlanError, "victims: ",
     ),
-    "a path": (lambda s: s.refused("runs/mine"), PlanError, "target: str is not a run, a plan, or gradients"),
-    "a network for a target": (lambda s: s.refused(s.model), PlanError, "target: Sequential is not a run"),
-    "a generator": (lambda s: s.refused(v for v in s.named.values()), PlanError, "target: generator"),
+    "a path": (lambda s: s.refused("runs/mine"), PlanError, "target: 'runs/mine' is not a Run or a Plan"),
+    "a network for a target": (lambda s: s.refused(s.model), PlanError, "target: an object of type Sequential is not a Run"),
+    "a generator": (lambda s: s.refused(v for v in s.named.values()), PlanError, "target: an object of type generator"),
     "no network": (lambda s: s.refused(model=None), PlanError, "model: an attack on gradients needs the network"),
     "another network": (lambda s: s.refused(model=nn.Linear(6, 3)), ModelError, "gradients: "),
     "a network without finite weights": (

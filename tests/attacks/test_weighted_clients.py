@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp.attacks import Leaks, Presence, observe, sightings
+from fedcdp.attacks import Leaks, Presence, gradient_units, observe, sightings
 from fedcdp.attacks.head_solver import shown
 from fedcdp.attacks.inferred import Inferred
 from fedcdp.attacks.linear_head import find_head
@@ -225,6 +225,7 @@ def ignored(at: Moment) -> Tensor:
 
 def test_an_attack_that_ignores_the_weight_is_noticed(tables: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observe, "weights_of", ignored)
+    monkeypatch.setattr(gradient_units, "weights_of", ignored)
     monkeypatch.setattr(sightings, "weights_of", ignored)
     with pytest.raises(ModelError, match="do not give this gradient"):
         attacked(tables, plan_of(per_round=8, weighting="records"), bias=False, attack="linear-head")
@@ -240,6 +241,7 @@ def test_under_noise_an_attack_that_ignores_the_weight_is_worse(tables: Federati
 
     equal, weighted = error("equal"), error("records")
     monkeypatch.setattr(observe, "weights_of", ignored)
+    monkeypatch.setattr(gradient_units, "weights_of", ignored)
     monkeypatch.setattr(sightings, "weights_of", ignored)
     assert weighted < 1.1 * equal
     assert error("records") > 3 * weighted

@@ -18,7 +18,7 @@ import fedcdp
 from fedcdp.attacks import ATTACKS, RECIPES, Leaks
 from fedcdp.config.experiment import assemble
 from fedcdp.training.prepared import deal_out, load_splits, network_of
-from fedcdp.training.saved_run import Trained
+from fedcdp.training.saved_run import open_run
 
 CONTRACT = [
     "method", "leak", "attack", "victims", "success_rate", "distance_mean", "distance_median", "psnr_mean",
@@ -238,7 +238,7 @@ def test_a_run_with_a_linear_head_is_replayed_or_trained_afresh(cli: Cli, noise:
 
 def test_a_run_is_attacked_at_its_weights_and_keeps_the_result(cli: Cli, run: Path) -> None:
     row = summary(cli("attack", "--run", run, "--victims", 5, "--leak", "type2", "--json"))
-    found = fedcdp.attack(Trained.load(run).as_run(), victims=5)
+    found = fedcdp.attack(open_run(run), victims=5)
     assert isinstance(found, Leaks)
     assert {**found.summary(), "seconds": 0} == {name: row[name] for name in found.summary()} | {"seconds": 0}
     kept = run / "attacks" / "type2-best"

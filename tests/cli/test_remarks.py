@@ -20,6 +20,7 @@ def said(outcome: Any) -> str:
     return " ".join(outcome.stderr.split())
 
 
+SUM = {"noise": "sum", "secure_aggregation": True, "local_steps": 1}
 NO_EFFECT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"data": {"alpha": 0.3}}, "--alpha has no effect here: it is for --partition dirichlet"),
     (
@@ -54,6 +55,11 @@ NO_EFFECT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"plan": {"quantile_rate": 0.3}}, "--quantile-rate has no effect here: it is for a quantile clip"),
     ({"plan": {"slots": 5, "record_sampling": "fixed"}}, "--slots has no effect here: it is for --record-sampling poisson"),
     ({"plan": {"noise_generator": "philox"}}, "--noise-generator has no effect here: it is for --secure-noise"),
+    ({"plan": {"weighting": "records"} | SUM}, "--weighting has no effect here: with noise on the sum"),
+    (
+        {"plan": {"noise_generator": "chacha20", "secure_noise": True} | SUM},
+        "--noise-generator has no effect here: noise",
+    ),
     ({"plan": {"batch_size": 5000}}, "--batch-size 5000 is more than the 40 records of a client"),
 ]
 

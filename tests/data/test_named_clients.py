@@ -151,7 +151,7 @@ def test_validation_examples_can_be_given_for_all_or_by_client() -> None:
     ("datasets", "options", "sentence"),
     [
         ({}, {}, "datasets: it must be a dictionary"),
-        ([site(4)], {}, "datasets: it must be a dictionary"),
+        ([site(4)], {}, "datasets: an object of type list is not a dictionary"),
         ({"": site(4)}, {}, "names: '' cannot be a client's name"),
         ({7: site(4)}, {}, "names: '7' cannot be a client's name"),
         ({"a\nb": site(4)}, {}, "cannot be a client's name"),

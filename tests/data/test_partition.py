@@ -313,7 +313,7 @@ def test_labels_that_are_not_classes_are_refused(targets):
     [
         ({"clients": 0}, "clients is 0: .* 1 or more"),
         ({"clients": None}, "clients is None"),
-        ({"clients": 2.5}, "clients is 2.5"),
+        ({"clients": 2.5}, "clients: 2.5 is not a whole number"),
         ({"clients": 1, "records": 0}, "records is 0: .* 1 to 30"),
         ({"clients": 1, "records": 31}, "records is 31: .* 1 to 30"),
         ({"clients": 1_000_000}, "clients is 1000000: at most 30 .* pass records="),

@@ -147,7 +147,7 @@ def test_a_regression_is_dealt_by_size_but_not_by_class():
         ({"clients": 5, "scheme": "exponential"}, "the smallest client would hold 0 of 30 .* use fewer clients"),
         ({"clients": 3, "scheme": "linear", "smallest": 9}, "would hold 5 of 30 records instead of at least 9"),
         ({"clients": 3, "scheme": "linear", "smallest": 0}, "smallest is 0: .* 1 to 30"),
-        ({"clients": 3, "scheme": "linear", "smallest": 1.5}, "smallest is 1.5"),
+        ({"clients": 3, "scheme": "linear", "smallest": 1.5}, "smallest: 1.5 is not a whole number"),
         ({"clients": 3, "scheme": "linear", "records": 5}, "records is 5: it has no meaning under scheme 'linear'"),
         ({"clients": 3, "scheme": "linear", "size_ratio": 5}, "size_ratio is 5: .* for scheme 'dirichlet-sizes' only"),
         ({"clients": 3, "scheme": "dirichlet-classes", "size_ratio": 5}, "size_ratio is 5: it has no meaning"),

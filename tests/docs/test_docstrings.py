@@ -22,7 +22,8 @@ RESULTS = ("Inferred", "LayerLeaks", "Leaks", "Membership", "Presence")
 
 def public() -> dict[str, Any]:
     """Every class and function that users call, by name."""
-    found = {name: getattr(fedcdp, name) for name in fedcdp.__all__ if name != "__version__"}
+    found = {name: getattr(fedcdp, name) for name in fedcdp.__all__ if name not in ("__version__", "loggers")}
+    found |= {name: getattr(fedcdp.loggers, name) for name in fedcdp.loggers.__all__}
     found |= {name: getattr(fedcdp.attacks, name) for name in RESULTS}
     found["privacy"] = privacy_of_plan
     if FLOWER:

@@ -171,6 +171,18 @@ def test_without_gradients_every_coordinate_of_every_trainable_tensor_moves_by_t
     is_noise_of(1.5, trained(FunctionalEngine(network, without_gradient), network, shape, update), network)
 
 
+@slow
+@given(networks(), st.sampled_from([0, 15]))
+def test_with_noise_on_the_sum_every_coordinate_of_every_share_is_noised(drawn: Drawn, colluders: int) -> None:
+    network, shape = drawn
+    share = 3.0 * 2**24 / math.sqrt(CLIENTS - colluders)  # grid steps
+    chosen = plan(noise="sum", secure_aggregation=True, colluders=colluders)
+    for engine in engines_of(prepare(network, chosen, "cpu"), without_gradient):
+        is_noise_of(share, trained(engine, network, shape, chosen), network)
+    update = chosen.but(method="fed-sdp", noise_at="client")
+    is_noise_of(share, trained(FunctionalEngine(network, without_gradient), network, shape, update), network)
+
+
 @pytest.mark.slow
 @settings(slow, max_examples=1)
 @given(networks().filter(lambda drawn: len(engines_of(drawn[0])) == 2))

@@ -21,7 +21,7 @@ from fedcdp.data.partition import partition
 from fedcdp.engine import Batch, FunctionalEngine
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.mechanism.noise import SeededNoise, deviation_of_count, deviation_of_step_sum
-from fedcdp.methods import METHODS, Moment, train_locally
+from fedcdp.methods import METHODS, Local, Moment, train_locally
 from fedcdp.models.networks import build
 from fedcdp.training.simulate import simulate
 
@@ -132,7 +132,7 @@ def test_under_a_decaying_bound_the_noise_shrinks_with_it_or_stays_at_that_of_th
 def test_fed_sdp_noise_at_the_client_is_sigma_c_on_each_update():
     plan = plan_of(method="fed-sdp", noise_at="client", noise="cohort")
     still = {name: torch.zeros(2, *p.shape) for name, p in MODEL.named_parameters()}
-    assert_deviation(flat(METHODS["fed-sdp"].release(still, still, moment(plan, [3, 4]))), SIGMA * BOUND)
+    assert_deviation(flat(METHODS["fed-sdp"].release(still, Local(still), moment(plan, [3, 4]))), SIGMA * BOUND)
 
 
 def test_fed_sdp_noise_at_the_server_is_sigma_c_once_on_the_sum():
@@ -147,7 +147,7 @@ def test_fed_sdp_noise_keeps_the_first_rounds_scale_where_the_plan_says_so(field
     plan = plan_of(method="fed-sdp", clip="linear(6, 2)", rounds=3, noise_follows_clip=False, **fields)
     still = {name: torch.zeros(1, *p.shape) for name, p in MODEL.named_parameters()}
     at = moment(plan, [3], round=2)
-    released = METHODS["fed-sdp"].release(still, still, at)
+    released = METHODS["fed-sdp"].release(still, Local(still), at)
     total = METHODS["fed-sdp"].sanitise_sum({name: value[0] for name, value in released.items()}, at)
     assert_deviation(flat(total, lead=0), SIGMA * 6)
 

@@ -18,7 +18,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.engine import Batch, FunctionalEngine
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.noise import SeededNoise
-from fedcdp.methods import METHODS, Moment, train_locally
+from fedcdp.methods import METHODS, Local, Moment, train_locally
 from tests.support import naive
 
 CLIENTS = [4, 7]
@@ -288,7 +288,7 @@ def test_fed_sdp_drops_an_update_that_is_not_finite(small, placement):
     before = {name: value.expand(2, *value.shape) for name, value in training.weights.items()}
     after = {name: value + 0.01 for name, value in before.items()}
     after["0.bias"][1, 0] = math.nan
-    admitted = training.method.admit(training.method.release(before, after, at), at)
+    admitted = training.method.admit(training.method.release(before, Local(after), at), at)
     for value in admitted.values():
         assert (value[1] == 0).all()
         assert (value[0] != 0).all()

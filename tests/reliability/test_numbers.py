@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp.accounting.calibrate import Target, calibrate
+from fedcdp.accounting.calibrate import Target, calibrate_noise
 from fedcdp.accounting.population import Population
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
@@ -128,20 +128,20 @@ def test_a_vanishing_learning_rate_leaves_the_model_as_it_is(method: str) -> Non
 
 @pytest.mark.parametrize("target", [1e-300, 1e-12])
 def test_a_target_below_every_loss_is_met_by_the_noise_that_hides_everything_at_this_delta(target: float) -> None:
-    plan = calibrate(fedcdp.Plan(**SMALL), POPULATION, Target(target))
+    plan = calibrate_noise(fedcdp.Plan(**SMALL), POPULATION, Target(target))
     assert Target(target).reached(plan, POPULATION) == 0.0
 
 
 def test_a_target_that_no_noise_reaches_is_refused() -> None:
     with pytest.raises(PlanError, match="no noise multiplier gives"):
-        calibrate(fedcdp.Plan(**SMALL, noise="batch"), POPULATION, Target(1.0, "example"))
+        calibrate_noise(fedcdp.Plan(**SMALL, noise="batch"), POPULATION, Target(1.0, "example"))
     with pytest.raises(PlanError, match="no noise multiplier gives"):
-        calibrate(fedcdp.Plan(**SMALL, delta=1e-300), POPULATION, Target(1e-12))
+        calibrate_noise(fedcdp.Plan(**SMALL, delta=1e-300), POPULATION, Target(1e-12))
 
 
 @pytest.mark.parametrize("target", [1e6, 1e300])
 def test_a_target_that_is_no_protection_gets_some_noise_all_the_same(target: float) -> None:
-    plan = calibrate(fedcdp.Plan(**SMALL), POPULATION, Target(target))
+    plan = calibrate_noise(fedcdp.Plan(**SMALL), POPULATION, Target(target))
     assert 0 < plan.noise_multiplier < 0.1
     assert Target(target).reached(plan, POPULATION) <= target
 

@@ -96,7 +96,7 @@ def test_every_row_of_the_statement_stands_with_its_assumption(demo_directory: P
 
 
 def test_epsilon_over_rounds_ends_at_what_the_ledger_says(demo_directory: Path) -> None:
-    from fedcdp.training.saved_run import spent
+    from fedcdp.training.ledger_check import spent
 
     for run in gather([demo_directory])[0]:
         _, privacy = spent(demo_directory / run.plan.method)

@@ -15,7 +15,7 @@ from fedcdp.errors import RunError
 from fedcdp.report.facts import mechanism_of
 from fedcdp.studies.demo import ATTACKS, METHODS, Demo
 from fedcdp.training.prepared import Prepared, deal_out, load_splits, network_of, population_of
-from fedcdp.training.saved_run import Trained
+from fedcdp.training.saved_run import open_run
 from fedcdp.training.simulate import simulate
 from tests.support.small_demo import FEWER, SILENT, SMALLER
 
@@ -32,7 +32,7 @@ def test_the_demo_leaves_ordinary_runs_with_their_attacks(demo_directory: Path) 
         run = demo_directory / row["method"]
         assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"] == row["accuracy"]
         assert {path.name for path in (run / "attacks").iterdir()} == {"type2-clip-aware", "type1-batch", "type0-batch"}
-    assert Trained.load(run).evaluate()["accuracy"] == row["accuracy"]
+    assert open_run(run).evaluate()["accuracy"] == row["accuracy"]
 
 
 def test_all_methods_are_attacked_on_the_same_examples(demo_directory: Path) -> None:

@@ -290,3 +290,23 @@ def optimised(mean: Weights, setting: Setting, memory: dict[str, Weights]) -> We
 def batches_in_order(order: list[int], batch: int, steps: int) -> list[list[int]]:
     """The authors' order: consecutive batches, around the end; never a record twice in one batch."""
     return [[order[(step * batch + j) % len(order)] for j in range(min(batch, len(order)))] for step in range(steps)]
+
+
+def rounded_share(values: Weights, bound: float, noise: Weights) -> dict[str, list[int]]:
+    """What a client sends with noise on the sum: its values in steps of C·2^-24, and whole numbers of noise, mod 2^64."""
+    return {
+        name: [
+            (round(x * 2**24 / bound) + int(drawn)) % 2**64
+            for x, drawn in zip(value.flatten().tolist(), noise[name].flatten().tolist(), strict=True)
+        ]
+        for name, value in values.items()
+    }
+
+
+def sum_of_shares(shares: list[dict[str, list[int]]], bound: float) -> dict[str, list[float]]:
+    """What the server reads: the sum of the shares modulo 2^64, as a signed number of steps."""
+    found = {}
+    for name in shares[0]:
+        totals = [sum(each) % 2**64 for each in zip(*(share[name] for share in shares), strict=True)]
+        found[name] = [(x - 2**64 if x >= 2**63 else x) * bound / 2**24 for x in totals]
+    return found

@@ -12,7 +12,7 @@ import pytest
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.experiment import assemble
 from fedcdp.errors import RunError
-from fedcdp.training.saved_run import spent
+from fedcdp.training.ledger_check import spent
 from fedcdp.training.trainer import train_experiment
 
 PLAN = {"rounds": 3, "per_round": 2, "local_steps": 1, "batch_size": 3, "noise_multiplier": 2.0}

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import fedcdp
 from fedcdp.attacks.membership import infer_membership
-from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.dataset import Dataset
 from fedcdp.engine import FunctionalEngine
 from fedcdp.errors import ModelError
 from fedcdp.training.evaluation import evaluate, no_better_than_guessing, predictions, threshold_of
-from fedcdp.training.saved_run import Trained
+from tests.support.made_runs import made_run
 
 FEATURES = 4
 
@@ -140,7 +140,7 @@ def test_a_loaded_model_and_membership_score_a_single_logit(shape: str):
     network = nn.Sequential(nn.Linear(FEATURES, 1, bias=False), *SHAPES[shape]())
     with torch.no_grad():
         network[0].weight.copy_(torch.tensor([[3.0, 0, 0, 0]]))
-    trained = Trained(None, None, Splits("points", data, data, None, ""), network)  # type: ignore[arg-type]
+    trained = made_run(network, fedcdp.partition(data, clients=2, scheme="iid", validation=data))
     found = trained.evaluate("train")
     assert (found["examples"], found["accuracy"]) == (40, 1.0)
     assert found["metrics"] == {
@@ -150,7 +150,7 @@ def test_a_loaded_model_and_membership_score_a_single_logit(shape: str):
         "loss": pytest.approx(0.0136, abs=1e-4),
     }
     flipped = replace(data, targets=1 - data.targets)
-    assert replace(trained, splits=Splits("points", flipped, flipped, None, "")).evaluate("train")["accuracy"] == 0
+    assert replace(trained, federation=fedcdp.partition(flipped, clients=2)).evaluate("train")["accuracy"] == 0
     # Members are those whose label the network gives; the others are the same points under the other label.
     assert infer_membership(network, data, replace(data, targets=1 - data.targets)).auc.value == 1.0
 

@@ -78,12 +78,22 @@ def test_the_target_and_the_adversary_are_those_given(model: nn.Module, federati
     assert privacy_of_plan(run.plan, federation, model=model).row("example", "record").epsilon <= 2
 
 
-@pytest.mark.parametrize("given", [{"target_epsilon": 2.0}, {"adversary": "model"}], ids=str)
-def test_a_plan_and_a_target_are_refused_together(
-    model: nn.Module, federation: fedcdp.Federation, given: dict[str, Any]
+@pytest.mark.parametrize(
+    ("adversary", "unit", "scaling"),
+    [("server", "record", 40.0), ("example", "record", 40.0), ("server", "record", None), ("server", "client", None)],
+)
+def test_the_noise_of_a_plan_is_calibrated_to_the_target(
+    model: nn.Module, federation: fedcdp.Federation, adversary: str, unit: str, scaling: float | None
 ) -> None:
-    with pytest.raises(PlanError, match="calibrate the plan's noise and set its scaling_noise, or leave the plan out"):
-        fedcdp.simulate(model, federation, Plan(per_round=5), **given)
+    plan = Plan(per_round=5, rounds=2, local_steps=1, noise_multiplier=0.3, scaling_noise=scaling)
+    run = fedcdp.simulate(model, federation, plan, target_epsilon=3.0, adversary=adversary, unit=unit)
+    assert run.plan.but(noise_multiplier=0.3) == plan
+    assert 2.9 < privacy_of_plan(run.plan, federation, model=model).row(adversary, unit).epsilon <= 3.0
+
+
+def test_a_row_that_the_plan_does_not_have_is_refused(model: nn.Module, federation: fedcdp.Federation) -> None:
+    with pytest.raises(PlanError, match="adversary: fed-cdp has no row nobody/record/zero-out; it has server/record"):
+        fedcdp.simulate(model, federation, Plan(per_round=5), adversary="nobody")
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, float("inf"), float("nan")])

@@ -162,10 +162,9 @@ def test_a_recipe_with_private_scaling_keeps_within_its_target() -> None:
     assert layer.mean[3] > 0.7
 
 
-@pytest.mark.parametrize("fields", [{"target_epsilon": 3}, {"adversary": "model"}, {"scale_inputs": True}])
-def test_with_a_plan_the_plan_says_it_all(fields: dict[str, object]) -> None:
-    with pytest.raises(PlanError, match="choose the noise where no plan is given"):
-        fedcdp.simulate(nn.Linear(FEATURES, 2), federation_of(), plan_of(), **fields)  # type: ignore[arg-type]
+def test_with_a_plan_the_plan_says_whether_inputs_are_scaled() -> None:
+    with pytest.raises(PlanError, match="scale_inputs: it is for the recommended recipe; set the plan's scaling_noise"):
+        fedcdp.simulate(nn.Linear(FEATURES, 2), federation_of(), plan_of(), scale_inputs=True)
 
 
 # The ledger -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset, Splits
+from fedcdp.data.load import load
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.mechanism.sampling import choose_clients, choose_records
@@ -415,3 +416,11 @@ def test_the_loss_is_the_callers(model: nn.Module, federation: Federation) -> No
     with torch.no_grad():
         loss = F.multi_margin_loss(run.model(validation.inputs), validation.targets).item()
     assert run.metrics[-1]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_run_knows_the_loss_that_was_given_and_no_other() -> None:
+    """Attacks recognise PyTorch's own losses; a wrapper of one would send them to weaker attacks."""
+    federation = partition(load("cancer"), clients=4, scheme="iid")
+    plan = Plan(rounds=1, per_round=4, local_steps=1)
+    assert simulate(nn.Linear(30, 2), federation, plan).loss is None
+    assert simulate(nn.Linear(30, 2), federation, plan, loss=F.cross_entropy).loss is F.cross_entropy

@@ -22,9 +22,10 @@ from fedcdp.models.networks import build
 from fedcdp.report.api import read_run
 from fedcdp.report.page import render
 from fedcdp.training.autotune import _read as read_choice
+from fedcdp.training.ledger_check import spent
 from fedcdp.training.prepared import deal_out, load_splits, stored
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.saved_run import Trained, spent
+from fedcdp.training.saved_run import open_run
 from fedcdp.training.trainer import train_experiment
 from tools.fuzz.mutations import as_json, as_toml, mutate_bytes, mutate_value
 
@@ -148,8 +149,8 @@ def metrics(place: Path) -> Attempt:
     rows = [json.loads(line) for line in (sound / "metrics.jsonl").read_bytes().splitlines()]
     run = place / "metrics-run"
     run.mkdir(exist_ok=True)
-    trained = Trained.load(sound)
-    tampered = Trained(RunDirectory(run), trained.experiment, trained.splits, trained.model)
+    shutil.copy(sound / "config.toml", run)
+    opened = replace(open_run(sound), directory=run)
 
     def attempt(case: Random, _place: Path) -> None:
         content = b"".join(as_json(row) + b"\n" for row in rows)
@@ -160,14 +161,13 @@ def metrics(place: Path) -> Attempt:
             content = mutate_bytes(case, content)
         (run / "metrics.jsonl").write_bytes(content)
         directory = RunDirectory(run)
-        directory.read_metrics()
+        tampered = replace(opened, metrics=directory.read_metrics())
         for old in ("m.csv",):
             (run / old).unlink(missing_ok=True)
-        tampered.export("csv", run / "m.csv")
+        tampered.export(run / "m.csv")
         if case.random() < 0.005:  # slow, because it writes events
             shutil.rmtree(run / "board", ignore_errors=True)
-            shutil.copy(sound / "config.toml", run)
-            tampered.export("tensorboard", run / "board")
+            tampered.export(run / "board")
         directory.forget_metrics_after(3)
 
     return attempt

@@ -12,26 +12,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from fedcdp.accounting.ledger import Charge, Ledger
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.statement import format_epsilon
+from fedcdp.accounting.statement import Mode, Privacy, Usage, format_epsilon, state
+from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import SCALING, Plan
 from fedcdp.data.federation import Federation
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import build
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from fedcdp.accounting.statement import Mode, Privacy
-
 
 Allows = Callable[[tuple[int, ...]], bool]
 """Whether a budget has room for releases of these rounds, repeats included."""
@@ -96,6 +91,7 @@ def accounting_is_installed() -> bool:
     return importlib.util.find_spec("dp_accounting") is not None
 
 
+@checked
 def privacy_of_plan(
     plan: Plan,
     federation: Federation,
@@ -133,8 +129,6 @@ def privacy_of_plan(
         >>> privacy.row("server").epsilon < privacy.row("example").epsilon
         True
     """
-    from fedcdp.accounting.statement import state
-
     given = {"rounds": rounds, "per_round": per_round}
     plan = plan.but(**{name: value for name, value in given.items() if value is not None})
     network = model or build("auto", federation.train.shape, federation.train.classes)
@@ -205,8 +199,6 @@ def over_releases(plan: Plan, population: Population, charges: Sequence[Charge])
 
     `epsilon_used` is what the most-used client had spent by that point. Without a release the list is empty.
     """
-    from fedcdp.accounting.statement import Usage, state
-
     if not charges:
         return []
     counted = np.zeros((len(charges), population.clients), dtype=np.int64)

@@ -29,8 +29,9 @@ class Target:
     relation: str = "zero-out"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
-            raise PlanError(f"epsilon: {self.epsilon} is not allowed; it must be a positive number")
+        number = isinstance(self.epsilon, int | float) and not isinstance(self.epsilon, bool)
+        if not (number and math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise PlanError(f"epsilon: {str(self.epsilon)[:100]} is not allowed; it must be a positive number")
 
     def view(self, plan: Plan, population: Population) -> View:
         """The row of the plan's privacy table that the target refers to."""
@@ -48,7 +49,7 @@ class Target:
         return epsilon_after(self.view(plan, population), plan, plan.rounds if rounds is None else rounds, mode)
 
 
-def calibrate(
+def calibrate_noise(
     plan: Plan, population: Population, target: Target, mode: Mode = "tight", precision: float = _PRECISION
 ) -> Plan:
     """The plan with the smallest noise multiplier that stays within the target, to a relative `precision`."""
@@ -88,9 +89,9 @@ def calibrate_slots(plan: Plan, population: Population, target: Target, mode: Mo
     if plan.record_sampling != "poisson" or plan.noise != "example":
         raise PlanError("slots: auto needs Poisson record sampling with example noise; otherwise slots cost nothing")
     tried = sorted({math.ceil(share * plan.batch_size) for share in _SLOTS_TRIED})
-    plans = [calibrate(plan.but(slots=slots), population, target, mode, precision=0.02) for slots in tried]
+    plans = [calibrate_noise(plan.but(slots=slots), population, target, mode, precision=0.02) for slots in tried]
     best = min(plans, key=lambda each: each.noise_multiplier * math.sqrt(each.slots))
-    return calibrate(best, population, target, mode)
+    return calibrate_noise(best, population, target, mode)
 
 
 def rounds_within(plan: Plan, population: Population, target: Target, mode: Mode = "tight") -> int:

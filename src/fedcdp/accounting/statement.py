@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fedcdp.accounting.adversaries import View, noise_multipliers, scaling_releases
-from fedcdp.accounting.mechanisms import Records, Release, repeated, sequence
+from fedcdp.accounting.mechanisms import Release, repeated, sequence
 from fedcdp.accounting.population import Population
-from fedcdp.accounting.views import Setting, views
+from fedcdp.accounting.views import view_of_client, views
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
 
@@ -294,7 +294,7 @@ def _client_rows(
         times = usage.by_client[client] if usage is not None and listed else None
         case = population.held[client], times
         if case not in found:
-            view = Setting(plan, population, Records(plan, case[0])).server_row("record")
+            view = view_of_client(plan, population, case[0])
             spent = None if usage is None or times is None else Usage(usage.rounds, (times,))
             found[case] = _row(view, plan, population, mode, rounds, spent)
         row = found[case]

@@ -66,6 +66,13 @@ def views(plan: Plan, population: Population) -> list[View]:
     return [replace(row, others=tuple(same)) for row, *same in zip(smallest, *larger, strict=True)]
 
 
+def view_of_client(plan: Plan, population: Population, held: int) -> View:
+    """The server's row for a record of a client that holds so many; credit is that of the whole population."""
+    if plan.noise_multiplier == 0:
+        return views(plan, population)[0]
+    return Setting(plan, population, Records(plan, held)).server_row("record")
+
+
 _UNPROTECTED: dict[str, str] = {
     "nonprivate": "nothing is noised",
     "dssgd": "the largest entries are shared as they are",

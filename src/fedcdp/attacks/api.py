@@ -19,6 +19,7 @@ from fedcdp.attacks.recipe import RECIPES, Recipe
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.scene import simulated
 from fedcdp.attacks.scores import Criteria
+from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
@@ -33,6 +34,7 @@ ATTACKS = (
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 
 
+@checked
 def attack(
     target: Run | Plan | RawGradients,
     *,
@@ -72,7 +74,8 @@ def attack(
             `model.parameters()`. Each has the shape of its parameter, or [victims, ...] for several victims. None stands for
             the gradient of a frozen parameter.
         leak: What the adversary observes. `type2`: the gradient of one example on the client during local training. `type1`:
-            the client's update after local training. `type0`: the client's update as the server receives it.
+            the client's update after local training. `type0`: the client's update as the server receives it; under secure
+            aggregation, the sum over the clients of a round, which are then one victim.
         attack: The name of an attack (`fedcdp.attacks.ATTACKS`), or a `Recipe` of your own. Default: `best`, which tries the
             attacks that suit the target, returns the strongest, and lists all that it tried. Token ids and dictionaries of
             inputs cannot be reconstructed: `best` infers labels, presence and membership.
@@ -91,8 +94,8 @@ def attack(
         releases: How often the same release is observed, each time with fresh noise. The adversary averages.
         criteria: When a reconstruction counts as exact, recognisable or identified.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
-        loss: The loss that the network is trained with. Default: the loss of the data's task; for raw gradients, the
-            cross-entropy.
+        loss: The loss that the network is trained with. Default: that of the run, or of the data's task; for raw gradients,
+            the cross-entropy.
         seed: Fixes the randomness of the attack. Default: the plan's seed.
         progress: Called with the work done so far and in all.
 
@@ -137,6 +140,7 @@ def attack(
     if victims is not None and victims < 1:
         raise PlanError(f"victims: {victims} is not allowed; it must be at least 1")
     device = usable_device(device)
+    loss = target.loss if loss is None and isinstance(target, Run) else loss
     if name == "membership":
         return _membership(target, public, at_round, seed, device, loss)
     if isinstance(target, Run | Plan):

@@ -14,7 +14,7 @@ from fedcdp.attacks.presence import Candidates
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.sightings import Sighting, Sightings
 from fedcdp.data.dataset import Dataset
-from fedcdp.errors import ModelError
+from fedcdp.errors import DataError, ModelError
 
 _FITS = 1e-3  # share of the observation: a residual at rounding level
 _SAME = 1e-2
@@ -50,6 +50,9 @@ def attack_head(
     shape = captured.shape
     truth = captured.tensor[captured.present].cpu()
     prior = FeaturePrior.of(head, public, shape, truth if scored else truth[:0])
+    batches = any(each.classes and each.shares.shape[1] > 1 for each in sightings.victims)
+    if prior.length is None and captured.noisy and batches:
+        raise DataError("public: linear-head needs public examples, none of them a victim's, to tell a noisy batch apart")
     examples = torch.zeros(victims, most, *shape)
     labels = torch.zeros(captured.targets.shape, dtype=captured.targets.dtype)
     errors = torch.full((victims, most), torch.nan, dtype=torch.float64)

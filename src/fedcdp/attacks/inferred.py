@@ -100,6 +100,8 @@ class Inferred:
     """The name of each victim's client, if clients have names."""
     seconds: float = 0.0
     """How long the attacks took."""
+    summed_clients: int = 0
+    """How many clients' updates were added up before anyone read them; 0: each was read alone."""
 
     def __str__(self) -> str:
         told = []
@@ -122,6 +124,8 @@ class Inferred:
         row: dict[str, Any] = {"method": self.method, "leak": self.leak, "attack": self.attack, "victims": self.victims}
         row |= dict.fromkeys(("success_rate", "distance_mean", "distance_median", "psnr_mean", "iterations_mean"))
         row |= {"noise_deviation": self.noise_deviation, "steps": self.steps, "releases": self.releases}
+        if self.summed_clients:
+            row["summed_clients"] = self.summed_clients
         tried: list[dict[str, Any]] = []
         if self.labels is not None:
             row |= self.labels.summary()
@@ -176,6 +180,7 @@ def attack_labels(
     return Inferred(
         captured.plan.method, captured.leak, "labels", len(captured), captured.noise_level, captured.steps,
         captured.releases, labels=labels, names=names, seconds=time.perf_counter() - started,
+        summed_clients=captured.summed_clients,
     )  # fmt: skip
 
 

@@ -137,6 +137,8 @@ class Leaks:
             "psnr_mean": None,
             "iterations_mean": float(self.found.iterations.double().mean()),
         }
+        if captured.summed_clients:
+            row["summed_clients"] = captured.summed_clients
         if self.scores is not None and self.scores_of_last is not None and self.baselines is not None:
             scores, last = self.scores.summary(), self.scores_of_last.summary()
             reached = torch.where(self.first_exact.isfinite(), self.first_exact, self.found.iterations.double())

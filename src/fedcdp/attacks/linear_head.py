@@ -214,11 +214,12 @@ def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:
     return features.shape == wanted.shape and torch.allclose(features, wanted, rtol=1e-6, atol=1e-6)
 
 
-def _without(public: Dataset, victims: Tensor) -> Dataset:
-    """The public examples without the victims': a federation without public data only has its own."""
+def _without(public: Dataset, victims: Tensor) -> Dataset | None:
+    """The public examples without the victims': a federation without public data only has its own. None: all are victims."""
     mine = {row.tobytes() for row in victims.flatten(1).float().cpu().numpy()}
     theirs = public.tensor.flatten(1).float().cpu().numpy()
-    return public.take(torch.tensor([at for at, row in enumerate(theirs) if row.tobytes() not in mine]).long())
+    others = [at for at, row in enumerate(theirs) if row.tobytes() not in mine]
+    return public.take(torch.tensor(others)) if others else None
 
 
 def _by_class(values: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.observe import Captured, as_gradient
+from fedcdp.attacks.gradient_units import as_gradient
+from fedcdp.attacks.observe import Captured
 from fedcdp.engine.base import Batch, Unquestioning
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Inputs, Tree, each_tensor, masked
@@ -139,7 +140,8 @@ def _plain_gradient(captured: Captured, inputs: Inputs, targets: Tensor, present
 
 def _by_method(captured: Captured, inputs: Inputs, targets: Tensor) -> Tree:
     """The method's own release for the examples, without its noise and its pruning."""
-    plan = captured.plan.but(compression=0.0, share_fraction=1.0, noise="batch", noise_slots="all")
+    changes = {"noise": "batch", "noise_slots": "all", "attempts": 1, "mean_records": None}
+    plan = captured.plan.but(compression=0.0, share_fraction=1.0, **changes)
     clients = torch.arange(len(targets), device=targets.device)
     engine = Unquestioning(captured.engine)
     at = Moment(plan, engine, Silence(engine.layout), captured.round, clients, captured.expected_batch)

@@ -4,12 +4,10 @@
 | --- | --- | --- |
 | `type2` | is on the client during local training | one example's gradient, as the method releases it |
 | `type1` | is on the client after local training | the client's update, as it leaves the client |
-| `type0` | is the server | the client's update, as received |
+| `type0` | is the server | the client's update, as received; under secure aggregation, the sum over a round's clients |
 
 `capture` taps a training and returns `Captured`: the releases, the adversary's other knowledge, and the ground truth that
-scores the attack. Observations are in units of a gradient: an update is divided by −η and by the client's weight, both of
-which are public. After one local step it is the mean gradient of the batch, after L steps the sum of L such means, weighted
-by `step_weights` where the plan has momentum or a proximal term.
+scores the attack. Observations are in units of a gradient (`gradient_units`).
 """
 
 from __future__ import annotations
@@ -21,12 +19,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fedcdp.attacks.cohort import Cohort, reads_sum
+from fedcdp.attacks.gradient_units import as_gradient, promised_deviation, step_weights, weights_of
 from fedcdp.config.plan import Plan
 from fedcdp.data.tasks import TaskName
 from fedcdp.engine.base import Batch, Engine
 from fedcdp.errors import DataError, PlanError
 from fedcdp.files.tree import Inputs, Tree, each_tensor, tensors_in
-from fedcdp.mechanism.noise import SeededNoise, Silence, noise_of
+from fedcdp.mechanism.noise import Noise, SeededNoise, Silence, noise_of
 from fedcdp.mechanism.randomness import numpy_generator, stream_key
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods import METHODS, Moment, take_part
@@ -79,6 +79,8 @@ class Captured:
     """[victims]: the number of the victim's client; −1 if it is not known."""
     task: TaskName = "classification"
     """What the network predicts; `binary` wherever two classes share one output."""
+    summed_clients: int = 0
+    """How many clients' updates were added up before anyone read them; 0: each was read alone."""
 
     def __len__(self) -> int:
         return len(self.present)
@@ -217,10 +219,13 @@ def capture(simulator: Simulator, state: State, look: Look, victims: int | None 
     """Observe victims in the round that begins at `state`.
 
     Victims are clients, drawn from the plan's seed; for `type2`, one example per client (more if there are fewer clients
-    than victims). Without a number, up to 100 victims are observed.
+    than victims). Without a number, up to 100 victims are observed. A server under secure aggregation has one victim: the
+    clients of the round together.
     """
     wanted = _USUAL if victims is None else victims
     _check(simulator.plan, look, wanted)
+    if reads_sum(simulator.plan, look.leak):
+        return replace(_of_cohort(simulator, state, look, victims), task=_task_of(simulator, state))
     parts, found = [], 0
     for clients in _victim_clients(simulator, wanted).split(min(wanted, _clients_at_once(simulator, look))):
         part = _of_clients(simulator, state, look, clients)
@@ -257,50 +262,6 @@ def _check(plan: Plan, look: Look, victims: int) -> None:
         raise PlanError(f"step: {look.step} is not allowed; a client takes {plan.local_steps} local steps, counted from 0")
     if look.leak != "type2" and look.step:
         raise PlanError(f"step: {look.step} is for type2; a {look.leak} adversary sees whole updates")
-
-
-def promised_deviation(at: Moment, leak: Leak) -> Tensor:
-    """Standard deviation of the noise that a method adds to the observation of each client [clients], as `seen` is scaled.
-
-    For an update of several steps, this ignores how noise in one step changes the gradients of later steps.
-    """
-    plan, one = at.plan, torch.ones(len(at.clients), dtype=torch.float64, device=at.clients.device)
-    if leak == "type2":
-        if not plan.per_example or plan.noise != "example":
-            return one * 0
-        return at.noise_scale * (one if at.slot_noise is None else at.slot_noise[:, 0].double())
-    if plan.per_example:  # the weight of an update multiplies gradients and noise alike
-        accumulated = math.hypot(*step_weights(plan, at.round, plan.local_steps))
-        return at.step_deviation * accumulated / at.expected_batch.double()
-    if plan.method == "fed-sdp" and plan.noise_at == "client":
-        return at.noise_scale / at.learning_rate / weights_of(at).double()
-    return one * 0
-
-
-def weights_of(at: Moment) -> Tensor:
-    """The weight of each client's update [clients]; 1 if all are equal."""
-    return torch.ones(len(at.clients), device=at.clients.device) if at.client_weights is None else at.client_weights
-
-
-def as_gradient(update: Tree, at: Moment) -> Tree:
-    """Updates [clients, ...] in units of a gradient: divided by −η and by the weight of each client."""
-    scale = -at.learning_rate * weights_of(at)
-    return {name: value / scale.view(-1, *(1,) * (value.dim() - 1)) for name, value in update.items()}
-
-
-def step_weights(plan: Plan, round_: int, steps: int) -> list[float]:
-    """How often the mean gradient of each local step is in the update of a round, from the first step to the last.
-
-    The last step moves the weights once. An earlier step moves them again through momentum, and a proximal term takes a part
-    ημ of the way back in every step that follows.
-    """
-    pull = plan.learning_rate_at(round_) * plan.proximal
-    weights, velocity, moved = [], 1.0, 1.0
-    for _ in range(steps):
-        weights.append(moved)
-        velocity = plan.momentum * velocity - pull * moved
-        moved += velocity
-    return weights[::-1]
 
 
 def _victim_clients(simulator: Simulator, victims: int) -> Tensor:
@@ -350,6 +311,63 @@ def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor)
     )
 
 
+def cohort_of(simulator: Simulator, state: State) -> Cohort:
+    """The clients of the round that begins at `state`."""
+    chosen = choose_clients(simulator.data.draws, simulator.data.federation.clients, state.round)
+    return Cohort(simulator, state, torch.from_numpy(chosen))
+
+
+def noise_of_release(simulator: Simulator, number: int, silent: bool = False) -> Noise:
+    """The noise of a release; releases with different numbers have independent noise (0: the plan's own)."""
+    plan, noise = simulator.plan, simulator.noise
+    if silent:
+        return Silence(simulator.engine.layout)
+    if number and isinstance(noise, SeededNoise):
+        return noise_of(plan.but(seed=stream_key(plan.seed, "release", number) >> 1), simulator.engine.layout)
+    return noise
+
+
+def _of_cohort(simulator: Simulator, state: State, look: Look, victims: int | None) -> Captured:
+    """The observation of a whole round, as one victim that holds the records of all its clients."""
+    if victims not in (None, 1):
+        raise PlanError(f"victims: {victims} is not allowed; under secure aggregation type0 reads one sum a round")
+    cohort = cohort_of(simulator, state)
+    cohort.require_inverted()
+    first = int(cohort.clients[0]) if look.without_example else None
+    releases = [
+        cohort.observed(noise_of_release(simulator, number, look.silent), first)
+        for number in range(look.first, look.first + look.releases)
+    ]
+    mean = {name: torch.stack([each[name] for each in releases]).mean(0)[None].float() for name in releases[0]}
+    records = torch.cat([draw.positions[draw.present] for _, draw in cohort.parts])
+    used = torch.ones_like(records, dtype=torch.bool)
+    slots = torch.arange(len(records), device=records.device)[None]
+    one = torch.ones(1, device=records.device)
+    deviation = cohort.deviation * (0.0 if look.silent else 1 / math.sqrt(look.releases))
+    return Captured(
+        leak=look.leak,
+        plan=simulator.plan,
+        engine=simulator.engine,
+        round=state.round,
+        seen=mean,
+        weights={name: value[None] for name, value in state.weights.items()},
+        weights_shared=True,
+        inputs=each_tensor(simulator.data.examples.inputs, lambda value: value[records][None]),
+        targets=simulator.data.examples.targets[records][None],
+        present=used[None],
+        uses=slots[None],
+        used=used[None, None],
+        expected_batch=(one * cohort.records).long(),
+        client_weight=one,
+        deviation=one.double() * deviation,
+        releases=look.releases,
+        current_clip=state.clip,
+        slot=slots[0, :1],
+        client=-torch.ones_like(slots[0, :1]),
+        summed_clients=len(cohort.clients),
+    )
+
+
 def _in_world(records: Tensor, present: Tensor, drawn: list[tuple[Tensor, Tensor]], look: Look) -> Tensor:
     """Which slots are filled; the victim's example is removed if `without_example` is set.
 
@@ -372,12 +390,8 @@ def _release(
     def tap(reader: str, moment: Moment, tree: Tree) -> None:
         told[reader, moment.step] = tree
 
-    plan, noise = simulator.plan, simulator.noise
-    if look.silent:
-        noise = Silence(simulator.engine.layout)
-    elif number and isinstance(noise, SeededNoise):
-        noise = noise_of(plan.but(seed=stream_key(plan.seed, "release", number) >> 1), simulator.engine.layout)
-    take_part(METHODS[plan.method], state.weights, batches, replace(at, noise=noise, tap=tap))
+    tapped = replace(at, noise=noise_of_release(simulator, number, look.silent), tap=tap)
+    take_part(METHODS[simulator.plan.method], state.weights, batches, tapped)
     if look.leak == "type2":
         return told["type2", look.step], told["local-weights", look.step]
     return as_gradient(told[look.leak, 0], at), told["local-weights", 0]

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.analytic import first_dense, invert
+from fedcdp.attacks.cohort import reads_sum
 from fedcdp.attacks.head_attack import HeadFound, attack_head
 from fedcdp.attacks.inferred import Inferred, attack_labels
 from fedcdp.attacks.leaks import Leaks, Observer, judged, unjudged
 from fedcdp.attacks.linear_head import LinearHead
 from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective, check_reproduces, predicted, prunes
-from fedcdp.attacks.observe import Captured, Look
+from fedcdp.attacks.observe import Captured, Look, cohort_of
 from fedcdp.attacks.per_layer import LayerLeaks, layer_by_layer
 from fedcdp.attacks.presence import Presence, matched_filter
 from fedcdp.attacks.recipe import ONE_TENSOR, RECIPES, Recipe
@@ -69,6 +70,8 @@ class Attempts:
     ) -> Leaks | Presence | LayerLeaks | Inferred:
         """Run one attack, by its name or by a custom recipe."""
         scene = self.scene
+        if name != "matched-filter":
+            self.check_sum()
         if name == "labels":
             return attack_labels(
                 self.captured, scene.classes, scene.public, names=scene.names(self.captured), seed=self.seed,
@@ -84,6 +87,12 @@ class Attempts:
         if name == "linear-head":
             return self._linear_head(progress)
         return self._reconstruct(name, recipe or RECIPES.get(name), progress)
+
+    def check_sum(self) -> None:
+        """Raise if the adversary reads only the sum of a round, and records cannot be reconstructed from it."""
+        scene = self.scene
+        if scene.simulator is not None and scene.state is not None and reads_sum(scene.plan, self.look.leak):
+            cohort_of(scene.simulator, scene.state).require_inverted()
 
     def _reconstruct(self, name: str, recipe: Recipe | None, progress: Progress | None) -> Leaks:
         scene, captured = self.scene, self.captured
@@ -177,7 +186,7 @@ def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress
     return Inferred(
         captured.plan.method, captured.leak, "inference", len(captured), captured.noise_level, captured.steps,
         captured.releases, None if labels is None else labels.labels, found.get("matched-filter"), found.get("membership"),
-        refused, attempts.scene.names(captured), time.perf_counter() - started,
+        refused, attempts.scene.names(captured), time.perf_counter() - started, captured.summed_clients,
     )  # fmt: skip
 
 
@@ -207,6 +216,7 @@ _FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accur
 
 def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
     """Try the attacks that suit the scene until one has recovered everything; return the best, with all results."""
+    attempts.check_sum()
     results: list[Leaks] = []
     tried: list[dict[str, Any]] = []
     refusals: list[FedcdpError] = []
@@ -266,7 +276,8 @@ def searches(attempts: Attempts) -> list[str]:
 
 def filters(attempts: Attempts) -> list[str]:
     """Under noise: the test that shows what an adversary can tell at all."""
-    known = attempts.scene.simulator is not None and len(attempts.captured) > 1
+    scene = attempts.scene
+    known = scene.simulator is not None and (len(attempts.captured) > 1 or reads_sum(scene.plan, attempts.look.leak))
     return ["matched-filter"] if known and attempts.captured.noisy else []
 
 

@@ -6,8 +6,9 @@ independent Gaussian noise of standard deviation τ, the likelihood ratio of the
 more. If the worlds are a distance d apart, the AUC is Φ(d·√R / (√2·τ)). For one example's gradient g under Fed-CDP,
 d = |g| ≤ C·√M and τ = σC.
 
-`matched_filter` runs the test on captured releases. For a network with a linear head, `Candidates` compares the likelihood
-ratios of many candidates over all observed releases.
+`matched_filter` runs the test on captured releases. Under secure aggregation the server reads one sum a round: the test asks
+for the first record of each of several clients, one at a time, in that sum. For a network with a linear head, `Candidates`
+compares the likelihood ratios of many candidates over all observed releases.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedcdp.attacks.cohort import in_fast_rounds, reads_sum
 from fedcdp.attacks.head_solver import Solved, coefficients
 from fedcdp.attacks.linear_head import FeaturePrior, LinearHead
 from fedcdp.attacks.membership import Estimate, area_under_curve
 from fedcdp.attacks.objectives import predicted
-from fedcdp.attacks.observe import Captured, Leak, Look, capture
+from fedcdp.attacks.observe import Captured, Leak, Look, capture, cohort_of, noise_of_release
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.sightings import Sighting
 from fedcdp.data.dataset import Dataset
@@ -35,6 +38,7 @@ from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 
 _CANDIDATES_AT_ONCE = 100
+_USUAL_IN_SUM = 20  # clients whose record is tested; each takes two rounds of all clients
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,13 @@ class Presence:
     """The attacked round, counted from 0."""
     seconds: float
     """How long the attack took."""
+    summed_clients: int = 0
+    """How many clients' updates were added up before anyone read them; 0: each was read alone."""
 
     def summary(self) -> dict[str, Any]:
         """All figures."""
-        row = asdict(self) | {"distance_mean": None, "distance_median": None, "psnr_mean": None, "iterations_mean": None}
+        row = {name: value for name, value in asdict(self).items() if name != "summed_clients" or value}
+        row |= {"distance_mean": None, "distance_median": None, "psnr_mean": None, "iterations_mean": None}
         return row | {"auc": self.auc.value, "auc_interval_99": [self.auc.low, self.auc.high]}
 
 
@@ -104,6 +111,8 @@ def matched_filter(
         raise PlanError(f"victims: {victims} is not allowed; the matched filter needs at least 2")
     if releases < 1:
         raise PlanError(f"releases: {releases} is not allowed; it must be at least 1")
+    if reads_sum(simulator.plan, leak):
+        return _in_the_sum(simulator, state, victims, releases, progress)
     started = time.perf_counter()
     layout = simulator.engine.layout
 
@@ -145,6 +154,54 @@ def matched_filter(
         simulator.plan.local_steps,
         state.round,
         round(time.perf_counter() - started, 2),
+    )
+
+
+def _in_the_sum(
+    simulator: Simulator, state: State, victims: int | None, releases: int, progress: Progress | None
+) -> Presence:
+    """The test for the first record of each of several clients, in the sum over the clients of a round."""
+    started, simulator = time.perf_counter(), in_fast_rounds(simulator)
+    layout, cohort = simulator.engine.layout, cohort_of(simulator, state)
+    count = min(_USUAL_IN_SUM, len(cohort.clients)) if victims is None else victims
+    if not 2 <= count <= len(cohort.clients):
+        raise PlanError(f"victims: {count} is not allowed; a round has {len(cohort.clients)} clients, and 2 are needed")
+    order = numpy_generator(simulator.plan.seed, "victims").permutation(len(cohort.clients))[:count]
+
+    def look(number: int, without: int | None, silent: bool = False) -> Tensor:
+        seen = cohort.observed(noise_of_release(simulator, number, silent), without)
+        return layout.flatten(seen, lead=0).double()
+
+    whole, deviation = look(0, None, silent=True), cohort.deviation / math.sqrt(releases)
+    unit = deviation or 1.0
+    scores: list[list[float]] = [[], []]
+    distances = []
+    for place, client in enumerate(cohort.clients[torch.from_numpy(order)].tolist()):
+        difference = whole - look(0, client, silent=True)
+        distances.append(difference.norm())
+        for absent, told in enumerate(scores):
+            first = 1 + (2 * place + absent) * releases  # no noise is used twice
+            seen = torch.stack([look(first + r, client if absent else None) for r in range(releases)]).mean(0)
+            told.append(float((seen - whole + difference / 2) @ difference) / unit**2)
+        if progress is not None:
+            progress(place + 1, count)
+    distance = torch.stack(distances)
+    return Presence(
+        simulator.plan.method,
+        "type0",
+        "matched-filter",
+        count,
+        None,
+        None,
+        area_under_curve(*(np.array(each) for each in scores)),
+        _predicted(distance / unit) if deviation else None,
+        float(distance.mean()),
+        deviation,
+        releases,
+        simulator.plan.local_steps,
+        state.round,
+        round(time.perf_counter() - started, 2),
+        len(cohort.clients),
     )
 
 

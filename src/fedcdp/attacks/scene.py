@@ -22,7 +22,8 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
 from fedcdp.files.tree import Inputs, each_tensor
-from fedcdp.models.networks import mixing_layers, prepare
+from fedcdp.models.batch_norm import mixing_layers
+from fedcdp.models.networks import prepare
 from fedcdp.training.loss_contract import loss_for
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.run import Run
@@ -64,7 +65,7 @@ class Scene:
 
     def names(self, captured: Captured) -> tuple[str, ...] | None:
         """The name of each victim's client, if clients have names."""
-        if self.federation is None or self.federation.names is None:
+        if self.federation is None or self.federation.names is None or bool((captured.client < 0).any()):
             return None
         return tuple(self.federation.name(client) for client in captured.client.tolist())
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedcdp.attacks.cohort import Cohort, reads_sum
+from fedcdp.attacks.gradient_units import as_gradient, promised_deviation, step_weights, weights_of
 from fedcdp.attacks.linear_head import LinearHead, Link
-from fedcdp.attacks.observe import Captured, Leak, as_gradient, promised_deviation, step_weights, weights_of
+from fedcdp.attacks.observe import Captured, Leak
 from fedcdp.attacks.replay import Course
 from fedcdp.config.plan import Plan
 from fedcdp.engine.base import Batch
@@ -116,13 +118,39 @@ def sighted_throughout(
     """All observations of the victims in the rounds in which they take part.
 
     The weights are those of the training itself. A type-2 adversary sees an example's gradient in every local step that
-    draws it, released by the method's own code. A type-1 or type-0 adversary sees every update of a client. Noise on single
-    examples is drawn from the plan's own stream.
+    draws it, released by the method's own code. A type-1 or type-0 adversary sees every update of a client; under
+    secure aggregation a type-0 adversary sees the sum of every round, whose one victim is all clients together. Noise on
+    single examples is drawn from the plan's own stream.
     """
     simulator, state = course.begin()
+    if reads_sum(course.plan, leak):
+        return _sums_throughout(course, simulator, state, head, victims, progress)
     spy = _Spy(simulator, head, leak, _victims(course, simulator, leak, victims))
     for at, (now, chosen) in enumerate(course.states(simulator, state)):
         spy.look(now, chosen)
+        if progress is not None:
+            progress(at + 1, course.rounds)
+    return spy.told(course.source, victims)
+
+
+def _sums_throughout(
+    course: Course,
+    simulator: Simulator,
+    state: State,
+    head: LinearHead,
+    victims: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> Sightings:
+    """The sum of every round, as seen by a server under secure aggregation: one victim, all clients together."""
+    if victims not in (None, 1):
+        raise PlanError(f"victims: {victims} is not allowed; under secure aggregation type0 reads one sum a round")
+    table, sizes = simulator.data.records_of(torch.arange(course.federation.clients))
+    everything = torch.cat([row[:size] for row, size in zip(table, sizes.tolist(), strict=True)]).unique()
+    spy = _Spy(simulator, head, "type0", [(-1, everything.tolist())])
+    for at, (now, chosen) in enumerate(course.states(simulator, state)):
+        cohort = Cohort(simulator, now, chosen)
+        cohort.require_inverted()
+        spy.look_at_sum(cohort, everything)
         if progress is not None:
             progress(at + 1, course.rounds)
     return spy.told(course.source, victims)
@@ -243,6 +271,20 @@ class _Spy:
             shares = torch.stack(counts) / int(at.expected_batch[place])
             self._keep((client, -1), at, place, seen[place], weights, biases, shares)
 
+    def look_at_sum(self, cohort: Cohort, everything: Tensor) -> None:
+        """Observe the sum of one round; `everything` lists the records of all clients, in ascending order."""
+        seen = self._head.gradient(cohort.observed(self._simulator.noise))
+        weights, biases = self._head.weights(cohort.state.weights)
+        counts = torch.zeros(len(everything), dtype=torch.float64)
+        for _, draw in cohort.parts:
+            used = torch.searchsorted(everything, draw.positions[draw.present]).cpu()
+            counts += torch.bincount(used, minlength=len(everything))
+        bound = cohort.parts[0][0].clip_bound if cohort.simulator.plan.per_example else math.inf
+        self._releases[-1, -1].append({
+            "seen": seen.float(), "weights": weights.float(), "biases": biases, "shares": counts / cohort.records,
+            "deviation": cohort.deviation, "weight": 1.0, "bound": bound,
+        })  # fmt: skip
+
     def _keep(
         self, key: tuple[int, int], at: Moment, place: int, seen: Tensor, weights: Tensor, biases: Tensor, shares: Tensor
     ) -> None:
@@ -293,6 +335,7 @@ class _Spy:
             releases=max(len(each.seen) for each in found), current_clip=None,
             slot=torch.zeros(len(found), dtype=torch.int64, device=device), client=torch.tensor(clients, device=device),
             task="binary" if found[0].link == "sigmoid" and found[0].classes else train.task,
+            summed_clients=simulator.plan.per_round if reads_sum(simulator.plan, self._leak) else 0,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from fedcdp.files.tree import Tree
 from fedcdp.mechanism.noise import SeededNoise, noise_of
 from fedcdp.mechanism.randomness import stream_key
 from fedcdp.mechanism.sampling import choose_clients, choose_records
+from fedcdp.mechanism.secure_sum import from_integers
 from fedcdp.methods import Method, Moment, train_locally
 from fedcdp.methods.aggregation import Aggregate, server_update
 
@@ -40,7 +41,11 @@ class _Linear(nn.Module):
 
 @dataclass
 class Laboratory:
-    """Independent trials of a plan: each has its own client, or, for `model`, its own cohort."""
+    """Independent trials of a plan: each has its own client, or, for `model` and a secure sum, its own cohort.
+
+    Under secure aggregation the server reads the sum of a cohort. Colluders tell it their updates, so the clients of a trial
+    are the honest ones.
+    """
 
     plan: Plan
     method: Method
@@ -65,7 +70,9 @@ class Laboratory:
         self.engine = FunctionalEngine(network, loss=lambda outputs, _: outputs.mean())
         self.layout = self.engine.layout
         self.weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-        self.cohort = plan.per_round if self.adversary == "model" else self.copies
+        self.cohort = {"model": plan.per_round}.get(self.adversary, self.copies)
+        if self.adversary == "server" and plan.secure_aggregation:
+            self.cohort = plan.honest
         by_chance = plan.record_sampling != "partition" and plan.batch_size < self.records
         counts_vary = plan.record_sampling == "poisson" and plan.method != "fed-sdp"
         drawn = self.clients is not None and self.clients > plan.per_round
@@ -113,7 +120,8 @@ class Laboratory:
         at_canary = clients % self.cohort < self.copies
         sizes = torch.where(at_canary, self.records, self.others or self.records)
         expected, noise = sizes.clamp(max=plan.batch_size), noise_of(plan, self.layout)
-        mean = plan.mean_records or float(sizes.double().mean())
+        counted = expected if plan.sums and plan.per_example else sizes
+        mean = plan.mean_records or float(counted.double().mean())
         at = Moment(plan, self.engine, noise, round_, clients, expected, records=sizes, mean_records=mean)
         takes_part = self._takes_part(plan, numbers, round_)
         at_canary &= takes_part.repeat_interleave(self.cohort)
@@ -187,10 +195,17 @@ class Laboratory:
         shown: list[Tree] = []
         tapped = replace(at, tap=lambda reader, _, update: shown.append(update) if reader == "type1" else None)
         train_locally(self.method, self.weights, batches, tapped)
-        return self.layout.flatten(shown[0], lead=1)
+        return self._read(shown[0], at)
 
     def _update(self, batches: Iterator[Batch], at: Moment) -> Tensor:
-        return self.layout.flatten(train_locally(self.method, self.weights, batches, at), lead=1)
+        return self._read(train_locally(self.method, self.weights, batches, at), at)
+
+    def _read(self, sent: Tree, at: Moment) -> Tensor:
+        """What clients sent, as updates [clients, coordinates]; with noise on the sum, decoded."""
+        if not at.plan.sums:
+            return self.layout.flatten(sent, lead=1)
+        decoded = self.layout.flatten(from_integers(sent, at.clip_bound), lead=1)
+        return decoded * (-at.learning_rate / at.plan.batch_size) if at.plan.per_example else decoded
 
     def _models(self, batches: Iterator[Batch], at: Moment) -> Tensor:
         """How far each cohort moved the model, times K_t. A server draws noise once a round, so each trial has a seed.

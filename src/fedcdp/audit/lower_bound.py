@@ -86,7 +86,8 @@ def audit(
     Args:
         plan: The plan to audit.
         adversary: `example` reads each example's gradient as released, with its index; `update` and `server` read a client's
-            update, and `model` the global model, in each of `participations` rounds.
+            update, and `model` the global model, in each of `participations` rounds. Under secure aggregation, `server`
+            reads the sum over the round's honest clients.
         unit: What is zeroed out: a `record`, or all records of a `client` (the default for Fed-SDP).
         layers: Layers of the network.
         records: Records of a client; by default as many as its local steps use.

@@ -17,11 +17,14 @@ from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.data.dataset import Splits
+from fedcdp.data.partition import Federation
 from fedcdp.errors import PlanError, RunError
 from fedcdp.models.networks import resolve
-from fedcdp.training.prepared import deal_out, load_splits, network_of, stored, with_clients_of_file
+from fedcdp.training.prepared import deal_out, load_splits, network_of, with_clients_of_file
+from fedcdp.training.python_origin import require_task_loss
 from fedcdp.training.run import Run
-from fedcdp.training.saved_run import Trained
+from fedcdp.training.rundir import RunDirectory
+from fedcdp.training.saved_run import open_experiment
 
 if TYPE_CHECKING:
     from fedcdp.attacks.api import Found
@@ -193,15 +196,16 @@ def attack(
     if run is not None:
         if network is not None or at_round is not None:
             raise PlanError("--run: the run has its own network and rounds; leave out --network and --round")
-        experiment, trained = stored(run, given), Trained.load(run, data_dir, quiet)
-        splits = trained.splits
-        target: Run | Plan = trained.as_run()
+        require_task_loss(RunDirectory(run))
+        experiment, opened = open_experiment(run, given, data_dir=data_dir, quiet=quiet)
+        target: Run | Plan = opened
+        data: Splits | Federation = opened.federation
         if name in ("best", "linear-head"):  # a linear head is observed in all rounds, from the untrained network on
-            extra = {"model": network_of(experiment, splits)}
+            extra = {"model": network_of(experiment, data)}
     else:
         experiment = _with_network(assemble(*with_clients_of_file(given)), network, given)
-        splits = load_splits(experiment, data_dir, quiet)
-        extra = {"model": network_of(experiment, splits), "federation": deal_out(experiment, splits), "at_round": at_round}
+        data = splits = load_splits(experiment, data_dir, quiet)
+        extra = {"model": network_of(experiment, data), "federation": deal_out(experiment, splits), "at_round": at_round}
         target = experiment.plan
 
     def announce() -> None:
@@ -212,7 +216,7 @@ def attack(
 
     with terminal.steps("attack", quiet, announce) as progress:
         found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
-    summary = _summary(found, name, experiment, splits)
+    summary = _summary(found, name, experiment, data.train.shape)
     if run is not None and out is None:
         out = run / "attacks" / f"{summary['leak']}-{name}"
     if out is not None:
@@ -272,12 +276,12 @@ def _with_network(experiment: Experiment, network: str | None, given: list[Setti
     return experiment if tables else replace(experiment, model=replace(model, network="cpl"))
 
 
-def _summary(found: Found, name: str, experiment: Experiment, splits: Splits) -> dict[str, Any]:
+def _summary(found: Found, name: str, experiment: Experiment, shape: tuple[int, ...]) -> dict[str, Any]:
     """The result for JSON: the keys of the contract first, None for figures that this attack does not measure."""
     from fedcdp.attacks.leaks import finite
     from fedcdp.attacks.portfolio import trial
 
-    network = resolve(experiment.model.network, splits.train.shape)
+    network = resolve(experiment.model.network, shape)
     data = experiment.data.file or experiment.data.dataset
     figures = {"method": experiment.plan.method} | found.summary() | {"dataset": data, "network": network}
     if figures["attack"] == "recipe":

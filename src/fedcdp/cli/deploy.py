@@ -248,6 +248,6 @@ def _privacy(deployment: Deployment) -> Privacy | None:
     """The ε from the server's ledger, if there is one and dp-accounting is installed."""
     if not (accounting_is_installed() and (deployment.site.run / "ledger.jsonl").exists()):
         return None
-    from fedcdp.training.saved_run import spent
+    from fedcdp.training.ledger_check import spent
 
     return spent(deployment.site.run)[1]

@@ -33,11 +33,14 @@ _FROM_DATASET = {
 _MECHANISM = {"dataset", "file", "method", "batch_size", "clip", "noise_multiplier"}
 _TABLE = {"client_column", "label_column", "task"}
 _COMMON = _MECHANISM | {"clients", "rounds", "per_round", "local_steps", "delta"}
+_OF_A_RUN = {"file", "network", "client_column", "label_column"}  # needed for a run from Python
 _COMMON_IN = {
     "account": _COMMON | {"partition", "records", "client_sampling", "record_sampling"},
     "attack": _MECHANISM | {"device"},
     "audit": _COMMON | {"adversary", "unit"},
     "calibrate": _COMMON | {"partition", "records", "adversary", "unit"},
+    "evaluate": _OF_A_RUN,
+    "export": _OF_A_RUN,
     "init": _COMMON - {"clients", "per_round"} | {"network", "learning_rate", "max_epsilon"},
     "train": _COMMON - {"delta"}
     | _TABLE

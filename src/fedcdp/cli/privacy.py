@@ -63,9 +63,9 @@ def account(
     """
     from fedcdp.accounting import paper
     from fedcdp.accounting.statement import state
+    from fedcdp.training.ledger_check import spent
     from fedcdp.training.planning import plan_experiment
     from fedcdp.training.prepared import population_of
-    from fedcdp.training.saved_run import spent
 
     if run is not None:
         if any(given) or target_epsilon is not None:

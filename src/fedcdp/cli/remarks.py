@@ -41,7 +41,7 @@ _ONLY_FOR: dict[str, tuple[Applies, str]] = {
     "records": (lambda e: e.data.client_column is None, "data without a client column"),
     "clip": (lambda e: e.plan.private, "a private method"),
     "noise_multiplier": (lambda e: e.plan.private, "a private method"),
-    "noise": (lambda e: e.plan.per_example, "fed-cdp and fed-cdp-decay"),
+    "noise": (lambda e: e.plan.per_example or e.plan.sums, "fed-cdp and fed-cdp-decay"),
     "noise_at": (lambda e: e.plan.method == "fed-sdp", "fed-sdp"),
     "quantile_noise": (lambda e: e.plan.quantile is not None, _QUANTILE),
     "quantile_rate": (lambda e: e.plan.quantile is not None, _QUANTILE),
@@ -104,6 +104,10 @@ def remarks(
         yield f"--server-optimizer {optimizer} moves weights by about --server-lr a round, {rate} here: try 0.1 or less"
     if experiment.data.file is not None and experiment.data.scaling == "training":
         yield "numbers without a public range are scaled by statistics of the training records, which no ε covers"
+    if "noise_generator" in options and experiment.plan.secure_noise and experiment.plan.sums:
+        yield "--noise-generator has no effect here: noise on the sum is discrete, and drawn by OpenDP"
+    if "weighting" in options and experiment.plan.sums and experiment.plan.per_example:
+        yield "--weighting has no effect here: with noise on the sum, every record weighs the same"
     if calibrated and "noise_multiplier" in options and experiment.plan.private:
         yield "--noise-multiplier is overridden: the noise is chosen for the target ε"
 

@@ -22,7 +22,7 @@ from fedcdp.report.facts import ADVERSARY_OF
 from fedcdp.report.subjects import Subject, spent, subjects_of
 from fedcdp.report.wording import epsilon, result_heading
 from fedcdp.training.metrics import SHARES, metric_text, metric_title
-from fedcdp.training.trainer import Progress
+from fedcdp.training.progress import Progress
 
 _TITLE = "What leaks, what stops it, what it costs"
 

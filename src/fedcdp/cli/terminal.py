@@ -16,13 +16,13 @@ from rich.table import Table
 from fedcdp.config.plan import Plan
 from fedcdp.training.metrics import main_figure, metric_text, metric_title
 from fedcdp.training.rundir import Row
-from fedcdp.training.trainer import Progress as Report
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy
     from fedcdp.training.planning import Planned
 
 
+Report = Callable[[Row], None]
 console = Console(stderr=True)
 stdout = Console()
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, without a terminal
@@ -175,7 +175,8 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     examples, others = found.get("examples"), found.get("others")
     of = f", {examples} examples" if examples not in (None, found["victims"]) else f", {others} others" if others else ""
     yield "data, network", f"{found['dataset']}, {found['network']}"
-    yield "victims", f"{found['victims']}{of}"
+    together = found.get("summed_clients")
+    yield "victims", f"{found['victims']}{of}" + (f"; the sum of {together} clients' updates was read" if together else "")
     if found.get("noise_deviation") is not None:
         noise = f"noise of deviation {found['noise_deviation']:.4g}" if found["noise_deviation"] else "no noise"
         yield "observed", f"{_counted(found['steps'], 'local step')}, {_counted(found['releases'], 'release')}, {noise}"

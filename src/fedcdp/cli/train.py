@@ -20,12 +20,15 @@ from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.errors import PlanError, StoppedError, StorageError
+from fedcdp.training.export import SUFFIXES, export_model, settings_in, without_secrets
 from fedcdp.training.metrics import Figures, main_figure, metric_title
 from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import Prepared, prepare_experiment, stored
+from fedcdp.training.python_origin import require_task_loss
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.saved_run import Trained
+from fedcdp.training.saved_run import open_model
+from fedcdp.training.split_evaluation import evaluate_split, reads_training_records
 from fedcdp.training.trainer import train_experiment
 
 if TYPE_CHECKING:
@@ -60,8 +63,10 @@ def train(
     if resume:
         if target_epsilon is not None:
             raise PlanError("--target-epsilon: a resumed run keeps its noise; leave the option out")
+        require_task_loss(RunDirectory(out))
         experiment = stored(out, given)
         prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
+        prepared.check_origin(RunDirectory(out))
         budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
     else:
         RunDirectory(out).require_creatable()  # before a calibration that may take minutes
@@ -84,17 +89,23 @@ def train(
         _show_run(run, privacy)
 
 
+@takes_settings
 def evaluate(
     run: RunPath,
+    *,
+    given: list[Settings],
     split: Annotated[str, typer.Option("--split", help="Data split: train, validation or test.")] = "validation",
     per_client: Annotated[bool, typer.Option("--per-client", help="Also show how clients differ, by name.")] = False,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the metrics of a run's model on a data split."""
-    trained = Trained.load(run, data_dir)
-    result = trained.evaluate(split, per_client)
-    if trained.reads_training_records(split, per_client) and trained.experiment.plan.private:
+    """Compute the metrics of a run's model on a data split.
+
+    A run from Python also needs its network (--model) and its data.
+    """
+    experiment, model, data = open_model(run, given, clients=per_client, data_dir=data_dir)
+    result = evaluate_split(model, data, split, per_client=per_client)
+    if reads_training_records(data, split, per_client) and experiment.plan.private:
         terminal.note("computed from training data, so no privacy guarantee covers this figure")
     if as_json:
         typer.echo(json.dumps(result))
@@ -111,16 +122,37 @@ def evaluate(
             terminal.note(f"the table shows {_SHOWN_CLIENTS} of {len(named)} clients; --json prints all")
 
 
+@takes_settings
 def export(
     run: RunPath,
+    *,
+    given: list[Settings],
     to: Annotated[Path, typer.Option("--to", help="File to write (tensorboard: directory).")],
     form: Annotated[
-        str, typer.Option("--format", help="Model: safetensors, torchscript or onnx. Metrics: csv or tensorboard.")
-    ] = "safetensors",
+        str | None,
+        typer.Option(
+            "--format",
+            help="Model: safetensors, torchscript or onnx. Metrics: csv or tensorboard. Default: by the suffix of --to, or "
+            "safetensors.",
+        ),
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Write a run's model or its metrics in another format."""
-    typer.echo(Trained.load(run, data_dir).export(form, to))
+    """Write a run's model or its metrics in another format.
+
+    A run from Python also needs its network (--model) and its data.
+    """
+    experiment, model, data = open_model(run, given, data_dir=data_dir)
+    directory = RunDirectory(run)
+    written = export_model(
+        form or SUFFIXES.get(to.suffix, "safetensors"),
+        to,
+        model=model,
+        inputs=data.train.inputs,
+        metrics=directory.read_metrics(),
+        settings=without_secrets(settings_in(directory), experiment.plan),
+    )
+    typer.echo(written)
 
 
 def _planned(given: list[Settings], epsilon: float | None, data_dir: Path | None, quiet: bool) -> tuple[Planned, Prepared]:

@@ -43,20 +43,23 @@ def check_types(settings: Any) -> None:
         if value is None and setting.default is None:
             continue
         if get_origin(wanted) is Literal:
-            if value not in get_args(wanted):
-                raise PlanError(f"{name}: {_shown(value)} is not one of {', '.join(get_args(wanted))}")
+            if not isinstance(value, str) or value not in get_args(wanted):
+                raise PlanError(f"{name}: {shown(value)} is not one of {', '.join(get_args(wanted))}")
         elif wanted is float and type(value) is int and abs(value) <= sys.float_info.max:
             object.__setattr__(settings, name, float(value))
         elif wanted in _WORDS and type(value) is not wanted:
-            raise PlanError(f"{name}: {_shown(value)} is not {_WORDS[wanted]}")
+            raise PlanError(f"{name}: {shown(value)} is not {_WORDS[wanted]}")
         elif wanted is float and not math.isfinite(value):
             raise PlanError(f"{name}: {value} is not a finite number")
 
 
-def _shown(value: object) -> str:
-    """A value as an error message shows it: one from a file may be arbitrarily long, or nested too deeply for `repr`."""
+def shown(value: object) -> str:
+    """A value as an error message shows it, in one line.
+
+    One from a file may be arbitrarily long, or nested too deeply for `repr`.
+    """
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except (RecursionError, ValueError):
         return "the given value"
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"

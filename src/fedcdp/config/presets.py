@@ -160,6 +160,13 @@ class Federated:
             "learning_rate": found.learning_rate,
             "ema": found.ema,
         }
+        if found.server_momentum is not None:
+            plan |= {"server_optimizer": "momentum", "server_momentum": found.server_momentum}
+            plan |= {
+                "noise": "sum",
+                "secure_aggregation": True,
+                "colluders": 1,
+            }  # the one may be a client who reads the model
         return {"data": data, "model": {"network": self.network}, "plan": plan}
 
 
@@ -173,6 +180,8 @@ class Found:
     noise_multiplier: float
     learning_rate: float
     ema: float
+    server_momentum: float | None = None
+    """None: the server reads each update. A number: it reads the sum of a round, and this is its momentum."""
 
 
 FEDERATIONS = {
@@ -214,8 +223,40 @@ FOUND = {
     "mnist-10k": (Found(1, 100, 0.1, 0.4463, 800.0, 0.8),),
 }
 
+FOUND_FOR_SUMS = {
+    "mnist": (
+        Found(1, 500, 0.1, 83.4195, 60.0, 0.9, 0.9),
+        Found(2, 500, 0.1, 44.5831, 60.0, 0.9, 0.9),
+        Found(8, 500, 0.1, 13.4216, 200.0, 0.9, 0.9),
+    ),
+    "cifar10": (
+        Found(1, 60, 0.5, 28.8974, 40.0, 0.9, 0.9),
+        Found(2, 60, 0.25, 15.4441, 160.0, 0.9, 0.9),
+        Found(8, 300, 0.25, 10.3963, 80.0, 0.9, 0.9),
+    ),
+    "lfw": (
+        Found(1, 75, 0.25, 32.3083, 8.0, 0.9, 0.9),
+        Found(2, 150, 0.05, 24.4192, 40.0, 0.9, 0.9),
+        Found(8, 300, 0.05, 10.3963, 80.0, 0.9, 0.9),
+    ),
+    "adult": (
+        Found(1, 300, 0.25, 64.6165, 40.0, 0.9, 0.9),
+        Found(2, 300, 0.25, 34.5339, 40.0, 0.9, 0.9),
+        Found(8, 300, 0.25, 10.3963, 40.0, 0.9, 0.9),
+    ),
+    "cancer": (
+        Found(1, 50, 0.25, 26.3796, 1.2, 0.9, 0.9),
+        Found(2, 50, 0.25, 14.0984, 4.0, 0.9, 0.9),
+        Found(8, 50, 0.25, 4.2443, 4.0, 0.9, 0.9),
+    ),
+}
+"""The same where the server reads the sum of a round."""
+
 RECOMMENDED: Mapping[str, tuple[Federated, Found]] = {
-    f"{name}-eps{found.epsilon:g}": (FEDERATIONS[name], found) for name, all_found in FOUND.items() for found in all_found
+    f"{name}{kind}-eps{found.epsilon:g}": (FEDERATIONS[name], found)
+    for kind, tuned in (("", FOUND), ("-sum", FOUND_FOR_SUMS))
+    for name, all_found in tuned.items()
+    for found in all_found
 }
 """By the name of the preset."""
 

@@ -11,8 +11,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, TypeVar
 
+from fedcdp.config.fields import shown
 from fedcdp.errors import PlanError
 
 Kind = Literal["constant", "linear", "exponential", "cosine", "proportional"]
@@ -59,6 +61,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for value in (self.start, self.end):
+            _check_number(value)
             if not (math.isfinite(value) and value > 0):
                 raise PlanError(f"schedule {self}: {_number(value)} is not a positive finite number")
             if not _LEAST <= value <= _MOST:
@@ -109,6 +112,8 @@ class Quantile:
     """The bound in the first round."""
 
     def __post_init__(self) -> None:
+        for value in (self.target, self.start):
+            _check_number(value)
         if not 0 < self.target < 1:
             raise PlanError(f"{self}: {_number(self.target)} is not a quantile above 0 and below 1")
         if not _LEAST <= self.start <= _MOST:
@@ -259,6 +264,11 @@ def quantile(target: float, start: float) -> Quantile:
     return Quantile(target, start)
 
 
+def _check_number(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise PlanError(f"schedule: {shown(value)} is not a number")
+
+
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     "constant": constant,
     "linear": linear,
@@ -302,4 +312,4 @@ def _read(
     except PlanError as error:
         raise PlanError(f"{field}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise PlanError(f"{field}: {value!r} is neither a positive number nor one of {forms}") from None
+        raise PlanError(f"{field}: {shown(value)} is neither a positive number nor one of {forms}") from None

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcdp.config.fields import shown
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import LearningTask, TaskName, task_called
 from fedcdp.errors import DataError
@@ -57,6 +58,11 @@ class Dataset:
     """The public range [low, high], in the target's own unit, that was mapped to −1 … 1; None: targets are unscaled."""
 
     def __post_init__(self) -> None:
+        for name, given in (("inputs", tensors_in(self.inputs)), ("targets", [self.targets])):
+            if not given or not all(isinstance(value, Tensor) and value.dim() for value in given):
+                raise DataError(f"{name}: they must be a tensor with a row for each example; as_dataset reads other data")
+        if isinstance(self.classes, bool) or not isinstance(self.classes, int) or not 0 <= self.classes < 2**31:
+            raise DataError(f"classes: {shown(self.classes)} is not a whole number of at least 0")
         lengths = {len(value) for value in tensors_in(self.inputs)}
         if lengths != {len(self.targets)}:
             found = " or ".join(map(str, sorted(lengths)))

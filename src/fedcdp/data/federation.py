@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import Missing, Scaling, TableTask
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.holdings import Holdings, Indices, Listed
@@ -63,6 +64,7 @@ class Federation:
             _check_names(self.names)
 
     @classmethod
+    @checked
     def from_datasets(
         cls,
         datasets: Mapping[str, Any],
@@ -142,6 +144,7 @@ class Federation:
         return natural(train, owners, names, seed=seed, validation=held, validation_owners=held_owners)
 
     @staticmethod
+    @checked
     def from_frame(
         frame: Any,
         *,

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
 
+from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import Scaling
 from fedcdp.data.dataset import Splits
 from fedcdp.data.datasets.adult import load_adult
@@ -33,6 +34,7 @@ DATASETS: Mapping[str, Loader] = MappingProxyType(
 )
 
 
+@checked
 def load(
     name: str,
     data_dir: Path | str | None = None,

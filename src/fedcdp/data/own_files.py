@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import Missing, Scaling, TableTask
 from fedcdp.data.array_files import npz_records
 from fedcdp.data.dataset import Dataset, Splits
@@ -24,6 +25,7 @@ from fedcdp.errors import DataError, PlanError
 SUFFIXES = (".npz", ".csv", ".parquet")
 
 
+@checked
 def load_file(
     path: Path | str,
     *,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedcdp.config.arguments import checked
 from fedcdp.data.columns import as_values
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.dealing import Deal, DealingRule, Dirichlet, Shards
@@ -25,6 +26,7 @@ __all__ = ["SCHEMES", "Federation", "partition"]
 SCHEMES = ("shards", "iid", "full", "dirichlet", *UNEQUAL, "natural", "custom")
 
 
+@checked
 def partition(
     data: Any,
     clients: int | None = None,
@@ -37,7 +39,7 @@ def partition(
     size_ratio: float | None = None,
     seed: int = 0,
     indices: Sequence[npt.ArrayLike] | Mapping[str, npt.ArrayLike] | None = None,
-    validation: Dataset | None = None,
+    validation: Any = None,
 ) -> Federation:
     """Distribute a dataset to clients.
 
@@ -96,7 +98,8 @@ def partition(
             `dirichlet-sizes`. Smaller clients are enlarged. Default: no limit.
         seed: Fixes who holds what.
         indices: For each client, the numbers of its records; as a dictionary, by the client's name.
-        validation: Examples that stay with the server. No ε protects them. Default: the validation split of `data`.
+        validation: Examples that stay with the server, of any kind that `as_dataset` reads. No ε protects them. Default: the
+            validation split of `data`.
 
     Returns:
         The clients and what each holds. No data are copied.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedcdp.config.arguments import checked
 from fedcdp.data.columns import Column, Values, numbered, targets_of
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.holdings import Indices
@@ -27,6 +28,7 @@ from fedcdp.files.tree import Inputs, each_tensor
 _PIECE = 1000
 
 
+@checked
 def as_dataset(
     source: Any,
     *,

@@ -170,7 +170,7 @@ def _category_lists(given: str | Mapping[str, Sequence[Any]] | None) -> Mapping[
 
 def _texts(what: str, given: Iterable[Any]) -> tuple[str, ...]:
     """Categories or classes as texts: distinct, at least two, none empty."""
-    values = list(given) if not isinstance(given, str) else []
+    values = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
     if not all(isinstance(value, str | int | float) for value in values):
         raise PlanError(f"{what}: it must list texts or numbers")
     texts = tuple(value.strip() if isinstance(value, str) else text_of(value) for value in values)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedcdp.config.fields import shown
 from fedcdp.errors import DataError, PlanError
 
 TaskName = Literal["classification", "binary", "multilabel", "regression", "custom"]
@@ -140,6 +141,6 @@ _TASKS: dict[str, LearningTask] = {
 
 def task_called(name: str) -> LearningTask:
     """The task of this name; a `PlanError` lists the names."""
-    if name not in _TASKS:
-        raise PlanError(f"task: {name!r} is not one of {', '.join(get_args(TaskName))}")
+    if not isinstance(name, str) or name not in _TASKS:
+        raise PlanError(f"task: {shown(name)} is not one of {', '.join(get_args(TaskName))}")
     return _TASKS[name]

@@ -42,10 +42,13 @@ class Engine(Protocol):
         """The sum over the filled slots of each client [clients, ...]; not finite where any gradient is not."""
         ...
 
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+    def clipped_sum(
+        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
+    ) -> Tree:
         """The sum over each client's examples [clients, ...] of the gradients that `clipping.clip` returns.
 
-        Equal up to rounding, and cheaper when single gradients need not be formed.
+        Equal up to rounding, and cheaper when single gradients need not be formed. With `exact`, norms and sums are computed
+        in float64, and the sum is returned in it.
         """
         ...
 

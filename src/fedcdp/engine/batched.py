@@ -25,9 +25,11 @@ from fedcdp.engine.functional import FunctionalEngine, all_finite, sum_of_finite
 from fedcdp.engine.gradients import Gradients
 from fedcdp.engine.layers import Convolution, Embedding, Linear, Pair, Rule, Scaled, pair_of, without_weights
 from fedcdp.engine.runtime import keep_freed_memory
+from fedcdp.engine.traced import Remainder
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Group, Layout, Tree, masked
 from fedcdp.mechanism.clipping import clip_factors, norms_of_groups
+from fedcdp.models.batch_norm import BATCH_NORMS, has_fixed_statistics
 from fedcdp.models.features import FIXED
 from fedcdp.models.networks import DROPOUT
 
@@ -64,9 +66,13 @@ class BatchedEngine:
         return self._in_order({each.name: each.summed() for each in self._gradients(weights, batch, real_only=True)})
 
     @torch.no_grad()
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+    def clipped_sum(
+        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
+    ) -> Tree:
         """See `Engine`. Norms first, then one weighted sum for each layer; no control flow depends on a value."""
         gradients = {each.name: each.ready_to_clip() for each in self._gradients(weights, batch)}
+        if exact:
+            gradients = {name: each.in_float64() for name, each in gradients.items()}
         norms = norms_of_groups({name: each.squared_norms() for name, each in gradients.items()}, groups)
         factors = clip_factors(norms, bound, batch.present)
         of_name = {name: factor for group, factor in zip(groups, factors.of_groups, strict=True) for name in group}
@@ -102,7 +108,7 @@ _ONE_BY_ONE: tuple[type[nn.Module], ...] = (
     nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Tanh, nn.Tanhshrink, nn.Softshrink,
     nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
-    nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding, *FIXED,
+    nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding, *BATCH_NORMS, *FIXED,
 )  # fmt: skip
 
 
@@ -166,6 +172,9 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         for child, layer in module.named_modules(remove_duplicate=False):  # `named_children` omits a layer's second use
             if child and "." not in child:
                 yield from _layers(layer, f"{name}.{child}" if name else child)
+    elif isinstance(module, Remainder) and module.sequence:
+        for step in module.sequence:
+            yield from _layers(module.get_submodule(step), step)
     else:
         yield name, module
 
@@ -192,6 +201,9 @@ def _rule_of(name: str, layer: nn.Module, after: nn.Module | None) -> Rule:
     if isinstance(layer, nn.LayerNorm):
         normalise = partial(F.layer_norm, normalized_shape=layer.normalized_shape, eps=layer.eps)
         return Scaled(normalise, weight, bias, channels_first=False)
+    if isinstance(layer, BATCH_NORMS):
+        normalise = partial(F.batch_norm, running_mean=layer.running_mean, running_var=layer.running_var, eps=layer.eps)
+        return Scaled(normalise, weight, bias, channels_first=True)
     assert isinstance(layer, nn.Embedding)
     return Embedding(weight, layer.padding_idx)
 
@@ -215,6 +227,8 @@ def _why_not(layer: nn.Module) -> str | None:
         return "which has parameters besides weight and bias"
     if isinstance(layer, DROPOUT) and layer.training and layer.p > 0:
         return "which is switched on"
+    if isinstance(layer, BATCH_NORMS) and not has_fixed_statistics(layer):
+        return "which mixes examples"
     if isinstance(layer, nn.Flatten) and layer.start_dim < 1:
         return "which may mix examples"
     if isinstance(layer, nn.MaxPool2d) and layer.return_indices:

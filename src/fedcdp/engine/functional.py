@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedcdp.engine.base import Batch, Loss
+from fedcdp.engine.unfused import has_recurrent_layers, unfused
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Group, Inputs, Layout, Tree, each_tensor, first_tensor, masked, tensors_in
 from fedcdp.mechanism.clipping import clip
@@ -35,6 +35,7 @@ class FunctionalEngine:
         self.layout = Layout.of(model)
         self.model = model
         self.loss = on_targets(loss)
+        self._recurrent = has_recurrent_layers(model)
         parameters = dict(model.named_parameters())
         frozen = {name: p.detach() for name, p in parameters.items() if name not in self.layout.shapes}
         self._constants: Tree = frozen | dict(model.named_buffers())
@@ -43,7 +44,7 @@ class FunctionalEngine:
 
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`."""
-        with sdpa_kernel(SDPBackend.MATH):  # vmap would compute the fused kernels one example at a time
+        with unfused(self._recurrent):
             gradients: Tree = self._per_example(weights, batch.inputs, batch.targets)
         return gradients
 
@@ -54,13 +55,18 @@ class FunctionalEngine:
 
     def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`."""
-        with sdpa_kernel(SDPBackend.MATH):
+        with unfused(self._recurrent):
             summed: Tree = self._summed(weights, batch.inputs, batch.targets, batch.present)
         return summed
 
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+    def clipped_sum(
+        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
+    ) -> Tree:
         """See `Engine`."""
-        clipped = clip(self.per_example_gradients(weights, batch), groups, bound, batch.present).values
+        gradients = self.per_example_gradients(weights, batch)
+        if exact:
+            gradients = {name: value.double() for name, value in gradients.items()}
+        clipped = clip(gradients, groups, bound, batch.present).values
         return {name: value.sum(1) for name, value in clipped.items()}
 
     def outputs(self, weights: Tree, inputs: Inputs) -> Tensor:
@@ -157,7 +163,7 @@ def refusal(model: nn.Module, loss: Loss, tried: Batch, error: Exception, are_re
         if "randomness" in str(error):
             return ModelError(
                 "the network draws random numbers in its forward pass, which the plan's seed does not fix; use nn.Dropout, "
-                "which fedcdp switches off, instead of torch.nn.functional.dropout"
+                "which fedcdp switches off, instead of torch.nn.functional.dropout, or call .eval() on the module"
             )
         sentence, cause = "the network cannot be differentiated by torch.func", error
     if are_records:

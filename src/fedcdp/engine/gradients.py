@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from fedcdp.mechanism.clipping import at_least_float32
 
 
 class Gradients(ABC):
@@ -26,7 +28,8 @@ class Gradients(ABC):
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
-        """The squared L2 norm of each gradient [clients, examples], in float32: infinite or NaN if any value is not finite.
+        """The squared L2 norm of each gradient [clients, examples], in float32 (float64 for float64 gradients): infinite
+        or NaN if any value is not finite.
 
         Guarantees: it falls short of the true norm by at most a rounding error, so clipping by it respects the bound.
         """
@@ -42,6 +45,10 @@ class Gradients(ABC):
     def ready_to_clip(self) -> Gradients:
         """The same gradients, in a form that gives both norms and weighted sums without repeated work."""
         return self
+
+    @abstractmethod
+    def in_float64(self) -> Gradients:
+        """The same gradients in float64, in which norms and weighted sums are then computed."""
 
 
 Shape = Callable[[Tensor], Tensor]
@@ -65,7 +72,7 @@ class Formed(Gradients):
 
     def squared_norms(self) -> Tensor:
         """See `Gradients`. A plain sum adds pairwise (`clipping.group_norms` says why that matters)."""
-        return self.values.reshape(*self.values.shape[:2], -1).float().square().sum(-1)
+        return at_least_float32(self.values.reshape(*self.values.shape[:2], -1)).square().sum(-1)
 
     def summed(self) -> Tensor:
         """See `Gradients`."""
@@ -75,8 +82,12 @@ class Formed(Gradients):
         """See `Gradients`."""
         rows = _finite(self.values).reshape(*self.values.shape[:2], -1)
         kept = _kept(factors, usable, self.values)
-        total = (kept[..., None] * rows).sum(1) if _value_by_value() else kept[:, None] @ rows
+        total = (kept[..., None] * rows).sum(1) if _value_by_value(rows) else kept[:, None] @ rows
         return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:])).contiguous()
+
+    def in_float64(self) -> Formed:
+        """See `Gradients`."""
+        return replace(self, values=self.values.double())
 
 
 @dataclass(frozen=True)
@@ -105,8 +116,9 @@ class Products(Gradients):
         if self.left.shape[3] > 1:
             return self._formed().squared_norms()
         # In float64 no square overflows or underflows: one factor may be tiny where the other is huge.
-        left, right = (value.double().square().sum((3, 4)) for value in (self.left, self.right))
-        return (left * right).sum(1).float()
+        left, right = (_squared(value) for value in (self.left, self.right))
+        total = (left * right).sum(1)
+        return total if self.left.dtype == torch.float64 else total.float()
 
     def summed(self) -> Tensor:
         """See `Gradients`. One product over all examples and positions."""
@@ -115,7 +127,7 @@ class Products(Gradients):
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`. One product over all examples and positions."""
         column = _kept(factors, usable, self.left)[:, None, :, None, None]
-        if _value_by_value():
+        if _value_by_value(self.left):
             left, right = (_finite(value).flatten(2, 3) for value in (self.left * column, self.right))
             return self.shape((left[..., None] * right[..., None, :]).sum(2)).contiguous()
         return Products(self.name, _finite(self.left) * column, _finite(self.right), self.shape).summed()
@@ -124,17 +136,31 @@ class Products(Gradients):
         """See `Gradients`."""
         return self if self.left.shape[3] == 1 else self._formed()
 
+    def in_float64(self) -> Products:
+        """See `Gradients`."""
+        return replace(self, left=self.left.double(), right=self.right.double())
+
     def _formed(self) -> Formed:
         return Formed(self.name, (self.left.mT @ self.right).transpose(1, 2), self.shape)
 
 
-def _value_by_value() -> bool:
+def _squared(factors: Tensor) -> Tensor:
+    """The squared norms [clients, groups, examples] of factors, in float64."""
+    if factors.dtype == torch.float64:  # in half the time
+        norms: Tensor = torch.linalg.vector_norm(factors, dim=(3, 4))
+        return norms.square()
+    return factors.double().square().sum((3, 4))
+
+
+def _value_by_value(values: Tensor) -> bool:
     """Whether a sum of clipped gradients is computed elementwise rather than as a matrix product.
 
     A compiler fuses the elementwise sum with the operations that follow. And where products may be rounded (tf32), this one
-    must not be: a gradient rounded up would exceed the clip bound.
+    must not be: a gradient rounded up would exceed the clip bound. Products in float64 are never rounded so.
     """
-    return torch.compiler.is_compiling() or torch.get_float32_matmul_precision() != "highest"
+    if torch.compiler.is_compiling():
+        return True
+    return values.dtype != torch.float64 and torch.get_float32_matmul_precision() != "highest"
 
 
 def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:

@@ -83,10 +83,13 @@ class PackedEngine:
         packing = self._pack(batch)
         return packing.sums(self._engine.summed_gradients(packing.weights(weights), packing.batch(batch)))
 
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> Tree:
+    def clipped_sum(
+        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
+    ) -> Tree:
         """See `Engine`."""
         packing = self._pack(batch)
-        return packing.sums(self._engine.clipped_sum(packing.weights(weights), packing.batch(batch), groups, bound))
+        rows = packing.weights(weights), packing.batch(batch)
+        return packing.sums(self._engine.clipped_sum(*rows, groups, bound, exact=exact))
 
     def _pack(self, batch: Batch) -> _Packing:
         return _Packing.of(batch.present, self._rows, self._width)

@@ -109,12 +109,17 @@ _KEPT = 31 * 2**20  # bytes; just below the limit to which the GNU C library let
 
 _COPIES = 4  # approximate copies of a value: the value itself, one for the backward pass, and temporaries of both
 _WORD = 4
+_VALUES_IN_A_STEP = 16  # for each output of a recurrent layer: its gates, before and after their activations
+_SCORES = 3  # for each pair of positions in attention: scores, masked scores and weights
 
 
-def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool) -> int:
-    """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one."""
+def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool, exact: bool = False) -> int:
+    """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one.
+
+    With `exact`, gradients are summed in float64.
+    """
     gradients = Layout.of(model).size * (slots if per_example else 2)
-    a_client = _COPIES * _WORD * (gradients + slots * _activations(model, example))
+    a_client = _COPIES * (2 if exact else 1) * _WORD * (gradients + slots * _activations(model, example))
     return max(1, BUDGET.get(first_tensor(example).device.type, BUDGET["cpu"]) // a_client)
 
 
@@ -129,16 +134,23 @@ def keep_freed_memory() -> None:
 
 
 def _activations(model: nn.Module, example: Inputs) -> int:
-    """The number of values that one example has in the whole network: layer outputs and convolution patches."""
+    """The number of values that one example has in the whole network: layer outputs, convolution patches, gates, scores."""
     counted = [value.numel() for value in tensors_in(example)]
 
     def count(layer: nn.Module, _: Any, output: object) -> None:
-        if isinstance(output, Tensor):
-            counted.append(output.numel())
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor):
+            counted.append(first.numel())
+        if isinstance(layer, nn.RNNBase) and isinstance(first, Tensor):
+            counted.append(first.numel() * layer.num_layers * _VALUES_IN_A_STEP)
+        if isinstance(layer, nn.MultiheadAttention) and isinstance(first, Tensor):
+            length = first.numel() // layer.embed_dim  # of one example
+            counted.append(_SCORES * layer.num_heads * length**2)
         if isinstance(layer, nn.Conv2d) and isinstance(output, Tensor):
             counted.append(output.numel() // layer.out_channels * layer.groups * layer.weight[0].numel())
 
-    hooks = [layer.register_forward_hook(count) for layer in model.modules() if not list(layer.children())]
+    counting = (each for each in model.modules() if isinstance(each, nn.MultiheadAttention) or not list(each.children()))
+    hooks = [layer.register_forward_hook(count) for layer in counting]
     try:
         with torch.no_grad(), suppress(Exception):  # the engine's check refuses unsuitable inputs with a clear message
             outputs_of(

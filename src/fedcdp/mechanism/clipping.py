@@ -40,14 +40,19 @@ class Clipped:
 
 
 def group_norms(gradients: Tree, groups: tuple[Group, ...], lead: int) -> list[Tensor]:
-    """The L2 norm of every group, over all but the `lead` leading axes, accumulated in float32."""
+    """The L2 norm of every group, over all but the `lead` leading axes, in float32, or float64 for float64 gradients."""
 
     # Not torch.linalg.vector_norm: on a CPU it adds term by term and can fall 0.3 % short for a million weights, which
     # would let a gradient longer than C through. A plain sum adds pairwise.
     def squared(value: Tensor) -> Tensor:
-        return value.reshape(*value.shape[:lead], -1).float().square().sum(-1)
+        return at_least_float32(value.reshape(*value.shape[:lead], -1)).square().sum(-1)
 
     return norms_of_groups({name: squared(value) for name, value in gradients.items()}, groups)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in float32, or in float64 if they are."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def norms_of_groups(squared: Tree, groups: tuple[Group, ...]) -> list[Tensor]:

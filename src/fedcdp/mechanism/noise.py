@@ -23,6 +23,7 @@ from fedcdp.errors import PlanError
 from fedcdp.files.installation import install_command
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.mechanism.randomness import box_muller, gaussians, normals, philox, stream_key
+from fedcdp.mechanism.secure_sum import discrete_gaussians
 
 _WHOLE_SUM = 0  # the slot number of a draw for a whole step; single examples are numbered from 1
 
@@ -35,6 +36,7 @@ def deviation_of_step_sum(plan: Plan, round_: int, current: float | None = None)
     | `example` (the paper's Algorithm 2) | each of the S slots, empty or not | σC·√S |
     | `batch` (the authors' released code) | the sum | σC |
     | `cohort` (fits the accuracy that the paper prints for K ≥ 1000) | the sum, 1/K_t of it | σC / K_t |
+    | `sum` (secure aggregation) | the sum of all clients, a share by each of them | σC / √(K_t − t), `secure_sum` |
 
     It never depends on how many records a step drew: noise whose energy reveals the batch size would void
     amplification by sampling. If the clip bound follows a quantile, `current` is its present value.
@@ -85,6 +87,14 @@ class Noise(ABC):
         """One draw for the server's sum."""
         draw = self._tree("server-noise", round_, _nobody(device), 0, 0, deviation)
         return {name: value[0] for name, value in draw.items()}
+
+    def for_sum(self, round_: int, clients: Tensor, attempt: int, deviation: int) -> Tree:
+        """One share of the noise on a secure sum for each client [clients, ...], in whole numbers of grid steps (int64).
+
+        The share of a simulation is a rounded Gaussian, drawn anew in every attempt of a round.
+        """
+        drawn = self._unit("sum-noise", round_, clients, attempt, _WHOLE_SUM, self.layout.size)
+        return self.layout.unflatten((drawn.double() * deviation).round_().long())
 
     def for_moments(self, client: int, records: int, length: int, deviation: float) -> Tensor:
         """One draw for each record of a client [records, length], in float64, for the moments of its inputs."""
@@ -161,6 +171,12 @@ class SecureNoise(Noise):
         if self.generator == "chacha20":
             return None
         return [struct.unpack("<IIII", os.urandom(16)) for _ in range(_TERMS)]
+
+    def for_sum(self, round_: int, clients: Tensor, attempt: int, deviation: int) -> Tree:  # noqa: ARG002
+        """See `Noise`. Exact draws of the discrete Gaussian, whatever the generator."""
+        shape = len(clients), self.layout.size
+        drawn = discrete_gaussians(shape, deviation) if deviation else torch.zeros(shape, dtype=torch.int64)
+        return self.layout.unflatten(drawn.to(clients.device))
 
     def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:  # noqa: ARG002
         words = _chacha20_words if self.generator == "chacha20" else _philox_words

@@ -22,6 +22,7 @@ from fedcdp.methods.server_optimizers import OptimizerState, move_model
 class Aggregate:
     """A running sum of what the clients of a round sent, in float64, so the grouping of clients does not matter.
 
+    With noise on the sum clients send whole numbers, which are added modulo 2^64; the method decodes their sum.
     Under `fedsgd` clients send updates ΔW_k; under `fedaveraging` they send models W_k = W + ΔW_k. The results agree.
     """
 
@@ -30,21 +31,22 @@ class Aggregate:
         self._plan = plan
         self._clients = 0
         self._counts: list[Tensor] = []
-        self._total = {name: torch.zeros_like(value) for name, value in self._weights.items()}
+        dtype = torch.int64 if plan.sums else torch.float64
+        self._total = {name: torch.zeros_like(value, dtype=dtype) for name, value in weights.items()}
 
     def add(self, updates: Tree, counts: Tensor | None = None) -> None:
         """Add the admitted updates [clients, ...] of some clients, and their counts [clients] if there are any."""
         if counts is not None:
             self._counts.append(counts)
         for name, update in updates.items():
-            sent = update.double()
+            sent = update if self._plan.sums else update.double()
             if self._plan.aggregation == "fedaveraging":
                 sent = self._weights[name] + sent
             self._total[name] += sent.sum(0)
         self._clients += len(next(iter(updates.values())))
 
     def total_update(self) -> Tree:
-        """Σ ΔW_k over the clients that took part."""
+        """Σ ΔW_k over the clients that took part, as they sent it."""
         if self._plan.aggregation == "fedsgd":
             return self._total
         return combine(self._total, self._weights, -float(self._clients))
@@ -57,12 +59,14 @@ class Aggregate:
 def server_update(
     method: Method, weights: Tree, received: Aggregate, at: Moment, optimizer: OptimizerState | None = None
 ) -> tuple[Tree, OptimizerState | None]:
-    """W(t+1) ← W(t) + s · (Σ ΔW_k, sanitised) / K_t, or as the plan's server optimiser moves it; and the optimiser's state.
+    """W(t+1) ← W(t) + s · (Σ ΔW_k, decoded and sanitised) / K_t, or as the plan's server optimiser moves it, and its state.
 
     The optimiser gets the sanitised sum and nothing else of the round.
     """
-    total = method.sanitise_sum(received.total_update(), at)
-    return move_model(weights, total, at.plan, at.round, optimizer)
+    total = received.total_update()
+    if at.plan.secure_aggregation:
+        at.show("type0", total)
+    return move_model(weights, method.sanitise_sum(total, at), at.plan, at.round, optimizer)
 
 
 def next_clip(received: Aggregate, at: Moment) -> float | None:

@@ -18,6 +18,7 @@ from fedcdp.engine.base import Batch, Engine
 from fedcdp.files.tree import Tree, combine
 from fedcdp.mechanism.noise import Noise, deviation_of_step_sum
 from fedcdp.mechanism.pruning import keep_largest
+from fedcdp.mechanism.secure_sum import add, share_deviation, to_integers
 
 Tap = Callable[[str, "Moment", Tree], None]
 
@@ -44,7 +45,12 @@ class Moment:
     records: Tensor | None = None
     """N_i for each of the clients; None: nothing that the plan asks for depends on it."""
     mean_records: float | None = None
-    """The public mean of N_i over all clients of the federation, for weighting by records."""
+    """The public mean of N_i over all clients of the federation, for weighting by records; with noise on the sum of Fed-CDP,
+    the public mean number of records that a client uses in a step."""
+    roster: int | None = None
+    """The clients whose shares of the noise are added up, with noise on the sum; None: the planned K_t."""
+    attempt: int = 0
+    """The attempt at this round, with noise on the sum: each has fresh noise."""
 
     @property
     def clip_bound(self) -> float:
@@ -62,6 +68,12 @@ class Moment:
         return deviation_of_step_sum(self.plan, self.round, self.current_clip)
 
     @property
+    def share_deviation(self) -> int:
+        """τ, the standard deviation in grid steps of a client's share of the noise on the sum (`secure_sum`)."""
+        size = self.engine.layout.size
+        return share_deviation(self.plan, self.round, groups=len(self.groups), size=size, roster=self.roster)
+
+    @property
     def learning_rate(self) -> float:
         """η of this round."""
         return self.plan.learning_rate_at(self.round)
@@ -74,7 +86,7 @@ class Moment:
     @property
     def client_weights(self) -> Tensor | None:
         """The weight of each client's update, N_i over its mean; None: all are equal."""
-        if self.plan.weighting == "equal":
+        if self.plan.weighting == "equal" or (self.plan.sums and self.plan.per_example):  # sums: a record weighs the same
             return None
         assert self.records is not None
         assert self.mean_records is not None
@@ -111,6 +123,8 @@ class Local:
     """The global weights W(t), which a proximal term pulls towards; None: there is no such term."""
     count: Tensor | None = None
     """The count of norms within the clip bound that clients will send, if the bound follows a quantile."""
+    total: Tree | None = None
+    """The undivided sum of clipped gradients in float64 that clients will send, with noise on the sum of Fed-CDP."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,7 @@ class Sent:
     """What clients send in a round [clients, ...]."""
 
     update: Tree
+    """Updates; with noise on the sum, whole numbers of grid steps modulo 2^64 (int64, `secure_sum`)."""
     count: Tensor | None = None
     """The sum of their indicators, if the clip bound follows a quantile and the clients count."""
 
@@ -154,9 +169,9 @@ class Method(ABC):
         count = local.count if summed.count is None else summed.count
         return Local(weights, velocity if at.plan.momentum else None, local.start, count)
 
-    def release(self, before: Tree, after: Tree, at: Moment) -> Tree:
+    def release(self, before: Tree, local: Local, at: Moment) -> Tree:
         """The update that a client sends, ΔW_i(t) = W_i(t)_L − W(t), weighted: sanitised, then pruned, never the reverse."""
-        update = self.sanitise_update(raw_update(before, after, at), at)
+        update = self.sanitise_update(raw_update(before, local.weights, at), at)
         update = keep_largest(update, at.engine.layout, self.shared_fraction(at.plan))
         at.show("type1", update)
         return update
@@ -174,8 +189,14 @@ class Method(ABC):
         return update
 
     def sanitise_sum(self, total: Tree, at: Moment) -> Tree:  # noqa: ARG002
-        """Sanitise the sum of the updates at the server before it is used."""
+        """Decode and sanitise the sum of what clients sent at the server: the sum of their updates, as it is used."""
         return total
+
+
+def noised_share(values: Tree, at: Moment) -> Tree:
+    """What a client sends with noise on the sum: its values as whole numbers of grid steps, and its share of the noise."""
+    noise = at.noise.for_sum(at.round, at.clients, at.attempt, at.share_deviation)
+    return add(to_integers(values, at.clip_bound), noise)
 
 
 def raw_update(before: Tree, after: Tree, at: Moment) -> Tree:

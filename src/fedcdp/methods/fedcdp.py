@@ -10,6 +10,7 @@ noise and no sum of such gradients.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from fedcdp.engine.base import Batch, Engine
 from fedcdp.errors import DefectError
-from fedcdp.files.tree import Group, Tree
+from fedcdp.files.tree import Tree
 from fedcdp.mechanism.clipping import clip
 from fedcdp.mechanism.noise import noised
-from fedcdp.methods.base import GradientSum, Method, Moment
+from fedcdp.mechanism.secure_sum import from_integers
+from fedcdp.methods.base import GradientSum, Local, Method, Moment, noised_share
 from fedcdp.methods.quantile import count_examples, counts_examples, indicators, noise_of_indicators
 
 
@@ -35,10 +37,39 @@ class FedCDP(Method):
 
     If the bound follows a quantile, the first step of a round also releases a sum of indicators, whose sensitivity is ½
     and whose noise follows the same convention (`quantile.count_examples`).
+
+    Under `sum` noise the one local step releases the undivided sum of clipped gradients in whole numbers, with a share of
+    the noise (`base.noised_share`). The shares of all honest clients together are the noise of the guarantee. The server
+    divides by the planned number of records, so every record weighs the same.
     """
 
+    def local_step(self, local: Local, batch: Batch, at: Moment) -> Local:
+        """One local iteration; under `sum` noise, only the sum of clipped gradients."""
+        if not at.plan.sums:
+            return super().local_step(local, batch, at)
+        return replace(local, total=self.gradient_sum(local.weights, batch, at).total)
+
+    def release(self, before: Tree, local: Local, at: Moment) -> Tree:
+        """The client's update; under `sum` noise, the noised sum of its clipped gradients in whole numbers."""
+        if local.total is None:
+            return super().release(before, local, at)
+        share = noised_share(local.total, at)
+        at.show("type1", share)
+        return share
+
+    def sanitise_sum(self, total: Tree, at: Moment) -> Tree:
+        """Under `sum` noise, −η times the decoded sum over the public mean number of records of a client."""
+        if not at.plan.sums:
+            return total
+        assert at.mean_records is not None
+        step = -at.learning_rate / at.mean_records
+        return {name: step * value for name, value in from_integers(total, at.clip_bound).items()}
+
     def gradient_sum(self, weights: Tree, batch: Batch, at: Moment) -> GradientSum:
-        """The sum of a step's sanitised gradients; in the first step, also the sum of the indicators of a quantile clip."""
+        """The sum of a step's sanitised gradients; in the first step, also the sum of the indicators of a quantile clip.
+
+        Under `sum` noise the sum is in float64 and only clipped: `release` adds the noise to its whole numbers.
+        """
         if isinstance(at.engine, NoisedExamples):  # an adversary may be on this client: lines 6-14 run inside the engine
             released, within = at.engine.released(weights, batch, at)
             at.show("type2", released)
@@ -46,8 +77,11 @@ class FedCDP(Method):
                 at.show("type2-count", {"within": within})
             return GradientSum(_sum(released), None if within is None else within.sum(1))
         if at.tap is None and not counts_examples(at):  # no observer of single examples: lines 6-12 at once, then line 14
-            return GradientSum(_noised(at.engine.clipped_sum(weights, batch, at.groups, at.clip_bound), at))
+            clipped = at.engine.clipped_sum(weights, batch, at.groups, at.clip_bound, exact=at.plan.sums)
+            return GradientSum(_noised(clipped, at))
         gradients = at.engine.per_example_gradients(weights, batch)  # lines 6-7
+        if at.plan.sums:
+            gradients = {name: value.double() for name, value in gradients.items()}
         count = count_examples(gradients, batch.present, at) if counts_examples(at) else None
         clipped = clip(gradients, at.groups, at.clip_bound, batch.present).values  # lines 8-12
         return GradientSum(_noised_sum(clipped, at), count)
@@ -63,7 +97,9 @@ def _noised_sum(clipped: Tree, at: Moment) -> Tree:
 
 
 def _noised(total: Tree, at: Moment) -> Tree:
-    """Line 14, in one draw with the summed variance."""
+    """Line 14, in one draw with the summed variance; under `sum` noise, left to `release`."""
+    if at.plan.sums:
+        return total
     return noised(total, at.noise.for_step(at.round, at.clients, at.step, at.step_deviation))
 
 
@@ -106,7 +142,7 @@ class NoisedExamples:
         """Refused, for the same reason."""
         raise _without_noise()
 
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float) -> NoReturn:  # noqa: ARG002
+    def clipped_sum(self, *_: object, **__: object) -> NoReturn:
         """Refused, for the same reason."""
         raise _without_noise()
 

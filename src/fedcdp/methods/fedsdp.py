@@ -11,7 +11,8 @@ import torch
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.clipping import clip
 from fedcdp.mechanism.noise import noised
-from fedcdp.methods.base import Moment
+from fedcdp.mechanism.secure_sum import from_integers
+from fedcdp.methods.base import Moment, noised_share
 from fedcdp.methods.nonprivate import NonPrivate
 
 
@@ -23,6 +24,9 @@ class FedSDP(NonPrivate):
     noise at the server, the server and anyone who reads the network traffic see raw updates. Gradients inside local
     training are always raw.
 
+    Under `sum` noise the clients send their clipped updates in whole numbers with a share of the noise each
+    (`base.noised_share`); the shares of all honest clients together are the noise of the guarantee.
+
     If the bound follows a quantile, each client's indicator (sensitivity ½) is counted and noised in the same place as its
     update (`quantile`).
     """
@@ -31,6 +35,8 @@ class FedSDP(NonPrivate):
         """With noise at the client, clip and noise the update; nothing raw leaves the client."""
         if at.plan.noise_at == "server":
             return update
+        if at.plan.sums:
+            return noised_share(_clip_clients(update, at), at)
         noise = at.noise.for_update(at.round, at.clients, at.noise_scale)
         return noised(_clip_clients(update, at), noise)  # lines 8-15
 
@@ -39,7 +45,9 @@ class FedSDP(NonPrivate):
         return _clip_clients(update, at) if at.plan.noise_at == "server" else update  # lines 8-14
 
     def sanitise_sum(self, total: Tree, at: Moment) -> Tree:
-        """With noise at the server, noise the sum once, regardless of which clients took part."""
+        """With noise at the server, noise the sum once, regardless of which clients took part; under `sum`, decode it."""
+        if at.plan.sums:
+            return from_integers(total, at.clip_bound)
         if at.plan.noise_at == "client":
             return total
         noise = at.noise.for_server(at.round, at.clients.device, at.noise_scale)

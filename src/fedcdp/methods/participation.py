@@ -24,8 +24,9 @@ def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Momen
 
 def leave(method: Method, before: Tree, local: Local, at: Moment) -> Sent:
     """What clients send after their local steps."""
-    sent = Sent(method.release(before, local.weights, at), clip_rule(at.plan).leaving(before, local, at))
-    at.show("type0", sent.update)
+    sent = Sent(method.release(before, local, at), clip_rule(at.plan).leaving(before, local, at))
+    if not at.plan.secure_aggregation:  # else the server reads only the sum of the round (`aggregation.server_update`)
+        at.show("type0", sent.update)
     if sent.count is not None:
         for reader in ("type1-count", "type0-count"):
             at.show(reader, {"within": sent.count})

@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedcdp.config.plan import Plan
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Inputs
+from fedcdp.models.batch_norm import mixing_layers
 from fedcdp.models.features import OrientedGradients, PeriodicFeatures, Standardised, UnitNorm
 
 NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "periodic", "fixed-features"]
@@ -26,10 +28,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "s
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANDOM = (*DROPOUT, nn.RReLU)  # layers that draw random numbers in training mode only
 _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)  # layers that apply their own dropout rate in `forward`
-_INSTANCE_NORMS = (
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-    nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
-)  # fmt: skip
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # in evaluation mode, a path without batching rule
 SCALING_LAYER = "scaling"
 """The name of the layer that standardises a network's inputs."""
 _LEAST_FOR_GRADIENTS = 16  # pixels: a smaller image has too few cells, and the waves of its pixels tell more
@@ -197,50 +196,60 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device | str) -> nn.Modu
 
     - Weights are float32 (or float64). In float16 a sum of clipped gradients and noise would be rounded so
       coarsely that no guarantee holds.
-    - Layers that mix examples (BatchNorm) are refused under a private method: one example's gradient would depend on the
-      others' data. Without privacy they always use the statistics of the current batch.
+    - Modules keep the mode that you gave them, training or evaluation, from here to the released model.
+    - Layers that mix examples (BatchNorm in training mode) are refused under a private method: one example's gradient would
+      depend on the others' data, and running statistics would record raw data (`batch_norm` has the rules). Without privacy
+      they always use the statistics of the current batch. A BatchNorm in evaluation mode keeps its statistics.
     - Dropout is switched off, including inside attention and recurrent layers, and so is the random slope of RReLU: their
       randomness is not derived from the plan's seed. Functional dropout in your own `forward` is refused later, by
       `Engine.check`.
+    - PyTorch's attention takes its ordinary path in both modes. Its fast path has no gradients for single examples, and its
+      nested tensors return zeros for padded positions, so outputs would differ between training and evaluation.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the network has no trainable parameter")
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise ModelError(f"{name} is {kind}, too coarse for clipping and noise; train in float32 (model.float())")
-    for name, module in mixing_layers(model):
-        kind = type(module).__name__
-        if plan.private:
-            raise ModelError(
-                f"layer {name or '(the network itself)'} is {kind}, which mixes examples, so no {plan.method} "
-                "guarantee would hold; use GroupNorm or LayerNorm instead"
-            )
-        if plan.record_sampling == "poisson":
-            raise ModelError(
-                f"layer {name or '(the network itself)'} is {kind}, whose batch statistics would include the empty slots of "
-                "Poisson record sampling; use record_sampling fixed or partition, or GroupNorm"
-            )
-    ready = copy.deepcopy(model).to(device).train()
-    torch.func.replace_all_batch_norm_modules_(ready)
+    _check_mixing(model, plan)
+    _check_weights(model)
+    ready = copy.deepcopy(model).to(device)
+    for _, layer in mixing_layers(ready):
+        layer.train()
+        torch.func.replace_all_batch_norm_modules_(layer)
     for module in ready.modules():
         if isinstance(module, _RANDOM):
             module.eval()
-        elif isinstance(module, _WITH_DROPOUT):
-            module.dropout = 0.0  # not `eval`: attention would then take a path that `torch.func` cannot transform
+        if isinstance(module, _WITH_DROPOUT):
+            module.dropout = 0.0
+        if isinstance(module, _WITH_FAST_PATH):
+            module.training = True
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
     return ready
 
 
-def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers in which an example's output depends on the other examples of its batch.
+def _check_weights(model: nn.Module) -> None:
+    """Raise for weights that do not exist yet, or are too coarse to be trained."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(f"{name} has no shape yet; run a made-up batch through the network before training")
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ModelError(f"{name} is {kind}, too coarse for clipping and noise; train in float32 (model.float())")
 
-    Batch norms of all libraries have `track_running_stats`; so does torch's instance norm, which does not mix examples.
-    """
-    return [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if hasattr(layer, "track_running_stats") and not isinstance(layer, _INSTANCE_NORMS)
-    ]
+
+def _check_mixing(model: nn.Module, plan: Plan) -> None:
+    """Raise for a layer that mixes examples, where the plan does not allow one."""
+    for name, module in mixing_layers(model):
+        layer = f"layer {name or '(the network itself)'} is {type(module).__name__}"
+        if plan.private:
+            raise ModelError(
+                f"{layer}, which mixes examples, so no {plan.method} guarantee would hold; replace it with GroupNorm "
+                "(fedcdp.replace_batch_norm), or put a pretrained one into evaluation mode (.eval())"
+            )
+        if plan.record_sampling == "poisson":
+            raise ModelError(
+                f"{layer}, whose batch statistics would include the empty slots of Poisson record sampling; use "
+                "record_sampling fixed or partition, or GroupNorm"
+            )
 
 
 def _no_activation(network: str, activation: str | None) -> None:

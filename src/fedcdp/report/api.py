@@ -17,17 +17,19 @@ from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.attacks.api import Found
 from fedcdp.attacks.leaks import Leaks, finite
+from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS
 from fedcdp.data.array_files import checked_member
 from fedcdp.errors import FedcdpError, RunError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.tree import Layout
-from fedcdp.files.untrusted import MOST_JSON, MOST_SETTINGS, most_unpacked, parse_json, parse_toml, read_bounded
+from fedcdp.files.untrusted import MOST_JSON, most_unpacked, parse_json, read_bounded
 from fedcdp.report.facts import METHOD_NAMES, Array, LeakFacts, RunFacts, is_number, leak_facts
+from fedcdp.training.export import settings_in
+from fedcdp.training.ledger_check import check_ledger
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.saved_run import check_ledger
 
 _NAMED = ("method", "leak", "attack")
 _FIGURES = ("recognisable_rate", "success_rate", "examples", "steps")
@@ -92,14 +94,10 @@ def read_run(path: Path) -> RunFacts:
 
 
 def _settings(directory: RunDirectory) -> dict[str, dict[str, Any]]:
-    try:
-        written = parse_toml(read_bounded(directory.config, MOST_SETTINGS))
-    except OSError as error:
-        raise RunError(f"{directory.config} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise RunError(f"{directory.config} is not a TOML file: {error}") from error
+    written = settings_in(directory)
     if "python" in written:  # a run from Python describes its network and data in one sentence
-        written["data"] = {"federation": written.pop("python")}
+        told = written.pop("python")
+        written["data"] = {"federation": told.get("federation") if isinstance(told, dict) else told}
     return {section: values for section, values in written.items() if isinstance(values, dict)}
 
 
@@ -143,6 +141,7 @@ GENERATOR = '<meta name="generator" content="fedcdp'
 Item = Run | Found | Path | str
 
 
+@checked
 def report(items: Item | Iterable[Item], path: Path | str, *, title: str | None = None) -> Path:
     """Write one self-contained HTML page about runs and attacks.
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcdp.config.plan import Plan
+from fedcdp.training.export import without_secrets
 from fedcdp.training.metrics import main_figure
 from fedcdp.training.rundir import Row
 
@@ -29,8 +30,6 @@ METHOD_NAMES = {
 ADVERSARY_OF = {"type2": "example", "type1": "update", "type0": "server"}
 """The row of the privacy statement that bounds what an adversary of each type can learn."""
 
-# The page never shows the seed of a private run: with it, anyone can subtract the noise and knows which records were drawn.
-_SECRET = {"seed"}
 _SHOWN_EXAMPLES = 3
 _BY_CHANCE = 1e-3  # identifications less likely than this are not due to chance
 _INFERENCES = ("inference", "labels")  # attacks that reconstruct nothing
@@ -98,14 +97,7 @@ class RunFacts:
 
     def shown_settings(self) -> dict[str, dict[str, Any]]:
         """The configuration, without the seed of a private run and without the directory of a user's own file."""
-        hidden = _SECRET if self.plan.private else set()
-        shown = {
-            section: {key: value for key, value in values.items() if key not in hidden}
-            for section, values in self.settings.items()
-        }
-        if "file" in shown.get("data", {}):
-            shown["data"]["file"] = str(shown["data"]["file"]).replace("\\", "/").rpartition("/")[2]
-        return shown
+        return without_secrets(self.settings, self.plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +125,11 @@ class LeakFacts:
     """The first few, for images only, with values from 0 to 1."""
     run: str | None = None
     """The name of the run it belongs to, if any."""
+
+    @property
+    def reader(self) -> str:
+        """Its adversary; `type0-sum` for a server that read only sums over the clients of a round."""
+        return "type0-sum" if self.leak == "type0" and self.summary.get("summed_clients") else self.leak
 
     @property
     def has_originals(self) -> bool:
@@ -204,7 +201,8 @@ def mechanism_of(plan: Plan) -> dict[str, Any]:
     """The settings of a plan that decide how it clips and noises."""
     names = ("method", "clip", "clip_mode", "noise_multiplier", "noise", "noise_at", "batch_size", "record_sampling")
     written = plan.written()
-    return {name: written[name] for name in names}
+    together = {"secure_aggregation": True} if plan.secure_aggregation else {}
+    return {name: written[name] for name in names} | together
 
 
 def leak_facts(summary: dict[str, Any], arrays: dict[str, Array], run: str | None = None) -> LeakFacts:

@@ -116,7 +116,9 @@ def _pictures(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
             rows.append({"name": subject.name, "style": subject.style, "verdict": got, "attack": attack})
         first = attacks[0][1].examples
         same = first[0].original is not None and all(_same_originals(first, attack.examples) for _, attack in attacks)
-        shown.append({"leak": leak, "reader": wording.READERS[leak], "sentence": wording.READER_SENTENCES[leak],
+        readers = dict.fromkeys(attack.reader for _, attack in attacks)
+        sentence = ", or ".join(wording.READER_SENTENCES[reader] for reader in readers)
+        shown.append({"leak": leak, "reader": wording.READERS[leak], "sentence": sentence,
                       "only": wording.part_of_an_update([attack for _, attack in attacks],
                                                         [subject.run for subject, _ in attacks if subject.run]),
                       "originals": first if same else None, "rows": rows})  # fmt: skip
@@ -225,16 +227,19 @@ def _spending(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
     shown = []
     for adversary, title in wording.ADVERSARIES.items():
         series, endless = [], []
+        apart = False
         for subject in subjects:
             run: RunFacts | None = subject.run
             if run is None or not run.spending:
                 continue
+            apart |= not run.plan.secure_aggregation
             stated = [(at, privacy.row(adversary)) for at, privacy in run.spending]
             points = [(float(at), value) for at, row in stated if (value := spent(row)) is not None and math.isfinite(value)]
             series.append(Series(subject.name, subject.style, points, subject.mark))
             if not points:
                 endless.append({"name": subject.name, "style": subject.style, "reason": stated[-1][1].assumption})
         if series:
+            title = title if apart or adversary != "server" else wording.SERVER_OF_SUMS
             charts = _chart(series, f"{title}: ε spent on a record", "ε", log=True)
             shown.append({"title": title, "chart": charts[0] if charts else None, "endless": endless})
     return shown

@@ -23,6 +23,7 @@ READER_SENTENCES = {
     "type2": "reads single gradients while a client trains (type-2)",
     "type1": "reads a client's update before it leaves (type-1)",
     "type0": "reads a client's update as the server receives it (type-0)",
+    "type0-sum": "reads the sum of a round's updates, which is all that the server receives (type-0)",
 }
 ADVERSARIES = {
     "example": "Anyone who reads each example's gradient on the client (type-2)",
@@ -30,6 +31,7 @@ ADVERSARIES = {
     "server": "The server, which receives every update (type-0)",
     "model": "Anyone who sees only the model after each round",
 }
+SERVER_OF_SUMS = "The server, which receives only the sum of a round's updates (type-0)"
 NETWORKS = {
     "oriented-gradients": "a linear layer on fixed features",
     "linear": "a linear layer",
@@ -156,14 +158,14 @@ def what_leaks(leaks: Sequence[LeakFacts]) -> str:
     scored = [leak for leak in leaks if leak.leaked is not None]
     inferred = [(leak, leak.inferred[0]) for leak in leaks if leak.inferred is not None and leak.inferred[1]]
     if not scored and any(leak.inferred is not None for leak in leaks):
-        told_of = [f"An adversary who {READER_SENTENCES.get(leak.leak, 'observes the training')} infers, under "
+        told_of = [f"An adversary who {READER_SENTENCES.get(leak.reader, 'observes the training')} infers, under "
                    f"{method_name(leak.method)}: {what}." for leak, what in inferred]  # fmt: skip
         return " ".join(told_of) or "No attack on this page inferred more than chance."
     if not scored:
         return "No attack in these results has known originals, so this page cannot say what leaks."
     told: dict[str, list[str]] = {}  # adversaries with equal results share a sentence
     for kind, doing in READER_SENTENCES.items():
-        mine = [leak for leak in scored if leak.leak == kind]
+        mine = [leak for leak in scored if leak.reader == kind]
         if got := _by_method([leak for leak in mine if leak.leaked and leak.leaked[0]]):
             what = listed([f"{pair[0]} of {pair[1]} under {method_name(method)}" for method, pair in got.items()])
             told.setdefault(f"reconstructs training examples: {what}", []).append(doing)

@@ -42,8 +42,8 @@ from fedcdp.report.api import gather
 from fedcdp.report.facts import mechanism_of
 from fedcdp.report.subjects import Subject, subjects_of
 from fedcdp.training.prepared import deal_out, load_splits, network_of, stored
+from fedcdp.training.progress import Progress as Rounds
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.trainer import Progress as Rounds
 from fedcdp.training.trainer import train_experiment
 
 # How the methods differ from the preset `demo`. The private ones have ε = 3 for the unit that they protect: Fed-CDP a record

@@ -23,11 +23,11 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fedcdp.accounting.budget import accounting_is_installed
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Splits
 from fedcdp.data.partition import Federation, partition
 from fedcdp.errors import PlanError
+from fedcdp.training.calibration import calibrate
 from fedcdp.training.prepared import Prepared
 from fedcdp.training.run import Run
 from fedcdp.training.simulate import simulate
@@ -193,13 +193,9 @@ def make_private(
     )
     if "slots" not in settings:
         plan = plan.but(slots=min(_enough_slots(plan), max(expected, federation.largest)))
-    population = Prepared.of(model, federation, plan).population
+    Prepared.of(model, federation, plan)  # refuses a network that cannot be trained, before anybody waits
     if target_epsilon is not None:
-        if not accounting_is_installed():
-            raise PlanError("target_epsilon: needs dp-accounting; install it with pip install 'dp-accounting>=0.6,<0.7'")
-        from fedcdp.accounting.calibrate import Target, calibrate
-
-        plan = calibrate(plan, population, Target(target_epsilon))
+        plan = calibrate(plan, federation, model, target_epsilon=target_epsilon)
     return PrivateTraining(model, federation, plan, steps)
 
 

@@ -77,7 +77,10 @@ def choose_engine(
             equal = _equal_chunks(plan.per_round, chunk or most_clients(engine))
             if local_engine and (name == "kernel" or seconds(local_engine, equal) <= choice.seconds * _GAIN_OF_COMPILING):
                 return local_engine, equal
-        if name == "compiled" or (name == "auto" and predicted > _WORTH_COMPILING):
+        if plan.sums and plan.per_example:  # the compiled step sums in float32, and noise on the sum needs float64
+            if name == "compiled":
+                _LOG.warning("using the batched engine: noise on the sum needs sums in float64")
+        elif name == "compiled" or (name == "auto" and predicted > _WORTH_COMPILING):
             equal = _equal_chunks(plan.per_round, choice.chunk)
             return CompiledEngine(METHODS[plan.method], plan, engine, examples, equal), equal
     return stepwise(choice.engine), choice.chunk

@@ -153,6 +153,8 @@ def refusal(plan: Plan, engine: Engine, examples: Examples) -> str | None:
         return "it does not support momentum"
     if plan.proximal:
         return "it does not support a proximal term"
+    if plan.per_example and plan.sums:
+        return "it sums in float32, and noise on the sum needs float64"
     if plan.per_example and plan.secure_noise:
         return "it does not support secure noise"
     if plan.per_example and plan.quantile is not None:

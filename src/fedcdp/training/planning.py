@@ -82,7 +82,7 @@ def plan_experiment(
         plan = default_recipe.for_sizes(plan, sizes, chosen)
         if plan.scaling_noise is not None and "scaling_noise" not in chosen:
             plan = plan.but(scaling_noise=_scaling_noise(target.epsilon, plan.delta))
-    find = calibrate.calibrate_slots if pick_slots else calibrate.calibrate
+    find = calibrate.calibrate_slots if pick_slots else calibrate.calibrate_noise
     plan = find(plan, population, target, mode)  # type: ignore[arg-type]
     said = None
     if recipe:
@@ -100,6 +100,7 @@ def recommended_plan(
     *,
     target_epsilon: float | None = None,
     adversary: str = "server",
+    unit: str = "record",
     rounds: int | None = None,
     per_round: int | None = None,
     scale_inputs: bool = False,
@@ -110,7 +111,7 @@ def recommended_plan(
     _require_accounting(target_epsilon, "a plan")
     from fedcdp.accounting import calibrate
 
-    target = calibrate.Target(target_epsilon, adversary)
+    target = calibrate.Target(target_epsilon, adversary, unit)
     settings = default_recipe.plan_settings(federation.clients, rounds)
     if per_round is not None:
         settings["per_round"] = per_round
@@ -119,7 +120,7 @@ def recommended_plan(
     plan.check_clients(federation.clients)
     if scale_inputs:
         plan = plan.but(scaling_noise=_scaling_noise(target_epsilon, plan.delta))
-    plan = calibrate.calibrate(plan, Population.of(federation, Layout.of(model), plan), target)
+    plan = calibrate.calibrate_noise(plan, Population.of(federation, Layout.of(model), plan), target)
     on_features = trains_fixed_features(model)
     plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, on_features, federation.train.task))
     return plan, default_recipe.describe_recipe(plan, sizes, target.epsilon, target.adversary, target.unit)

@@ -24,7 +24,10 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.data.unequal import unequal_sizes
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tree import Layout
-from fedcdp.models.networks import build, mixing_layers, prepare, with_scaling
+from fedcdp.mechanism.secure_sum import check_capacity
+from fedcdp.models.batch_norm import mixing_layers
+from fedcdp.models.networks import build, prepare, with_scaling
+from fedcdp.training.python_origin import check_origin, read_origin
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.scaling import check_inputs
 
@@ -60,8 +63,23 @@ class Prepared:
                 f"layer {mixing[0][0]} mixes examples, and a client with {federation.smallest} records leaves "
                 f"empty slots in a batch of {plan.batch_size}, which would be mixed in; use GroupNorm or a smaller batch"
             )
-        population = Population.of(federation, Layout.of(network), plan)
+        layout = Layout.of(network)
+        population = Population.of(federation, layout, plan)
+        most = max(population.sizes or (), default=population.records)
+        check_capacity(plan, groups=population.layers, size=layout.size, most_records=most)
         return Prepared(plan=plan, federation=federation, network=network, population=population)
+
+    def check_origin(self, directory: RunDirectory) -> None:
+        """Raise `RunError` if the directory is that of a run from Python which cannot have had this network and data."""
+        if (origin := read_origin(directory)) is not None:
+            check_origin(
+                directory,
+                origin[0],
+                network=self.network,
+                federation=self.federation,
+                plan=self.plan,
+                population=self.population,
+            )
 
 
 def load_splits(experiment: Experiment, data_dir: Path | str | None = None, quiet: bool = False) -> Splits:
@@ -143,10 +161,10 @@ def outputs_needed(data: Dataset) -> int:
     return data.outputs
 
 
-def network_of(experiment: Experiment, splits: Splits) -> nn.Module:
+def network_of(experiment: Experiment, data: Splits | Federation) -> nn.Module:
     """Build the network for the data of an experiment."""
-    network = build_network(experiment, splits.train.shape, outputs_needed(splits.train))
-    return network if experiment.plan.scaling_noise is None else with_scaling(network, splits.train.shape)
+    network = build_network(experiment, data.train.shape, outputs_needed(data.train))
+    return network if experiment.plan.scaling_noise is None else with_scaling(network, data.train.shape)
 
 
 def prepare_experiment(
@@ -158,18 +176,36 @@ def prepare_experiment(
 
 
 def stored(directory: Path | str, given: Iterable[Settings] = ()) -> Experiment:
-    """The experiment of a run directory. Settings in `given` must agree with it, except where it runs."""
-    run = RunDirectory(directory)
-    run.require()
-    written = read_toml(run.config)
-    experiment = assemble(written)
-    consent.require(experiment.model.network, run.config)
-    wanted = assemble(written, *given)
+    """The experiment of a run directory. Settings in `given` must agree with it, except where it runs.
+
+    A run from Python stores its plan alone: `given` must name the network and the data.
+    """
+    run, given = RunDirectory(directory), list(given)
+    if (origin := read_origin(run)) is not None:
+        written = {"plan": origin[1].written()}
+        _require_named(run, given)
+        wanted = assemble(*with_clients_of_file(given)[: -len(given)], written, *given)
+        experiment = replace(wanted, plan=origin[1])
+    else:
+        written = read_toml(run.config)
+        experiment = assemble(written)
+        consent.require(experiment.model.network, run.config)
+        wanted = assemble(written, *given)
     for section in ("data", "model", "plan"):
         for name, value in vars(getattr(experiment, section)).items():
             if (other := getattr(getattr(wanted, section), name)) != value:
                 raise RunError(f"{name}: the run in {run.path} was started with {value}, not {other}")
     return wanted
+
+
+def _require_named(run: RunDirectory, given: Sequence[Settings]) -> None:
+    """Refuse a run from Python unless the settings name its network and its data."""
+    named = {key for layer in given for section in ("data", "model") for key in layer.get(section, {})}
+    if "network" not in named or not named & {"file", "dataset"}:
+        raise RunError(
+            f"{run.config} belongs to a run whose network and data came from Python; name them with --model and --data, or "
+            "open the run from Python with fedcdp.open_run"
+        )
 
 
 _LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3} | dict.fromkeys(FIXED_FEATURES, 1)

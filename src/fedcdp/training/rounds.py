@@ -52,10 +52,16 @@ class ClientData:
 
     @cached_property
     def mean_records(self) -> float:
-        """The mean number of records at a client: the plan's, or the federation's."""
+        """The mean number of records at a client: the plan's, or the federation's.
+
+        With noise on the sum of Fed-CDP: of those that it uses in a step, min(B, N_i).
+        """
         if self.plan.mean_records is not None:
             return self.plan.mean_records
-        return float(self.federation.sizes(np.arange(self.federation.clients)).mean())
+        sizes = self.federation.sizes(np.arange(self.federation.clients))
+        if self.plan.sums and self.plan.per_example:
+            sizes = np.minimum(sizes, self.plan.batch_size)
+        return float(sizes.mean())
 
     def records_of(self, clients: Tensor) -> tuple[Tensor, Tensor]:
         """The records [clients, most], as indices into the training data, and the number of records of each client."""
@@ -77,7 +83,8 @@ class ClientData:
     def most_clients(self, model: nn.Module) -> int:
         """Number of clients of this network that can be trained at once within the memory budget."""
         example = each_tensor(self.examples.inputs, lambda value: value[0])
-        return clients_within_budget(model, example, self.plan.slots, self.plan.per_example)
+        exact = self.plan.sums and self.plan.per_example
+        return clients_within_budget(model, example, self.plan.slots, self.plan.per_example, exact)
 
 
 class Simulator:

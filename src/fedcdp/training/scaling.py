@@ -21,6 +21,7 @@ from fedcdp.mechanism.moments import moment_sensitivity, noised_moments, standar
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.models.features import Standardised
 from fedcdp.models.networks import scaling_of, with_scaling
+from fedcdp.training.memory import Memory
 from fedcdp.training.rundir import RunDirectory
 
 
@@ -30,31 +31,30 @@ def set_scaling(
     plan: Plan,
     releases: Releases,
     *,
-    directory: RunDirectory | None,
+    store: RunDirectory | Memory,
     budget: Allows | None,
 ) -> bool:
-    """Set the network's layer that standardises inputs: from the run directory, or by a release of all clients.
+    """Set the network's layer that standardises inputs: from what the run has stored, or by a release of all clients.
 
     Returns False, and releases nothing, if the budget has no room for the release.
     """
-    if directory is not None and restore_scaling(network, directory):
+    if restore_scaling(network, store):
         return True
     if not releases.may_go_on(SCALING, budget):
         return False
     mean, scale = _released(federation, plan, releases)
-    if directory is not None:
-        directory.save_scaling(mean, scale)
+    store.save_scaling(mean, scale)
     set_standardisation(network, mean, scale)
     return True
 
 
-def restore_scaling(network: nn.Module, directory: RunDirectory) -> bool:
-    """Set the layer from what the run directory holds; False if it holds nothing yet."""
-    stored = directory.load_scaling()
+def restore_scaling(network: nn.Module, store: RunDirectory | Memory) -> bool:
+    """Set the layer from what a run has stored; False if that is nothing yet."""
+    stored = store.load_scaling()
     if stored is None:
         return False
     if any(each.numel() != _layer(network).mean.numel() for each in stored):
-        raise RunError(f"{directory.scaling} does not fit inputs of {_layer(network).mean.numel()} values")
+        raise RunError(f"{store.scaling} does not fit inputs of {_layer(network).mean.numel()} values")
     set_standardisation(network, *stored)
     return True
 
@@ -69,7 +69,8 @@ def with_set_scaling(model: nn.Module, federation: Federation, plan: Plan, train
     network = with_scaling(copy.deepcopy(model), federation.train.shape)
     known = None if trained is None else scaling_of(trained)
     if known is None:
-        set_scaling(network, federation, plan, Releases(federation.clients), directory=None, budget=None)
+        releases = Releases(federation.clients)
+        set_scaling(network, federation, plan, releases, store=Memory(releases), budget=None)
     else:
         set_standardisation(network, known.mean, known.scale)
     return network

@@ -9,21 +9,26 @@ import torch
 from torch import nn
 
 from fedcdp.accounting.budget import Allows
+from fedcdp.config.arguments import checked
 from fedcdp.config.experiment import EngineName
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.errors import PlanError
+from fedcdp.training.calibration import calibrate
 from fedcdp.training.metrics import OwnMetrics
 from fedcdp.training.planning import recommended_plan
 from fedcdp.training.prepared import Prepared
+from fedcdp.training.progress import Reports
+from fedcdp.training.python_origin import read_origin
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.trainer import Progress, train
+from fedcdp.training.trainer import check_count, train
 
 _LOG = logging.getLogger("fedcdp")
 
 
+@checked
 def simulate(
     model: nn.Module,
     federation: Federation,
@@ -31,6 +36,7 @@ def simulate(
     *,
     target_epsilon: float | None = None,
     adversary: str = "server",
+    unit: str = "record",
     rounds: int | None = None,
     per_round: int | None = None,
     scale_inputs: bool = False,
@@ -46,7 +52,7 @@ def simulate(
     resume: bool = False,
     most_releases: int | None = None,
     budget: Allows | None = None,
-    progress: Progress | None = None,
+    progress: Reports = None,
 ) -> Run:
     """Train a network over a federation on one device, according to a plan or to the recommended recipe.
 
@@ -57,9 +63,10 @@ def simulate(
             class, or a single output and a binary `loss` for two classes.
         federation: The clients and their data.
         plan: Method, clip bound, noise, sampling and schedules. Without a plan, the recommended recipe is used, with noise
-            calibrated to `target_epsilon`; the logger `fedcdp` names its settings.
-        target_epsilon: The ε per record to calibrate the noise to where no plan is given. Default: 8.
-        adversary: The adversary that this ε is for.
+            calibrated to `target_epsilon`; the logger `fedcdp` names its settings. A resumed run has its plan already.
+        target_epsilon: The ε to calibrate the noise to. Default: a plan's noise as it is; without a plan, 8.
+        adversary: The adversary that ε is for, in the calibration and in `progress`.
+        unit: The unit that this ε protects: `record`, `client` or `unique`.
         rounds: Overrides the plan's number of rounds.
         per_round: Overrides the plan's number of clients in a round.
         scale_inputs: Where no plan is given: standardise inputs, which must lie in [-1, 1], by means and variances from a
@@ -83,7 +90,9 @@ def simulate(
         most_releases: End the training, with the model so far, before there are more releases than this.
         budget: Called before a round with the rounds released so far and this one. If it returns False, the training ends
             with the model so far.
-        progress: Called after each round with its metrics.
+        progress: A function, or several, called after each round with its metrics, a dictionary. Its attribute `epsilon` is
+            the ε so far, computed when it is read (`RoundMetrics`). `fedcdp.loggers` has loggers for TensorBoard, MLflow and
+            Weights & Biases.
 
     Returns:
         The trained network, its metrics (`run.scores`), those of each round, and all releases, for `run.privacy()`.
@@ -115,6 +124,15 @@ def simulate(
         >>> round(run.privacy().row("server").epsilon, 1)
         2.0
 
+        Calibrate the noise of that plan to an ε, and show ε as it grows:
+
+        >>> def show(round):
+        ...     if round["round"] % 10 == 0:
+        ...         print(round["round"], f"{round.epsilon:.1f}")
+        >>> run = fedcdp.simulate(nn.Linear(30, 2), federation, plan, target_epsilon=4, progress=show)
+        10 2.7
+        20 4.0
+
         A regression, with a loss and a metric of your own:
 
         >>> import torch
@@ -130,29 +148,46 @@ def simulate(
         >>> run.accuracy is None, sorted(run.scores), run.scores["r2"] > 0.9
         (True, ['loss', 'mae', 'near', 'r2', 'rmse'], True)
     """
+    for name, value in (("rounds", rounds), ("per_round", per_round)):
+        check_count(name, value)
+    if resume and out is None:
+        raise PlanError("resume: name the run directory with out")
+    directory = None if out is None else RunDirectory(out)
+    if directory is not None and not resume and (plan is None or target_epsilon is not None):
+        directory.require_creatable()  # before a calibration that may take minutes
+    origin = read_origin(directory) if directory is not None and resume else None
+    if origin is not None and plan is None and target_epsilon is None:
+        plan = origin[1]
     if plan is None:
-        if out is not None and not resume:
-            RunDirectory(out).require_creatable()  # before a calibration that may take minutes
         plan, said = recommended_plan(
             model,
             federation,
             target_epsilon=target_epsilon,
             adversary=adversary,
+            unit=unit,
             rounds=rounds,
             per_round=per_round,
             scale_inputs=scale_inputs,
         )
         _LOG.info("%s", said)
     else:
-        if target_epsilon is not None or adversary != "server" or scale_inputs:
-            raise PlanError(
-                "target_epsilon, adversary and scale_inputs choose the noise where no plan is given; calibrate the plan's "
-                "noise and set its scaling_noise, or leave the plan out"
-            )
+        if scale_inputs:
+            raise PlanError("scale_inputs: it is for the recommended recipe; set the plan's scaling_noise instead")
         changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
         plan = plan.but(**changes) if changes else plan
+        if target_epsilon is not None:
+            plan = calibrate(plan, federation, model, target_epsilon=target_epsilon, adversary=adversary, unit=unit)
+    prepared = Prepared.of(model, federation, plan)
+    if directory is not None and resume:
+        prepared.check_origin(directory)
+    if (adversary, unit) != ("server", "record"):
+        from fedcdp.accounting.calibrate import Target
+
+        Target(1.0, adversary, unit).view(plan, prepared.population)  # refuses a row that the plan does not have
     run = train(
-        Prepared.of(model, federation, plan),
+        prepared,
+        adversary=adversary,
+        unit=unit,
         loss=loss,
         metrics=metrics,
         device=device,

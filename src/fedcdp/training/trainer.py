@@ -6,26 +6,28 @@ Three steps: choose an engine, open the run, and run the rounds.
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from fedcdp.accounting.budget import Allows, Releases
+from fedcdp.accounting.budget import Allows, Releases, accounting_is_installed
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.config import consent
 from fedcdp.config.experiment import EngineName, Experiment
-from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Splits
-from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss, engines_for
 from fedcdp.engine.frozen import split
+from fedcdp.engine.reachability import check_all_used
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tensors import size_of
@@ -34,20 +36,24 @@ from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.methods.server_optimizers import OptimizerState
 from fedcdp.training.autotune import choose_engine
 from fedcdp.training.evaluation import score, try_own_metrics
+from fedcdp.training.export import without_secrets
 from fedcdp.training.loss_contract import check_loss, check_outputs, loss_for
+from fedcdp.training.memory import Memory
 from fedcdp.training.metrics import Figures, OwnMetrics, check_own_metrics
 from fedcdp.training.prepared import Prepared, prepare_experiment
+from fedcdp.training.progress import Audience, Reports
+from fedcdp.training.python_origin import written_origin
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.run import Run, hides_time
-from fedcdp.training.rundir import Row, RunDirectory, State
+from fedcdp.training.rundir import RunDirectory, State
 from fedcdp.training.scaling import copy_scaling, set_scaling
-
-Progress = Callable[[Row], None]
 
 
 def train(
     prepared: Prepared,
     *,
+    adversary: str = "server",
+    unit: str = "record",
     loss: Loss | None = None,
     metrics: OwnMetrics | None = None,
     device: str | torch.device = "cpu",
@@ -58,34 +64,53 @@ def train(
     out: Path | str | None = None,
     config: str | None = None,
     resume: bool = False,
+    memory: Memory | None = None,
+    most_rounds: int | None = None,
     most_releases: int | None = None,
     budget: Allows | None = None,
-    progress: Progress | None = None,
+    progress: Reports = None,
 ) -> Run:
-    """Train a prepared experiment; other arguments as for `simulate`. The prepared objects are not changed."""
-    if chunk is not None and chunk < 1:
-        raise PlanError(f"chunk: {chunk} is not allowed; it must be at least 1")
-    if evaluate_every < 1:
-        raise PlanError(f"evaluate_every: {evaluate_every} is not allowed; it must be at least 1")
+    """Train a prepared experiment; other arguments as for `simulate`. The prepared objects are not changed.
+
+    A run without a directory goes on from its `memory`, if one is given. It ends after `most_rounds` more rounds.
+    """
+    for name, value in (("chunk", chunk), ("evaluate_every", evaluate_every), ("rounds", most_rounds)):
+        check_count(name, value)
     device = usable_device(device)
     directory = None if out is None else RunDirectory(out)
+    memory = memory or Memory(Releases(prepared.federation.clients))
     if resume and directory:
         engine, chunk = _kept_engine(directory, device, engine, chunk)
-    budget = budget if most_releases is None else _at_most(most_releases, budget)
-    loss, own = loss_for(prepared.federation.train, loss), metrics or {}
+    audience = Audience(progress)
+    own_loss, own = loss, metrics or {}
+    loss = loss_for(prepared.federation.train, loss)
     check_own_metrics(own, prepared.federation.validation)
+    allows = budget if most_releases is None else _at_most(most_releases, budget)
     with deferred_interrupts(), products(tf32):
         network = copy.deepcopy(prepared.network).to(device)
         simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
+        if prepared.plan.private and not resume:  # the first release began runs with unused tensors, which may go on
+            check_all_used(simulator.engine, simulator.data.first_batch())
         if simulator.data.validation is not None:
             try_own_metrics(own, simulator.engine, fresh.weights, simulator.data.validation, device)
-        with _opened(prepared, simulator, fresh, directory=directory, config=config, resume=resume) as (state, releases):
+        if directory and not resume and config is None:
+            config = written_origin(prepared.network, prepared.federation, prepared.plan, own_loss is not None)
+        computed: EngineName = simulator.local_engine.name  # type: ignore[assignment]
+        again = partial(
+            train, prepared, adversary=adversary, unit=unit, loss=own_loss, metrics=metrics, device=device,
+            engine=computed, chunk=simulator.chunk, tf32=tf32, evaluate_every=evaluate_every, out=out,
+            resume=directory is not None, memory=memory, budget=budget, progress=audience.listeners,
+        )  # fmt: skip
+        opened = _opened(prepared, simulator, fresh, directory=directory, memory=memory, config=config, resume=resume)
+        told = audience.training(_settings(prepared), prepared.plan.rounds, hides_time(prepared.plan, prepared.federation))
+        if directory and not resume:
+            directory.require_creatable()  # before a logger opens its own run
+        with told, opened as (state, releases):
             if prepared.plan.scaling_noise is not None:
                 where, plan = prepared.federation, prepared.plan
-                if not set_scaling(network, where, plan, releases, directory=directory, budget=budget):
-                    budget = _at_most(0, None)
+                if not set_scaling(network, where, plan, releases, store=directory or memory, budget=allows):
+                    allows = _at_most(0, None)
                 # Known only now: what was computed from unscaled inputs is outdated.
-                computed: EngineName = simulator.local_engine.name  # type: ignore[assignment]
                 simulator, _ = begin(prepared, network, device=device, loss=loss, engine=computed, chunk=simulator.chunk)
             return _rounds(
                 prepared,
@@ -93,12 +118,22 @@ def train(
                 network,
                 state,
                 directory=directory,
+                memory=memory,
                 releases=releases,
-                budget=budget,
+                budget=allows,
+                most_rounds=most_rounds,
                 every=evaluate_every,
                 own=own,
-                progress=progress,
+                audience=audience,
+                against=(adversary, unit),
+                again=again,
             )
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse anything but None and a whole number of at least 1."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+        raise PlanError(f"{name}: {str(value)[:100]} is not allowed; it must be a whole number of at least 1")
 
 
 def train_experiment(
@@ -110,7 +145,7 @@ def train_experiment(
     quiet: bool = False,
     most_releases: int | None = None,
     budget: Allows | None = None,
-    progress: Progress | None = None,
+    progress: Reports = None,
     splits: Splits | None = None,
     prepared: Prepared | None = None,
 ) -> Run:
@@ -119,6 +154,8 @@ def train_experiment(
     machine = experiment.run
     return train(
         prepared or prepare_experiment(experiment, data_dir, quiet=quiet, splits=splits),
+        adversary=machine.adversary,
+        unit=machine.unit,
         device=machine.device,
         engine=machine.engine,
         chunk=machine.chunk,
@@ -183,18 +220,19 @@ def _opened(
     fresh: State,
     *,
     directory: RunDirectory | None,
+    memory: Memory,
     config: str | None,
     resume: bool,
 ) -> Iterator[tuple[State, Releases]]:
-    """The state to continue from and the releases so far: from the run directory, which stays locked, or fresh."""
+    """The state to continue from and the releases so far: from the run directory, which stays locked, or from memory."""
     plan, clients = prepared.plan, prepared.federation.clients
     if directory is None:
-        yield fresh, Releases(clients)
+        yield memory.state or fresh, memory.releases
         return
     if resume:
         directory.require()
     else:
-        directory.create(_config_of_python(plan, prepared.federation) if config is None else config)
+        directory.create(config or "")
     with directory.locked():
         if resume:
             fresh = directory.resumed_state(fresh, plan, size_of(fresh.weights)) or fresh
@@ -214,21 +252,26 @@ def _rounds(
     state: State,
     *,
     directory: RunDirectory | None,
+    memory: Memory,
     releases: Releases,
     budget: Allows | None,
+    most_rounds: int | None,
     every: int,
     own: OwnMetrics,
-    progress: Progress | None,
+    audience: Audience,
+    against: tuple[str, str],
+    again: partial[Run],
 ) -> Run:
-    """Run the remaining rounds; each is charged before it begins and saved to disk before the next one begins.
+    """Run the remaining rounds; each is charged before it begins and saved before the next one begins.
 
     Ctrl-C ends them between two local steps.
     """
     started, steps = time.perf_counter(), 0
     plan, data = prepared.plan, simulator.data
-    metrics = directory.forget_metrics_after(state.round) if directory else []
+    metrics = directory.forget_metrics_after(state.round) if directory else memory.metrics
     state = _to(state, data.device)
-    while state.round < plan.rounds and releases.may_go_on(state.round, budget):
+    last = plan.rounds if most_rounds is None else min(plan.rounds, state.round + most_rounds)
+    while state.round < last and releases.may_go_on(state.round, budget):
         round_started = time.perf_counter()
         before = state
         chosen = choose_clients(data.draws, data.federation.clients, state.round)
@@ -243,8 +286,9 @@ def _rounds(
         if directory:
             directory.append_metrics(row)
             directory.save_state(state, plan.digest())
-        if progress:
-            progress(row)
+        else:
+            memory.state = state
+        audience.tell(row, partial(_epsilon, prepared, *against, releases.rounds))
     final, seconds = state.average or state.weights, time.perf_counter() - started
     trained = _released_model(prepared.network, network, final)
     scores, client_scores = Figures(), list[dict[str, Any]]()
@@ -253,22 +297,43 @@ def _rounds(
     if directory:
         directory.save_scores(state.round, scores, client_scores)
         directory.save_model(trained.state_dict(), state.round)
+    audience.finish(scores)
     return Run(
         plan=plan,
         federation=prepared.federation,
         model=trained,
         population=prepared.population,
-        metrics=metrics,
+        metrics=list(metrics),
         seconds=seconds,
         client_steps=steps,
         charges=tuple(releases.charges),
-        participations=releases.participations,
+        participations=releases.participations.copy(),
         directory=directory.path if directory else None,
         engine=simulator.local_engine.name,
         chunk=simulator.chunk,
         scores=scores,
         client_scores=client_scores,
+        loss=again.keywords["loss"],
+        own_metrics=own,
+        again=again,
     )
+
+
+def _epsilon(prepared: Prepared, adversary: str, unit: str, rounds: tuple[int, ...]) -> float:
+    """ε after the releases of these rounds."""
+    if not prepared.plan.private:
+        return math.inf
+    if not accounting_is_installed():
+        raise PlanError("epsilon: needs dp-accounting; install it with pip install 'dp-accounting>=0.6,<0.7'")
+    from fedcdp.accounting.calibrate import Target
+
+    return Target(1.0, adversary, unit).reached(prepared.plan, prepared.population, rounds)
+
+
+def _settings(prepared: Prepared) -> dict[str, Any]:
+    """What a logger may know about a run before it begins."""
+    settings = {"federation": prepared.federation.describe(), "plan": prepared.plan.written()}
+    return without_secrets(settings, prepared.plan)
 
 
 def _released_model(untrained: nn.Module, computing: nn.Module, weights: Tree) -> nn.Module:
@@ -295,14 +360,6 @@ def _kept_engine(
     if kept is None or kept[0] not in names or engine not in ("auto", kept[0]):
         return engine, chunk
     return names[kept[0]], chunk or kept[1]
-
-
-def _config_of_python(plan: Plan, federation: Federation) -> str:
-    """The config of a run whose network and data came from Python: no command can rebuild them."""
-    import tomli_w
-
-    written = tomli_w.dumps({"python": federation.describe(), "plan": plan.written()})
-    return f"# network and data came from Python\n{written}"
 
 
 def _to(state: State, device: torch.device) -> State:

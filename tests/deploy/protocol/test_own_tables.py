@@ -30,9 +30,9 @@ from fedcdp.deploy.site.directory import SiteSettings
 from fedcdp.deploy.site.writer import experiment_for, plan_for, write
 from fedcdp.errors import DataError, FedcdpError, TaskError
 from fedcdp.files.tensors import load_tensors
+from fedcdp.training.ledger_check import spent
 from fedcdp.training.prepared import load_splits, network_of
 from fedcdp.training.rundir import RunDirectory
-from fedcdp.training.saved_run import spent
 from fedcdp.training.trainer import train_experiment
 from tests.support.hospital_table import SIZES, nodes_of, settings_of, write_site
 from tests.support.local_grid import OPEN, LocalGrid, Node, settings

@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.deploy.protocol import admission
 from fedcdp.deploy.protocol.server import serve
-from fedcdp.training.saved_run import spent
+from fedcdp.training.ledger_check import spent
 
 EVERYBODY = {"per_round": 3, "rounds": 1}
 

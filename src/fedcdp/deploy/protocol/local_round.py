@@ -35,7 +35,8 @@ from fedcdp.files.tree import Layout, Tree, each_tensor
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import choose_records_of_steps
 from fedcdp.methods import METHODS, Moment, NoisedExamples, Sent
-from fedcdp.models.networks import build, mixing_layers, prepare, with_scaling
+from fedcdp.models.batch_norm import mixing_layers
+from fedcdp.models.networks import build, prepare, with_scaling
 from fedcdp.training.local_engines import Examples, StepwiseEngine
 
 Inputs = Tensor | ArrayLike

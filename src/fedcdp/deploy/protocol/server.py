@@ -424,7 +424,7 @@ class _Server:
         if warning is not None:
             _LOG.warning("%s", warning)
         if self._directory.ledger.exists():
-            from fedcdp.training.saved_run import spent
+            from fedcdp.training.ledger_check import spent
 
             _LOG.info("\n%s", spent(self._directory.path)[1])
         return outcome

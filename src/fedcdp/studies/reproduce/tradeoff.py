@@ -105,7 +105,7 @@ class _Flat:
     def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
         return self.summed_gradients(weights, batch)
 
-    def clipped_sum(self, weights: Tree, batch: Batch, groups: Any, bound: float) -> Tree:  # noqa: ARG002
+    def clipped_sum(self, weights: Tree, batch: Batch, *_: object, **__: object) -> Tree:
         return self.summed_gradients(weights, batch)
 
 
