@@ -60,7 +60,7 @@ def test_a_reproducible_run_gives_the_simulators_model(tmp_path: Path) -> None:
     assert serve(grid, sum_experiment(), tmp_path / "run", settings(reproducible=True, **HOW)).ended == "done"
     model = load_tensors(tmp_path / "run" / "model.safetensors", "model-1")[0]
     for name, value in simulated.items():
-        torch.testing.assert_close(model[name], value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model[name], value, rtol=0, atol=1e-6)
     kinds = [message.metadata.message_type for message in grid.sent]
     assert kinds.count("query.keys") == MEMBERS
     assert kinds.count("train") == 3 * MEMBERS

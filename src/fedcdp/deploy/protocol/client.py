@@ -130,7 +130,9 @@ class _Client:
                 answer = policy.decide(task, facts, ledger)
                 if not answer.accepts:
                     raise RefusedError(answer.reason)
-                key = self._summing(context, policy).signed_key(task) if task.plan.sums else None
+                key = None
+                if task.plan.sums:
+                    key = self._summing(context, policy).signed_key(task, Layout.of(network), len(data))
                 ledger.accept(task, answer.records)
                 name = ledger.name_in(task)
         except Exception as error:

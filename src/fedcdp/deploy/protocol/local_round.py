@@ -196,7 +196,6 @@ class LocalTraining:
         one_by_one: bool = False,
     ) -> None:
         self._task, self._device, self._one_by_one = task, device, one_by_one
-        self.plan = task.plan
         if mixing_layers(network) and len(data) < task.plan.batch_size:
             raise ModelError(f"layer {mixing_layers(network)[0][0]} mixes examples, and there are fewer than a batch")
         self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
@@ -211,7 +210,6 @@ class LocalTraining:
         """
         task, device = self._task, self._device
         plan = task.plan if task.reproducible else task.plan.but(seed=secrets.randbits(63))
-        plan = plan if members is None else plan.but(per_round=members)
         clients = torch.tensor([client], device=device)
         sizes = torch.tensor([len(self._examples.targets)], device=device)
         noise = noise_of(plan, self.engine.layout)
@@ -227,6 +225,8 @@ class LocalTraining:
             current_clip=asked.clip,
             records=sizes,
             mean_records=plan.mean_records,
+            roster=members,
+            attempt=asked.attempt if plan.sums else 0,
         )
         draw = choose_records_of_steps(plan, clients, sizes, asked.number)
         local = {name: value.to(device) for name, value in weights.items()}

@@ -220,7 +220,8 @@ def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_re
     plan expects of all clients together, where updates are weighted by records.
     """
     fewest = task.plan.batch_size if smallest_records is None else smallest_records
-    subscribing = Subscribing(grid, task, fewest, (task.plan.mean_records or math.inf) * expected)
+    mean = task.plan.mean_records if task.plan.weighting == "records" else None
+    subscribing = Subscribing(grid, task, fewest, (mean or math.inf) * expected)
     subscribing.gather(lambda accepted: len(accepted) >= expected, timeout)
     accepted = list(subscribing.accepted.items())[:expected]
     if not task.reproducible:

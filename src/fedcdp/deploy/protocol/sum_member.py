@@ -22,8 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from numpy.typing import NDArray
 
 from fedcdp.deploy.protocol.client_ledger import Summed
 from fedcdp.deploy.protocol.known_nodes import KnownNodes, node_key_of, read_identity
@@ -32,10 +35,10 @@ from fedcdp.deploy.protocol.masks import Words, add_masks
 from fedcdp.deploy.protocol.policy import ClientPolicy
 from fedcdp.deploy.protocol.sum_context import SumMember, context_of
 from fedcdp.deploy.protocol.sum_keys import SignedKey, own_key, sign_key, store_peers, stored_key, stored_peers
-from fedcdp.deploy.protocol.sum_share import share_of
 from fedcdp.deploy.protocol.task import Task
-from fedcdp.errors import RefusedError
-from fedcdp.files.tree import Tree
+from fedcdp.errors import DefectError, PlanError, RefusedError
+from fedcdp.files.tree import Layout, Tree
+from fedcdp.mechanism.secure_sum import check_capacity
 
 _LOG = logging.getLogger("flwr.fedcdp")
 
@@ -60,6 +63,15 @@ class CheckedAttempt:
         return add_masks(share, self.key, self.me, self.members, self.context)
 
 
+def share_of(training: LocalTraining, weights: Tree, asked: Round, members: int, client: int) -> NDArray[np.int64]:
+    """The whole numbers [D] that a client brings to the sum of a roster of so many members, its noise share included."""
+    sent = training.take_part(weights, asked, client, members)
+    flat = training.engine.layout.flatten({name: value[0] for name, value in sent.update.items()}, lead=0)
+    if flat.dtype != torch.int64:
+        raise DefectError("a share of a sum must be in whole numbers")
+    return flat.cpu().numpy()
+
+
 class SumClient:
     """A client of secure sums: its node key, the nodes that it knows, and the run keys in its state directory."""
 
@@ -75,9 +87,18 @@ class SumClient:
                 raise RefusedError(f"a secure sum needs {what}: {name} is missing in the node configuration")
         return SumClient(read_identity(config["identity"]), KnownNodes.read(config["roster"]), state, policy)
 
-    def signed_key(self, task: Task) -> SignedKey:
-        """This client's run key for a task that it accepts, signed."""
+    def signed_key(self, task: Task, layout: Layout, records: int) -> SignedKey:
+        """This client's run key for a task that it accepts, signed.
+
+        Raises:
+            RefusedError: This node is not on its own list, or the exact noise does not cover so many records or weights.
+        """
         self._check_listed(self.node)
+        groups = len(layout.groups(task.plan.clip_mode))
+        try:
+            check_capacity(task.plan, groups=groups, size=layout.size, most_records=records)
+        except PlanError as error:
+            raise RefusedError(str(error)) from None
         return sign_key(self._identity, task, own_key(self._state, task))
 
     def keep_keys(self, task: Task, keys: Iterable[SignedKey]) -> int:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
@@ -28,9 +29,9 @@ from fedcdp.deploy.protocol.masks import Words, sum_of
 from fedcdp.deploy.protocol.messages import Update
 from fedcdp.deploy.protocol.roster import Member, Roster, exchange
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy
-from fedcdp.deploy.protocol.sum_share import update_of
 from fedcdp.errors import RefusedError, WireError
 from fedcdp.mechanism.sampling import choose_clients
+from fedcdp.mechanism.secure_sum import check_capacity
 from fedcdp.training.scaling import standardised_by
 
 _LOG = logging.getLogger("flwr.fedcdp")
@@ -51,20 +52,24 @@ class SumStrategy(PlanStrategy):
         self._failures: Counter[int] = Counter()
         self._informed: set[int] = set()
         self._floor = max(job.smallest_cohort, 2, job.plan.colluders + 1)
+        layout, plan, records = self.engine.layout, job.plan, [member.records for member in roster]
+        check_capacity(plan, groups=len(layout.groups(plan.clip_mode)), size=layout.size, most_records=max(records))
+        if plan.mean_records is None:  # as in a simulation: of the records that a client uses in a step
+            self._mean_records = sum(min(plan.batch_size, each) for each in records) / len(records)
 
     def run_round(self, grid: Grid, timeout: float, allows: Allows | None = None) -> bool:
         """Run one round, in up to the plan's number of attempts; returns whether it moved the model.
 
         `timeout` is for each attempt. A further attempt is made only if the budget `allows` it.
         """
-        plan, round_ = self.job.plan, self.state.round
+        round_ = self.state.round
         members, self.admitted = self._first_roster(grid, timeout), []
         while (reason := self._obstacle(members, allows)) is None:
             shares = self._attempt(grid, members, timeout)
             if len(shares) == len(members):
                 total = sum_of(shares.values(), self.engine.layout.size)
                 self.admitted = sorted(shares)
-                update = update_of(total, self.engine.layout, plan, round_)
+                update = self.engine.layout.unflatten(torch.from_numpy(total))
                 self.state = self._moved({members[0].number: Update(update, None)})
                 return True
             _LOG.warning("round %d, attempt %d: %d of %d shares came, so there is no sum", round_ + 1,
