@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue lint types security audit-dependencies check docs wheel clean
+.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums lint types security audit-dependencies check docs wheel clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -108,6 +108,9 @@ fuzz: .venv/.installed
 
 # A server that tries everything to get more out of a client than it grants: 10,000 generated sequences, some twenty minutes.
 SEQUENCES ?= 10000
+sums: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.sums --out results/reliability/masked_sums.json
+
 rogue: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.rogue --sequences $(SEQUENCES) --out results/reliability/rogue_server.json
 

@@ -192,7 +192,7 @@ class RunningSite:
         """What a client's own ledger says that it released: rounds and attempts, in order."""
         path = self.site.node(number).state / "ledger.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [(line["round"], line["attempt"]) for line in lines if "released" in line]
+        return [(line["round"], line["attempt"]) for line in lines if "released" in line or "summed" in line]
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

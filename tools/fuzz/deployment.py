@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -22,10 +24,12 @@ from fedcdp.config.plan import Plan
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.admission import check_size, is_counted
-from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.client_ledger import ClientLedger, Summed
+from fedcdp.deploy.protocol.known_nodes import NODE_KEY_BYTES, KnownNodes, read_identity
 from fedcdp.deploy.protocol.local_round import Round, network_for, records_of
 from fedcdp.deploy.protocol.policy import ClientPolicy, Facts
 from fedcdp.deploy.protocol.roster import Subscribing, load_roster
+from fedcdp.deploy.protocol.sum_keys import own_key, sign_key, store_peers, stored_key, stored_peers
 from fedcdp.deploy.protocol.task import Task, tensors_of
 from fedcdp.deploy.site.directory import Site
 from fedcdp.deploy.site.local_deployment import Follower
@@ -41,6 +45,9 @@ LAYOUT = Layout.of(build("mlp", (30,), 2))
 PLAN = Plan(rounds=10, per_round=4, local_steps=5, batch_size=5, secure_noise=True)
 TASK = Task(run="0" * 32, shape=(30,), classes=2, network="mlp", activation=None, tensors=tensors_of(LAYOUT), constants="",
             plan=PLAN, smallest_cohort=2)  # fmt: skip
+SUM_PLAN = PLAN.but(noise="sum", secure_aggregation=True, local_steps=1)
+SUM_TASK = replace(TASK, plan=SUM_PLAN)
+SIGNED = sign_key(generate_private_key(SECP384R1()), SUM_TASK, X25519PrivateKey.generate())
 FACTS = Facts(100, (30,), 2, tensors_of(LAYOUT), "")
 FIRST = Round(0, 0, None)
 
@@ -147,6 +154,107 @@ def node_table(_place: Path) -> Attempt:
         found, _ = records_of(None, SimpleNamespace(node_config=config), TASK)
         if not found.tensor.isfinite().all():
             raise AssertionError("an input that is not finite was believed")
+
+    return attempt
+
+
+def known_nodes(_place: Path) -> Attempt:
+    """A client's list of known nodes, and its node key."""
+    from fedcdp.deploy.site.certificates import new_node_key
+
+    pair = new_node_key()
+    sound = {"node": [{"name": "a", "key": pair.public.decode(), "made_by": "owner"}]}
+
+    def attempt(case: Random, where: Path) -> None:
+        path, key = where / "roster.toml", where / "node.key"
+        key.write_bytes(mutate_bytes(case, pair.private))
+        if case.random() < 0.3:
+            read_identity(key)
+        path.write_bytes(mutate_bytes(case, as_toml(sound)) if case.random() < 0.4 else as_toml(mutate_value(case, sound)))
+        for node, entry in KnownNodes.read(path).nodes.items():
+            if len(node) != NODE_KEY_BYTES or not entry.name.isprintable():
+                raise AssertionError(f"{entry} was believed")
+
+    return attempt
+
+
+def run_keys(place: Path) -> Attempt:
+    """The files of run keys in a client's state directory."""
+    state = place / "sum-state"
+    state.mkdir()
+    own_key(state, SUM_TASK)
+    store_peers(state, SUM_TASK, [SIGNED])
+    sound = {path: path.read_bytes() for path in state.iterdir()}
+
+    def attempt(case: Random, _where: Path) -> None:
+        for path, content in sound.items():
+            path.write_bytes(mutate_bytes(case, content))
+        stored_key(state, SUM_TASK)
+        if any(len(node) != NODE_KEY_BYTES for node in stored_peers(state, SUM_TASK)):
+            raise AssertionError("a key of another length was believed")
+
+    return attempt
+
+
+def sum_ledger(place: Path) -> Attempt:
+    """A client's ledger with shares of sums."""
+    state, digest = place / "sum-ledger", SUM_TASK.digest()
+    with ClientLedger.held(state) as ledger:
+        ledger.accept(SUM_TASK, 100)
+        ledger.reserve(digest, 1, 9)
+        for round_ in range(3):
+            ledger.charge(digest, round_, 0, 4.0, Summed(4, "0" * 64))
+    path = state / "ledger.jsonl"
+    content = path.read_bytes()
+    lines = [json.loads(line) for line in content.splitlines()]
+
+    def attempt(case: Random, _where: Path) -> None:
+        path.write_bytes(mutate_bytes(case, content) if case.random() < 0.4 else rechained(_changed_lines(case, lines)))
+        with ClientLedger.held(state) as ledger:
+            for each in ledger.tasks.values():
+                if len(each.sums) != len(each.releases) or any(type(one.members) is not int for one in each.sums):
+                    raise AssertionError("a share without a context was believed")
+
+    return attempt
+
+
+def sum_messages(_place: Path) -> Attempt:
+    """The messages of a secure sum, each parsed by its receiver."""
+    log, digest = logging.getLogger("flwr.fedcdp"), SUM_TASK.digest()
+    node = SIGNED.member.node
+
+    def read(case: Random) -> None:
+        kind = case.randrange(5)
+        signed = [mutate_bytes(case, SIGNED.to_bytes()) if case.random() < 0.5 else SIGNED.to_bytes() for _ in range(2)]
+        if kind == 0:
+            _, keys = messages.read_keys(_some({"keys": _config(case, {"task": digest, "keys": signed})}, case))
+            if any(each.holds(SUM_TASK) and each.member != SIGNED.member for each in keys):
+                raise AssertionError("a key that nobody signed was believed")
+        elif kind == 1:
+            others = [mutate_bytes(case, node) if case.random() < 0.5 else node for _ in range(2)]
+            members = messages.read_members(_some({"roster": _config(case, {"members": others})}, case))
+            if len(set(members)) != len(members):
+                raise AssertionError("a node twice was believed")
+        elif kind == 2:
+            about = {"task": digest, "round": 0, "attempt": 0}
+            parts = {"share": _arrays(case, case.random() < 0.5), "about": _config(case, about)}
+            if case.random() < 0.5:
+                parts["share"] = wire.words(np.zeros(case.choice((6, 6, 5, 0)), np.uint64))
+            words = messages.read_share(_reply(_some(parts, case)), digest, FIRST, 6)
+            if words.shape != (6,) or words.dtype != np.uint64:
+                raise AssertionError("a share of another size was believed")
+        elif kind == 3:
+            messages.read_kept(_reply(_some({"kept": _config(case, {"keys": 3})}, case)))
+            messages.read_ended(_some({"ended": _config(case, {"task": digest})}, case))
+        else:
+            answer = {"accepts": True, "reason": "accepted", "records": 100, "member": "0" * 32, "number": -1,
+                      "key": signed[0]}  # fmt: skip
+            content = _some({"answer": _config(case, answer)}, case)
+            Subscribing(_NoGrid(), SUM_TASK)._hear(_reply(content))  # type: ignore[arg-type]
+
+    def attempt(case: Random, _where: Path) -> None:
+        with _logged_to_the_console(log):
+            read(case)
 
     return attempt
 
@@ -323,6 +431,10 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
     "task": task,
     "node table": node_table,
     "client ledger": client_ledger,
+    "known nodes": known_nodes,
+    "run keys": run_keys,
+    "ledger of sums": sum_ledger,
+    "messages of sums": sum_messages,
     "wire arrays": wire_arrays,
     "Flower messages": flower_messages,
 }

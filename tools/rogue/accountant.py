@@ -41,6 +41,10 @@ class Release:
     layers: int
     secret: bool
     """Whether the noise came from the operating system: noise from a published seed protects nobody."""
+    others: int = 0
+    """A share of a sum: how many honest members the masks are shared with, apart from this client."""
+    shares: int = 1
+    """A share of a sum: into how many shares the noise was divided."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ def loss_of(seen: Release | Moments) -> Loss:
             return Loss(math.inf)
         reach = 2 if seen.unit == "record" else 1  # a record may reverse its client's clipped update
         return Loss((reach * root / seen.sigma) ** 2)
-    on_sum = {"example": math.sqrt(seen.slots), "batch": 1.0, "cohort": 1 / seen.per_round}[seen.noise]
+    on_sum = {"example": math.sqrt(seen.slots), "batch": 1.0, "cohort": 1 / seen.per_round,
+              "sum": math.sqrt((1 + seen.others) / seen.shares)}[seen.noise]  # fmt: skip
     if seen.unit == "client":
         return Loss(_steps(seen, seen.steps, on_sum / seen.slots, root))
     if seen.adversary == "example" and seen.noise != "example":

@@ -16,6 +16,9 @@ from unittest import mock
 import numpy as np
 import tomli_w
 import torch
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import ConfigRecord, Message, RecordDict
 from torch import nn
 
@@ -25,10 +28,12 @@ from fedcdp.deploy.protocol import client, messages, wire
 from fedcdp.deploy.protocol.admission import is_counted
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.local_round import LocalTraining, Round
+from fedcdp.deploy.protocol.sum_keys import sign_key
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.methods import Sent
 from tests.support.ledgers import written_by_0_1_0
 from tests.support.local_grid import Node
+from tests.support.sum_nodes import SumFolder, node_key, node_pair
 from tools.rogue.accountant import Moments, Release, total_epsilon
 from tools.rogue.tasks import TENSORS
 
@@ -36,6 +41,17 @@ EPSILON, DELTA = 0.25, 1e-5
 NETWORK = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 STANDARDISED = (torch.zeros(3), torch.ones(3))
 WEIGHTS = {name: torch.zeros(size) for name, size in TENSORS.items()}
+
+
+_MEMBERS = 4
+NODES = [node_key(number) for number in range(_MEMBERS)]
+_ROSTERS = [NODES] * 4 + [NODES[:3], NODES[:2], NODES[1:], [*NODES[:3], NODES[1]], [*NODES[:3], node_key(99)], []]
+
+
+def _identity(number: int) -> EllipticCurvePrivateKey:
+    key = load_ssh_private_key(node_pair(number).private, None)
+    assert isinstance(key, EllipticCurvePrivateKey)
+    return key
 
 
 class Crash(BaseException):
@@ -56,8 +72,17 @@ class Witness:
     """Noised moments that have left the client, with the digest of their task."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, task: Task, records: int, asked: Round) -> None:
+    asked_with: threading.local = field(default_factory=threading.local)
+    """Its `roster`: distinct members, this client among them, in the request that this thread sends."""
+
+    def note(self, task: Task, records: int, asked: Round, members: int | None = None) -> None:
         plan = task.plan
+        # Without a roster a share is read alone, with this client's noise only.
+        roster = getattr(self.asked_with, "roster", 0)
+        share = {
+            "others": max(roster - 1 - plan.colluders, 0),
+            "shares": (members or plan.per_round) - plan.colluders,
+        }
         release = Release(
             adversary=self.adversary,
             unit=self.unit,
@@ -74,6 +99,7 @@ class Witness:
             per_round=plan.per_round,
             layers=len({name.rpartition(".")[0] for name in TENSORS}),
             secret=plan.secure_noise and not task.reproducible,
+            **share if plan.sums else {},
         )
         with self.lock:
             self.seen.append((task.digest(), release))
@@ -97,10 +123,14 @@ class Client:
         self.texts: list[str] = []
         """The tasks published so far."""
         self.events: Counter[str] = Counter()
+        self.sums: dict[str, Task] = {}
+        """The published tasks with noise on the sum."""
         self.write_policy()
+        self.folder = SumFolder.write(base, 0, range(_MEMBERS))
 
     def write_policy(self, **changes: Any) -> None:
-        settings = {"epsilon": EPSILON, "delta": DELTA, "adversary": self.witness.adversary, "unit": self.witness.unit}
+        settings = {"epsilon": EPSILON, "delta": DELTA, "adversary": self.witness.adversary, "unit": self.witness.unit,
+                    "colluders": 1}  # fmt: skip
         (self.base / "policy.toml").write_text(tomli_w.dumps(settings | changes))
 
     def send(self, content: RecordDict, kind: str) -> RecordDict:
@@ -109,7 +139,7 @@ class Client:
         app = client.client_app(
             data=lambda _: (np.zeros((records, 3), np.float32), np.arange(records) % 2), network=lambda _: NETWORK
         )
-        config = {"state-dir": str(self.base / "state"), "policy": str(self.base / "policy.toml"), "partition-id": 0}
+        config = self.folder.config | {"policy": str(self.base / "policy.toml"), "partition-id": 0}
         message = Message(content, 100, kind)
         message.metadata.__dict__["_message_id"] = "message"
         try:
@@ -125,12 +155,23 @@ class Client:
         accepted = "answer" in answer.config_records and answer.config_records["answer"].get("accepts") is True
         self.events["accepted" if accepted else "declined"] += 1
         self.texts.append(text)
+        if accepted and (task := Task.from_json(text)).plan.sums:
+            self.sums[task.digest()] = task
+            others = [sign_key(_identity(number), task, X25519PrivateKey.generate()) for number in range(1, _MEMBERS)]
+            self.send(messages.pass_on_keys(task.digest(), others), messages.KEYS)
         return accepted
 
-    def ask(self, digest: str, asked: Round) -> bool:
-        answer = self.send(messages.ask(digest, asked, wire.dense(WEIGHTS), STANDARDISED), messages.TRAIN)
-        self.events["released" if "update" in answer.array_records else "refused"] += 1
-        return "update" in answer.array_records
+    def ask(self, digest: str, asked: Round, roster: list[bytes] | None = None) -> bool:
+        """Request a round; of a sum, with a roster that is mostly the honest one."""
+        content = messages.ask(digest, asked, wire.dense(WEIGHTS), STANDARDISED)
+        if digest in self.sums:
+            roster = self.case.choice(_ROSTERS) if roster is None else roster
+            self.witness.asked_with.roster = len({*roster} & {*NODES}) if NODES[0] in roster else 0
+            content = messages.ask_share(digest, asked, wire.dense(WEIGHTS), roster, STANDARDISED)
+        answer = self.send(content, messages.TRAIN)
+        released = {"update", "share"} & set(answer.array_records)
+        self.events["released" if released else "refused"] += 1
+        return bool(released)
 
     def ask_moments(self, digest: str, attempt: int) -> bool:
         records = self.records
@@ -203,11 +244,11 @@ def watched(one: Client) -> Iterator[None]:
             self.task, self.records = task, len(data)
             assert named["one_by_one"] == (one.witness.adversary == "example")
 
-        def take_part(self, weights: Any, asked: Round, client: int = 0) -> Sent:  # noqa: ARG002
+        def take_part(self, weights: Any, asked: Round, client: int = 0, members: int | None = None) -> Sent:  # noqa: ARG002
             crash, one.witness.crash = one.witness.crash, None
             if crash == "before":
                 raise Crash
-            one.witness.note(self.task, self.records, asked)
+            one.witness.note(self.task, self.records, asked, members)
             if crash == "after":
                 raise Crash
             update = {name: value[None] for name, value in WEIGHTS.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.task import Task
-from tools.rogue.client import Client
+from tools.rogue.client import NODES, Client
 from tools.rogue.tasks import aliases_of, task_of
 
 _RECORD = ("server", "record")
@@ -206,6 +206,31 @@ def _moments_late(one: Client) -> None:
         _until_refused(one, task.digest(), round_=7)
 
 
+def _attempts(one: Client) -> None:
+    """Every attempt of every round of two sums, with rosters that shrink, repeat members or are invented."""
+    tasks = [_task(number, "a sum") for number in range(2)]
+    for task in tasks:
+        one.publish(task.to_json())
+    for round_ in range(8):
+        for attempt in range(5):
+            for task in tasks:
+                for roster in (NODES[:2], [*NODES[:3], NODES[0]], NODES, NODES[:3], NODES[1:]):
+                    one.ask(task.digest(), Round(round_, attempt, None), roster)
+
+
+def _sums_and_crashes(one: Client) -> None:
+    task = _task(plan="a sum")
+    one.publish(task.to_json())
+    for round_ in range(8):
+        for attempt in range(3):
+            one.witness.crash = ("before", "after", None)[attempt]
+            one.ask(task.digest(), Round(round_, attempt, None), NODES)
+            one.witness.crash = None
+            one.ask(task.digest(), Round(round_, attempt, None), NODES)
+            with one.torn_write():
+                one.ask(task.digest(), Round(round_, attempt, None), NODES[:3])
+
+
 def _greedily(plan: str) -> Callable[[Client], None]:
     def play(one: Client) -> None:
         task = _task(plan=plan)
@@ -242,5 +267,7 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str], Callable[[Client], None]]] = {
     "moments again and again": (_RECORD, _moments_again("private scaling")),
     "moments again and again, read one by one": (("example", "record"), _moments_again("private scaling of single records")),
     "moments at other times": (_RECORD, _moments_late),
+    "every attempt at a sum": (_RECORD, _attempts),
+    "sums and crashes": (_RECORD, _sums_and_crashes),
     "tasks that were never accepted": (_RECORD, _never_accepted),
 }

@@ -46,7 +46,8 @@ class Releases:
             self._ledger.charge(round_, chosen, bound)
             if self._ledger.rounds_charged == len(self.charges):  # the same release again, after a crash
                 return
-        self.charges.append(self._ledger.charges[-1] if self._ledger else Charge(round_, 0, chosen, bound))
+        new = Charge(round_, self.next_attempt(round_, chosen), chosen, bound)
+        self.charges.append(self._ledger.charges[-1] if self._ledger else new)
         if round_ != SCALING:
             self.participations[chosen] += 1
 
@@ -58,12 +59,27 @@ class Releases:
     @property
     def attempt(self) -> int:
         """How often the last charged round had been released before."""
-        return self._ledger.charges[-1].attempt if self._ledger and self._ledger.charges else 0
+        return self.charges[-1].attempt if self.charges else 0
+
+    def attempts_of(self, round_: int) -> int:
+        """How often this round has been charged."""
+        return sum(charge.round == round_ for charge in self.charges)
+
+    def next_attempt(self, round_: int, chosen: NDArray[np.int64]) -> int:
+        """The attempt that a charge of this round with these clients would be, counted from 0."""
+        if not self.charges or (last := self.charges[-1]).round != round_:
+            return 0
+        again = self._seeded and np.array_equal(last.clients, np.sort(chosen))
+        return last.attempt if again else last.attempt + 1
+
+    @property
+    def _seeded(self) -> bool:
+        """Whether the same release again costs nothing."""
+        return self._ledger is not None and self._ledger.noise == "seeded"
 
     def may_go_on(self, round_: int, allows: Allows | None) -> bool:
         """Whether a budget allows the releases so far plus this round; an already charged round costs nothing more."""
-        seeded = self._ledger is not None and self._ledger.noise == "seeded"
-        charged = seeded and round_ in self.rounds
+        charged = self._seeded and round_ in self.rounds
         return allows is None or charged or allows((*self.rounds, round_))
 
 

@@ -124,6 +124,7 @@ class Ledger(Journal):
         | --- | --- | --- |
         | the one after the last | charged | charged |
         | the last one again, after a crash | the same release: not charged again; refused if it differs | charged again |
+        | the last one again with other clients, noise on the sum | charged again | charged again |
         | any other | refused | refused |
         """
         ids = np.asarray(clients)
@@ -131,8 +132,9 @@ class Ledger(Journal):
             raise RunError(f"{self.path} cannot be written: the clients of a release must be whole numbers")
         round, before = operator.index(round), self._latest_of(round)
         new = Charge(round, before.attempt + 1 if before else 0, np.sort(ids.astype(np.int64)), float(bound))
-        if before and self.noise == "seeded":
-            if not np.array_equal(new.clients, before.clients) or new.bound != before.bound:
+        same = before is not None and np.array_equal(new.clients, before.clients)
+        if before and self.noise == "seeded" and (same or not self._tries_again):
+            if not same or new.bound != before.bound:
                 raise RunError(f"{self.path} has round {round} with other clients or another bound under the same seed")
             self._make_sure()
             return
@@ -197,6 +199,11 @@ class Ledger(Journal):
         return self._charges[-1].round + 1 if self._charges else self._first_round
 
     @property
+    def _tries_again(self) -> bool:
+        """Whether a round may be tried again with fewer clients: noise on the sum."""
+        return bool(self.plan.get("noise") == "sum")
+
+    @property
     def _first_round(self) -> int:
         return 0 if self.plan.get("scaling_noise") is None else SCALING
 
@@ -232,7 +239,7 @@ class Ledger(Journal):
             return f"is out of order: round {self._next_round} is next, and only the last round may be repeated"
         if new.round >= self.plan["rounds"]:
             return f"is beyond the plan, which has {self.plan['rounds']} rounds"
-        if before and self.noise == "seeded":
+        if before and self.noise == "seeded" and not self._tries_again:
             return "occurs twice, but under seeded noise it is one release"
         if new.attempt != (before.attempt + 1 if before else 0):
             return f"has a wrong attempt number, {new.attempt}"

@@ -129,6 +129,36 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
 
 @usage.add_to(
     app,
+    "fedcdp deploy rekey site/node-1",
+    "fedcdp deploy rekey site/node-1 --json",
+)
+def rekey(
+    directory: Annotated[Path, typer.Argument(metavar="NODE_DIR", help="Directory of the node.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Replace a node's key on the node itself.
+
+    A secure sum needs keys that nobody but the node's owner has seen.
+    """
+    from fedcdp.deploy.site import node_keys
+
+    new = node_keys.rekey(directory)
+    if as_json:
+        typer.echo(json.dumps(vars(new)))
+        return
+    terminal.stdout.print(
+        f"New key of {directory}: {new.fingerprint}\n{new.public}\n"
+        "1. Register node.pub at the server, and unregister the old key (flwr supernode register, unregister).\n"
+        "2. Give the public key to the owners of the other nodes. Compare the fingerprint with them by telephone or face to "
+        'face, not through the server. Each of them replaces this node\'s entry in roster.toml, with made_by = "owner".\n'
+        "3. Restart the node. A run that is under way must be resumed.",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+@usage.add_to(
+    app,
     "fedcdp deploy traffic",
     "fedcdp deploy traffic --json",
 )
@@ -173,6 +203,11 @@ def _show(deployment: Deployment, outcome: LocalOutcome, as_json: bool, quiet: b
             "ended": outcome.ended,
             "epsilon": None if privacy is None else privacy.as_json()["rows"],
         }
+        if deployment.experiment.plan.sums:
+            answer["attempts"] = [
+                {"round": each.round + 1, "attempt": each.attempt + 1, "members": each.clients.tolist()}
+                for each in deployment.follower.charges()
+            ]
         typer.echo(json.dumps(answer))
         return
     if quiet:
@@ -186,11 +221,27 @@ def _show(deployment: Deployment, outcome: LocalOutcome, as_json: bool, quiet: b
         f"validation {metric_title(name)}": "-" if value is None else metric_text(value),
         "run directory": str(deployment.site.run),
     }
+    if deployment.experiment.plan.sums:
+        rows |= _attempts(deployment)
     if outcome.seconds:
         rows["time"] = f"{outcome.seconds:.1f} s"
     terminal.table("Deployed", rows)
     if privacy is not None:
         terminal.privacy_table(privacy)
+
+
+def _attempts(deployment: Deployment) -> dict[str, str]:
+    """The attempts at secure sums, and the last roster, as the server's ledger has them."""
+    charges = [each for each in deployment.follower.charges() if each.round >= 0]
+    if not charges:
+        return {"attempts": "none yet"}
+    sizes = sorted({each.clients.size for each in charges})
+    members = ", ".join(f"{number + 1}" for number in charges[-1].clients)
+    return {
+        "attempts": f"{len(charges)} in {len({each.round for each in charges})} rounds",
+        "rosters": f"{sizes[0]} to {sizes[-1]} clients" if len(sizes) > 1 else f"{sizes[0]} clients",
+        "last roster": f"clients {members or 'none'}",
+    }
 
 
 def _privacy(deployment: Deployment) -> Privacy | None:

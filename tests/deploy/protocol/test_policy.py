@@ -380,7 +380,7 @@ def test_what_is_no_task_is_refused(text: str) -> None:
 
 
 def test_secure_aggregation_and_seeded_noise_are_not_deployed() -> None:
-    with pytest.raises(PlanError, match="legacy interface"):
+    with pytest.raises(PlanError, match="only with noise sum, not example"):
         task(secure_aggregation=True)
     with pytest.raises(FedcdpError, match="operating system"):
         replace(task(), reproducible=True)

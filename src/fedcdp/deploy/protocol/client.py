@@ -4,9 +4,10 @@
 app = client_app(data=my_records, policy=ClientPolicy(epsilon=2.0, methods=("fed-cdp",)))
 ```
 
-Its node configuration: `state-dir` (where its ledger is kept; required), `policy` (a TOML file), `device`, and the location
-of its data (`local_round`). A client does not trust its server: its own policy and ledger decide what it releases, and how
-often. Everything it sends back has passed through the method.
+Its node configuration: `state-dir` (where its ledger is kept; required), `policy` (a TOML file), `device`, the location of
+its data (`local_round`), and, for secure sums, `identity` (its node key) and `roster` (the nodes that it knows). A client
+does not trust its server: its own policy and ledger decide what it releases, and how often. Everything it sends back has
+passed through the method.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import task_called
 from fedcdp.deploy.protocol import messages, wire
-from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger
+from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger, Summed
 from fedcdp.deploy.protocol.first_release import release_moments
 from fedcdp.deploy.protocol.local_round import (
     DataFunction,
@@ -36,6 +37,9 @@ from fedcdp.deploy.protocol.local_round import (
     records_of,
 )
 from fedcdp.deploy.protocol.policy import Answer, ClientPolicy, Facts, still_fits
+from fedcdp.deploy.protocol.sum_context import weights_hash
+from fedcdp.deploy.protocol.sum_keys import forget_keys
+from fedcdp.deploy.protocol.sum_member import CheckedAttempt, SumClient
 from fedcdp.deploy.protocol.task import Task, constants_of, tensors_of
 from fedcdp.engine import Loss
 from fedcdp.engine.runtime import usable_device
@@ -84,11 +88,19 @@ def client_app(
     def moments(message: Message, context: Context) -> Message:
         return Message(client.moments(message, context), reply_to=message)
 
+    def keys(message: Message, context: Context) -> Message:
+        return Message(client.keys(message, context), reply_to=message)
+
+    def ended(message: Message, context: Context) -> Message:
+        return Message(client.ended(message, context), reply_to=message)
+
     def train(message: Message, context: Context) -> Message:
         return Message(client.train(message, context), reply_to=message)
 
     app.query("subscribe")(subscribe)
     app.query("moments")(moments)
+    app.query("keys")(keys)
+    app.query("ended")(ended)
     app.train()(train)
 
     return app
@@ -118,12 +130,15 @@ class _Client:
                 answer = policy.decide(task, facts, ledger)
                 if not answer.accepts:
                     raise RefusedError(answer.reason)
+                key = None
+                if task.plan.sums:
+                    key = self._summing(context, policy).signed_key(task, Layout.of(network), len(data))
                 ledger.accept(task, answer.records)
                 name = ledger.name_in(task)
         except Exception as error:
             return messages.answer(Answer(False, _said(error, "declines the task")))
         _LOG.info("accepts the task of run %s: %s, with %d records", task.run, task.plan.method, answer.records)
-        return messages.answer(answer, name, number, name_of_client(context))
+        return messages.answer(answer, name, number, name_of_client(context), key)
 
     def moments(self, message: Message, context: Context) -> RecordDict:
         """Release noised moments of the inputs, once for a task that standardises them."""
@@ -139,6 +154,31 @@ class _Client:
         _LOG.info("released noised moments of its inputs to run %s", accepted.task.run)
         return messages.reply_moments(digest, attempt, sums)
 
+    def keys(self, message: Message, context: Context) -> RecordDict:
+        """Keep the run keys of the other clients of a secure sum."""
+        try:
+            digest, keys = messages.read_keys(message.content)
+            policy = self._policy_of(context)
+            with ClientLedger.held(_state_dir(context)) as ledger:
+                task = _known(ledger, digest).task
+                if not task.plan.sums:
+                    raise RefusedError("the task has no secure sum")
+                kept = self._summing(context, policy).keep_keys(task, keys)
+        except Exception as error:
+            return messages.refuse(_said(error, "keeps no keys"), final=False)
+        _LOG.info("keeps %d of %d run keys for run %s", kept, len(keys), task.run)
+        return messages.keep_keys(kept)
+
+    def ended(self, message: Message, context: Context) -> RecordDict:
+        """Delete the keys of a run that has ended."""
+        try:
+            digest = messages.read_ended(message.content)
+            with ClientLedger.held(_state_dir(context)) as ledger:
+                forget_keys(_state_dir(context), _known(ledger, digest).task.digest())
+        except Exception as error:
+            return messages.refuse(_said(error, "deletes no keys"), final=False)
+        return RecordDict()
+
     def train(self, message: Message, context: Context) -> RecordDict:
         """Take part in a round: check everything, then charge, then compute; only then does anything leave the client."""
         try:
@@ -149,22 +189,39 @@ class _Client:
                 one_by_one = policy.adversary == "example"
                 training = self._training(accepted.task, data, context, message.content, one_by_one=one_by_one)
                 weights = wire.decode(arrays, training.engine.layout)
-                _charge(policy, ledger, digest, asked)
-            sent = training.take_part(weights, asked, max(_number(accepted.task, context), 0))
+                asked.check(accepted.task.plan)
+                attempt = None
+                if accepted.task.plan.sums:
+                    attempt = self._check_sum(accepted.task, asked, weights, training, message.content, context)
+                _charge(policy, ledger, digest, asked, None if attempt is None else attempt.summed)
+            number = max(_number(accepted.task, context), 0)
+            if attempt is None:
+                reply = _update(digest, asked, training, weights, number)
+            else:
+                reply = messages.reply_share(digest, asked, attempt.masked_share(training, weights, asked, number))
         except Exception as error:
             final = isinstance(error, RefusedError) and error.final
             return messages.refuse(_said(error, "refuses to train"), final)
-        update: Tree = {name: value[0] for name, value in sent.update.items()}
-        count = None if sent.count is None else float(sent.count[0])
         _LOG.info("took part in round %d of run %s", asked.number + 1, accepted.task.run)
-        return messages.reply(digest, asked, messages.Update(update, count), training.engine.layout)
+        return reply
+
+    def _check_sum(
+        self, task: Task, asked: Round, weights: Tree, training: LocalTraining, content: RecordDict, context: Context
+    ) -> CheckedAttempt:
+        """An attempt at a secure sum, checked by this client."""
+        standardised = messages.read_standardised(content, task.shape) if task.plan.scaling_noise is not None else None
+        hashed = weights_hash(weights, training.engine.layout, standardised)
+        summing = self._summing(context, self._policy_of(context))
+        return summing.check_attempt(task, asked, messages.read_members(content), hashed)
+
+    def _summing(self, context: Context, policy: ClientPolicy) -> SumClient:
+        return SumClient.of(context.node_config, _state_dir(context), policy)
 
     def _accepted(
         self, policy: ClientPolicy, ledger: ClientLedger, digest: str, context: Context
     ) -> tuple[Accepted, Dataset]:
         """A task that was accepted here, and this client's records for it, checked again."""
-        if (accepted := ledger.tasks.get(digest)) is None:
-            raise RefusedError("this task was not accepted here", final=True)
+        accepted = _known(ledger, digest)
         data, table = records_of(self._data, context, accepted.task)
         _check_again(policy, accepted, data, table)
         return accepted, data
@@ -207,15 +264,30 @@ def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset, table:
         raise RefusedError("the data have changed since the task was accepted", final=True)
 
 
-def _charge(policy: ClientPolicy, ledger: ClientLedger, digest: str, asked: Round) -> None:
+def _known(ledger: ClientLedger, digest: str) -> Accepted:
+    """A task that was accepted here."""
+    if (accepted := ledger.tasks.get(digest)) is None:
+        raise RefusedError("this task was not accepted here", final=True)
+    return accepted
+
+
+def _charge(policy: ClientPolicy, ledger: ClientLedger, digest: str, asked: Round, summed: Summed | None) -> None:
     """Write the release into the ledger, if the budget allows it."""
     accepted = ledger.tasks[digest]
     plan = accepted.task.plan
-    asked.check(plan)
-    ledger.check(digest, asked.number, asked.attempt)
-    if not accepted.is_the_last_again(asked.number, asked.attempt):
+    ledger.check(digest, asked.number, asked.attempt, summed)
+    if not accepted.is_the_last_again(asked.number, asked.attempt, summed):
         policy.reserve(digest, ledger, asked.number)
-    ledger.charge(digest, asked.number, asked.attempt, plan.clip_at(asked.number, asked.clip) if plan.private else 0.0)
+    bound = plan.clip_at(asked.number, asked.clip) if plan.private else 0.0
+    ledger.charge(digest, asked.number, asked.attempt, bound, summed)
+
+
+def _update(digest: str, asked: Round, training: LocalTraining, weights: Tree, client: int) -> RecordDict:
+    """The reply with this client's update."""
+    sent = training.take_part(weights, asked, client)
+    update: Tree = {name: value[0] for name, value in sent.update.items()}
+    count = None if sent.count is None else float(sent.count[0])
+    return messages.reply(digest, asked, messages.Update(update, count), training.engine.layout)
 
 
 def _number(task: Task, context: Context) -> int:

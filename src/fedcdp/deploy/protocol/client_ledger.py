@@ -5,12 +5,16 @@
 {"accepted":"…digest of the task…","task":{…},"records":500,…}
 {"reserved":"…digest of the task…","place":1,"participations":12,…}
 {"released":"…digest of the task…","round":0,"attempt":0,"bound":4.0,…}
+{"summed":"…digest of the task…","round":0,"attempt":0,"bound":4.0,"members":5,"context":"…",…}
 ```
 
 A reservation is on disk before the first release that it covers, and a release before any of its data leave the client
 (`accounting.journal`). A damaged ledger is refused, and then the client does not train. The random `member` determines the
 names that identify this client to the server of each task. Noised moments of the inputs (`first_release`) are the release of
 round −1. They need a reservation, and count as no participation: the task's first reservation covers them.
+
+A task with noise on the sum has lines of the last kind: the size of the roster, and the context that the client checked
+(`sum_context`). Without a context no share leaves the client, since alone it costs far more than in the sum.
 
 Version 0.1.0 wrote no reservations. Releases without one count as a reservation of as many participations, at their original
 place. It may be widened to all participations that the task can need (`grant.wanted_participations`), if the budget allows:
@@ -45,7 +49,9 @@ _FIRST_KEYS = ("client", "member")
 _ACCEPTED_KEYS = ("accepted", "task", "records")
 _RESERVED_KEYS = ("reserved", "place", "participations")
 _RELEASED_KEYS = ("released", "round", "attempt", "bound")
+_SUMMED_KEYS = ("summed", "round", "attempt", "bound", "members", "context")
 _MEMBER = re.compile("[0-9a-f]{32}")
+_CONTEXT = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,16 @@ class Block:
     """Whether a line of the ledger records the reservation, or only the releases imply it."""
 
 
+@dataclass(frozen=True)
+class Summed:
+    """What a client checked before it sent its share of a sum."""
+
+    members: int
+    """Size of the roster, n."""
+    context: str
+    """The context of the attempt, in hexadecimal digits."""
+
+
 @dataclass
 class Accepted:
     """A task, the number of records at its acceptance, and the releases made for it: rounds and attempts."""
@@ -67,6 +83,8 @@ class Accepted:
     records: int
     releases: list[tuple[int, int]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    sums: list[Summed] = field(default_factory=list)
+    """The rosters and contexts of the releases, if the noise is on the sum."""
 
     @property
     def participations(self) -> int:
@@ -92,9 +110,10 @@ class Accepted:
         """Whether this block, counted from 0, covers the release of noised moments: the first one of a task that has it."""
         return block == 0 and self.task.plan.scaling_noise is not None
 
-    def is_the_last_again(self, round_: int, attempt: int) -> bool:
+    def is_the_last_again(self, round_: int, attempt: int, summed: Summed | None = None) -> bool:
         """Whether this repeats the last release: under a published seed, with the same values."""
-        return self.task.reproducible and self.releases[-1:] == [(round_, attempt)]
+        same = self.releases[-1:] == [(round_, attempt)] and (summed is None or self.sums[-1:] == [summed])
+        return self.task.reproducible and same
 
 
 class ClientLedger(Journal):
@@ -108,7 +127,7 @@ class ClientLedger(Journal):
         0
     """
 
-    BEGINNINGS = ('{"accepted":', '{"reserved":', '{"released":')
+    BEGINNINGS = ('{"accepted":', '{"reserved":', '{"released":', '{"summed":')
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.tasks: dict[str, Accepted] = {}
@@ -159,30 +178,33 @@ class ClientLedger(Journal):
         self._write_line({"reserved": digest, "place": place, "participations": participations})
         self._set_apart(accepted, place, participations)
 
-    def check(self, digest: str, round_: int, attempt: int) -> None:
+    def check(self, digest: str, round_: int, attempt: int, summed: Summed | None = None) -> None:
         """Raise `RefusedError` for a release that cannot come next; see the table of `charge`."""
         accepted = self.tasks[digest]
-        if not accepted.is_the_last_again(round_, attempt) and (wrong := _objection(accepted, round_, attempt)):
+        if accepted.is_the_last_again(round_, attempt, summed):
+            return
+        if wrong := _objection(accepted, round_, attempt) or _unchecked(accepted, round_, summed):
             raise RefusedError(wrong)
 
-    def charge(self, digest: str, round_: int, attempt: int, bound: float) -> None:
+    def charge(self, digest: str, round_: int, attempt: int, bound: float, summed: Summed | None = None) -> None:
         """Record a release. Nothing of it may leave the client before this method has returned.
 
         | round, attempt | |
         | --- | --- |
         | a later round, or a later attempt of the last one | charged, if a participation is reserved |
-        | the last release again, reproducible | the same release: not charged again |
+        | the last release again, reproducible (and with the same context) | the same release: not charged again |
         | the last release again, not reproducible; anything earlier | refused |
         """
         accepted = self.tasks[digest]
-        self.check(digest, round_, attempt)
-        if accepted.is_the_last_again(round_, attempt):
+        self.check(digest, round_, attempt, summed)
+        if accepted.is_the_last_again(round_, attempt, summed):
             self._make_sure()
             return
         if not accepted.blocks or (round_ != SCALING and accepted.left < 1):
             raise RefusedError("no participation is reserved")
-        self._write_line({"released": digest, "round": round_, "attempt": attempt, "bound": bound})
-        self._count(accepted, round_, attempt)
+        about = {"round": round_, "attempt": attempt, "bound": bound}
+        self._write_line({"released": digest} | about if summed is None else {"summed": digest} | about | vars(summed))
+        self._count(accepted, round_, attempt, summed)
 
     def name_in(self, task: Task) -> str:
         """The name by which the server of a task recognises this client. Other servers see other names."""
@@ -202,13 +224,14 @@ class ClientLedger(Journal):
             if block.place != but
         ]
 
-    def _count(self, accepted: Accepted, round_: int, attempt: int) -> None:
+    def _count(self, accepted: Accepted, round_: int, attempt: int, summed: Summed | None) -> None:
         if accepted.left < 1 and round_ != SCALING:  # as version 0.1.0 wrote it
             if (open_ := accepted.unreserved) is not None:
                 accepted.blocks[-1] = Block(open_.place, open_.participations + 1, reserved=False)
             else:
                 accepted.blocks.append(Block(self.next_place, 1, reserved=False))
         accepted.releases.append((round_, attempt))
+        accepted.sums += [] if summed is None else [summed]
 
     def _misplaced(self, accepted: Accepted, place: int, participations: int) -> str | None:
         """Why a reservation cannot come next, or None."""
@@ -238,7 +261,7 @@ class ClientLedger(Journal):
         self.member = found["member"]
 
     def _read_next(self, line: bytes) -> None:
-        found = self._verified(line, _ACCEPTED_KEYS, _RESERVED_KEYS, _RELEASED_KEYS)
+        found = self._verified(line, _ACCEPTED_KEYS, _RESERVED_KEYS, _RELEASED_KEYS, _SUMMED_KEYS)
         if "accepted" in found:
             self._read_accepted(found)
         elif "reserved" in found:
@@ -248,14 +271,20 @@ class ClientLedger(Journal):
                 raise LineError("is impossible: this reservation cannot come here")
             self._set_apart(accepted, place, participations)
         else:
-            accepted = self.tasks.get(str(found["released"]))
-            round_, attempt, bound = found["round"], found["attempt"], found["bound"]
-            numbers = type(round_) is int and type(attempt) is int and type(bound) is float and math.isfinite(bound)
-            if accepted is None or not numbers or _objection(accepted, round_, attempt):
-                raise LineError("is impossible: this release cannot come here")
-            if accepted.task.plan.scaling_noise is not None and not accepted.blocks:
-                raise LineError("is impossible: this release has no reservation")
-            self._count(accepted, round_, attempt)
+            self._read_release(found)
+
+    def _read_release(self, found: dict[str, Any]) -> None:
+        accepted = self.tasks.get(str(found.get("released", found.get("summed"))))
+        round_, attempt, bound = found["round"], found["attempt"], found["bound"]
+        numbers = type(round_) is int and type(attempt) is int and type(bound) is float and math.isfinite(bound)
+        if accepted is None or not numbers or _objection(accepted, round_, attempt):
+            raise LineError("is impossible: this release cannot come here")
+        summed = _summed(found) if "summed" in found else None
+        if _unchecked(accepted, round_, summed):
+            raise LineError("is impossible: only shares of a sum have a context, and all of them do")
+        if (accepted.task.plan.scaling_noise is not None or summed is not None) and not accepted.blocks:
+            raise LineError("is impossible: this release has no reservation")
+        self._count(accepted, round_, attempt, summed)
 
     def _read_accepted(self, found: dict[str, Any]) -> None:
         try:
@@ -276,9 +305,26 @@ def _objection(accepted: Accepted, round_: int, attempt: int) -> str | None:
     first = 0 if plan.scaling_noise is None else SCALING
     if not first <= round_ < plan.rounds or attempt < 0:
         return f"round {round_} is not one of the task's {plan.rounds} rounds"
+    if plan.sums and round_ != SCALING and attempt >= plan.attempts:
+        return f"attempt {attempt + 1} of round {round_ + 1} exceeds the task's {plan.attempts}"
     if round_ == SCALING and accepted.gave_moments:
         return "the moments of this task have been released"
     last = accepted.releases[-1] if accepted.releases else (first - 1, 0)
     if (round_, attempt) <= last:
         return f"round {round_}, attempt {attempt}, is stale: round {last[0]}, attempt {last[1]}, has been released"
     return None
+
+
+def _unchecked(accepted: Accepted, round_: int, summed: Summed | None) -> str | None:
+    """Why a release lacks what a client must have checked, or None."""
+    if (summed is not None) == (accepted.task.plan.sums and round_ != SCALING):
+        return None
+    return "a share of a sum needs a checked context" if summed is None else "only a share of a sum has a context"
+
+
+def _summed(found: dict[str, Any]) -> Summed:
+    """The roster and the context in a line."""
+    members, context = found["members"], found["context"]
+    if type(members) is not int or members < 2 or not (isinstance(context, str) and _CONTEXT.fullmatch(context)):
+        raise LineError("has an invalid roster or context")
+    return Summed(members, context)

@@ -21,6 +21,7 @@ has an (ε, δ)-DP view. Its conditions hold:
 | --- | --- |
 | (ε_k, δ_k) is fixed when M_k starts | the reservation, with m, is on disk before the first release that it covers; task and number of records are on disk before that |
 | M_k is (ε_k, δ_k)-DP for a server that adapts within the task | it is an adaptive composition of m releases, each dominated by one fixed pair of distributions, so their composed privacy loss distributions bound it (Zhu, Dong and Wang, AISTATS 2022). Every release counts with the least noise of any round, so the order of rounds, repeats and left-out rounds do not matter; fewer than m releases show less. The noised moments of a task are released once; later requests get the same values |
+| a release of a secure sum costs the sum's row, not that of one share | the client checked all that its masks depend on, and wrote it down, before it answered (`sum_member`); nothing else is answered |
 | Σ ε_k ≤ ε | checked under the ledger's lock, which one process at a time holds |
 | Σ δ_k ≤ δ | ½ + ¼ + … < 1 |
 
@@ -99,8 +100,8 @@ def most_participations(affordable: Callable[[int], bool], wanted: int) -> int:
 
 
 def wanted_participations(plan: Plan, from_round: int = 0) -> int:
-    """How often a client may be needed from this round on: once per round, and in some rounds that a crash repeats."""
-    rounds = plan.rounds - from_round
+    """How often a client may be needed from this round on: once per attempt, and in some rounds that a crash repeats."""
+    rounds = (plan.rounds - from_round) * plan.attempts
     return rounds + max(_REPEATED_ROUNDS, math.ceil(_SHARE_REPEATED * rounds))
 
 

@@ -201,8 +201,8 @@ class LocalTraining:
         self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
         self._examples = Examples(each_tensor(data.inputs, lambda value: value.to(device)), data.targets.to(device))
 
-    def take_part(self, weights: Tree, asked: Round, client: int = 0) -> Sent:
-        """What leaves the client in a round.
+    def take_part(self, weights: Tree, asked: Round, client: int = 0, members: int | None = None) -> Sent:
+        """What leaves the client in a round; under noise on the sum, its share in a roster of so many `members`.
 
         Noise comes from the operating system. The records of a step are drawn with a seed from the operating system as
         well, used for this release alone. Neither can be recovered from anything that is stored or that a server knows. In
@@ -225,6 +225,8 @@ class LocalTraining:
             current_clip=asked.clip,
             records=sizes,
             mean_records=plan.mean_records,
+            roster=members,
+            attempt=asked.attempt if plan.sums else 0,
         )
         draw = choose_records_of_steps(plan, clients, sizes, asked.number)
         local = {name: value.to(device) for name, value in weights.items()}

@@ -6,6 +6,15 @@
 | `query.moments` | the task's digest, attempt | noised moments of the client's inputs, with task and attempt; or a refusal |
 | `train` | the weights, the task's digest, round, attempt, a clip bound that follows a quantile, and what inputs are standardised by | the update (and its count), with task, round and attempt; or a refusal |
 
+A task with noise on the sum has more of them:
+
+| message | content | reply |
+| --- | --- | --- |
+| `query.subscribe` | as above | as above, and the client's signed run key (`sum_keys`) |
+| `query.keys` | the task's digest, the signed run keys of all clients | how many of them the client keeps; or a refusal |
+| `train` | as above, and the roster: its members' node keys. The clip bound is the task's | the client's share of the sum under its masks, 8 bytes a weight, with task, round and attempt; or a refusal |
+| `query.ended` | the task's digest | nothing; the client deletes its run key |
+
 A reply to `train` contains nothing but what the method releases.
 """  # noqa: E501
 
@@ -13,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +31,20 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedcdp.deploy.protocol import wire
+from fedcdp.deploy.protocol.known_nodes import NODE_KEY_BYTES
 from fedcdp.deploy.protocol.local_round import Round
+from fedcdp.deploy.protocol.masks import Words
 from fedcdp.deploy.protocol.policy import Answer
+from fedcdp.deploy.protocol.sum_keys import SignedKey
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.errors import RefusedError, WireError
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.files.untrusted import printable
 
 SUBSCRIBE, MOMENTS, TRAIN = "query.subscribe", "query.moments", "train"
+KEYS, ENDED = "query.keys", "query.ended"
 MOST_RECORDS = 2**31
+MOST_MEMBERS = 10_000
 _LONGEST_REASON = 500
 _LONGEST_CALLED = 100
 _NAME = re.compile("[0-9a-f]{32}")
@@ -48,6 +63,8 @@ class Subscription:
     """The number of the simulator's client, if the task is reproducible; otherwise −1."""
     client: str = ""
     """What the client calls itself, for logs."""
+    key: SignedKey | None = None
+    """Its signed run key, if the noise is on the sum."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +98,15 @@ def read_task(content: RecordDict) -> Task:
     return Task.from_json(_text(_config(content, "task"), "task"))
 
 
-def answer(answer_: Answer, member: str = "", number: int = -1, client: str = "") -> RecordDict:
+def answer(
+    answer_: Answer, member: str = "", number: int = -1, client: str = "", key: SignedKey | None = None
+) -> RecordDict:
     """A client's answer to a task."""
     about: dict[str, Any] = {"accepts": answer_.accepts, "reason": answer_.reason, "records": answer_.records}
     if client:
         about["client"] = client
+    if key is not None:
+        about["key"] = key.to_bytes()
     return RecordDict({"answer": ConfigRecord({**about, "member": member, "number": number})})
 
 
@@ -98,7 +119,8 @@ def read_answer(message: Message) -> Subscription:
     if not 1 <= records < MOST_RECORDS or not is_name(member) or not -1 <= number < MOST_RECORDS:
         raise WireError("its answer has an invalid number of records, name or client number")
     called = found.get("client", "")
-    return Subscription(True, "accepted", records, member, number, str(called) if is_called(called) else "")
+    key = SignedKey.from_bytes(found["key"]) if "key" in found else None
+    return Subscription(True, "accepted", records, member, number, str(called) if is_called(called) else "", key)
 
 
 # Noised moments ------------------------------------------------------------------------------------------------------
@@ -178,9 +200,7 @@ def read_reply(message: Message, task: str, asked: Round, layout: Layout, counte
     """Parse the update in a reply to this round of this task; raises `WireError`, or `RefusedError` on a refusal."""
     content = _not_refused(message)
     about = _config(content, "about")
-    came = _text(about, "task"), _whole(about, "round"), _whole(about, "attempt")
-    if came != (task, asked.number, asked.attempt):
-        raise WireError(f"its update is stale: round {came[1] + 1}, attempt {came[2]}, of task {printable(came[0][:32])}")
+    _check_belongs(about, task, asked)
     count: Any = about.get("count")
     if (count is not None) != counted or (counted and not (type(count) is float and math.isfinite(count))):
         raise WireError("its count is not a finite number, is missing, or is not expected")
@@ -188,7 +208,83 @@ def read_reply(message: Message, task: str, asked: Round, layout: Layout, counte
     return Update(update, count if counted else None)
 
 
+# A secure sum --------------------------------------------------------------------------------------------------------
+
+
+def pass_on_keys(task: str, keys: Sequence[SignedKey]) -> RecordDict:
+    """The signed run keys of all clients, which a server passes on; `task` is the digest."""
+    return RecordDict({"keys": ConfigRecord({"task": task, "keys": [each.to_bytes() for each in keys]})})
+
+
+def read_keys(content: RecordDict) -> tuple[str, list[SignedKey]]:
+    """Parse the keys that a server passes on, which are not verified yet."""
+    about = _config(content, "keys")
+    return _text(about, "task"), [SignedKey.from_bytes(each) for each in _list(about, "keys")]
+
+
+def keep_keys(kept: int) -> RecordDict:
+    """A client's reply to the keys: how many of them it keeps."""
+    return RecordDict({"kept": ConfigRecord({"keys": kept})})
+
+
+def read_kept(message: Message) -> int:
+    """Parse how many keys a client keeps; raises `WireError`, or `RefusedError` on a refusal."""
+    return _whole(_config(_not_refused(message), "kept"), "keys")
+
+
+def ask_share(
+    task: str,
+    asked: Round,
+    weights: ArrayRecord,
+    members: Sequence[bytes],
+    standardised: tuple[Tensor, Tensor] | None = None,
+) -> RecordDict:
+    """A server's request for a client's share of a sum: `ask`, with the node keys of all members of the roster."""
+    content = ask(task, asked, weights, standardised)
+    content["roster"] = ConfigRecord({"members": list(members)})
+    return content
+
+
+def read_members(content: RecordDict) -> list[bytes]:
+    """Parse the roster in a request: node keys, each once."""
+    members = _list(_config(content, "roster"), "members")
+    if not all(isinstance(each, bytes) and len(each) == NODE_KEY_BYTES for each in members):
+        raise WireError(f"a member of the roster is not a node key of {NODE_KEY_BYTES} bytes")
+    if len(set(members)) != len(members):
+        raise WireError("the roster has a node twice")
+    return members
+
+
+def reply_share(task: str, asked: Round, share: Words) -> RecordDict:
+    """A client's masked share of a sum."""
+    about = ConfigRecord({"task": task, "round": asked.number, "attempt": asked.attempt})
+    return RecordDict({"share": wire.words(share), "about": about})
+
+
+def read_share(message: Message, task: str, asked: Round, length: int) -> Words:
+    """Parse the masked share in a reply to this attempt; raises `WireError`, or `RefusedError` on a refusal."""
+    content = _not_refused(message)
+    _check_belongs(_config(content, "about"), task, asked)
+    return wire.decode_words(_arrays(content, "share"), length)
+
+
+def say_ended(task: str) -> RecordDict:
+    """A server's notice that a run has ended; `task` is the digest."""
+    return RecordDict({"ended": ConfigRecord({"task": task})})
+
+
+def read_ended(content: RecordDict) -> str:
+    """Parse the notice that a run has ended: the task's digest."""
+    return _text(_config(content, "ended"), "task")
+
+
 # Parts ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_belongs(about: ConfigRecord, task: str, asked: Round) -> None:
+    came = _text(about, "task"), _whole(about, "round"), _whole(about, "attempt")
+    if came != (task, asked.number, asked.attempt):
+        raise WireError(f"its update is stale: round {came[1] + 1}, attempt {came[2]}, of task {printable(came[0][:32])}")
 
 
 def _content(message: Message) -> RecordDict:
@@ -234,6 +330,13 @@ def _whole(record: ConfigRecord, name: str) -> int:
     value = record.get(name)
     if type(value) is not int:
         raise WireError(f"{name} is not a whole number")
+    return value
+
+
+def _list(record: ConfigRecord, name: str) -> list[Any]:
+    value = record.get(name)
+    if not isinstance(value, list) or len(value) > MOST_MEMBERS:
+        raise WireError(f"{name} is not a list of at most {MOST_MEMBERS} items")
     return value
 
 

@@ -8,6 +8,7 @@ methods = ["fed-cdp", "fed-cdp-decay"]
 participations = 20      # at most, in one task
 smallest_noise_multiplier = 0.5
 smallest_cohort = 5
+colluders = 1            # a secure sum: nodes that may collude with the server; no default
 ```
 """
 
@@ -115,6 +116,15 @@ class ClientPolicy:
     """Whether to take part in a test whose noise anyone can subtract."""
     allow_custom_network: bool = False
     """Whether to import a network (package.module:factory) that the server names."""
+    colluders: int | None = None
+    """A secure sum: how many other nodes may collude with the server. A task that expects fewer is refused; so is every
+    secure sum if this is None."""
+    smallest_honest: int = 2
+    """A secure sum: the fewest members of a roster, less the task's colluders."""
+    epsilon_alone: float | None = None
+    """The largest ε over all tasks together if all other nodes collude with the server (its `update` row); None: any."""
+    trust_operator_keys: bool = False
+    """Whether to take part in a secure sum with keys that the operator made and may have kept: for tests."""
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta", "smallest_noise_multiplier"):
@@ -136,8 +146,14 @@ class ClientPolicy:
         self._require("smallest_cohort", type(self.smallest_cohort) is int and self.smallest_cohort >= 1, "1 or more")
         most = self.participations
         self._require("participations", most is None or (type(most) is int and most >= 1), "1 or more")
-        for name in ("allow_reproducible", "allow_custom_network"):
+        for name in ("allow_reproducible", "allow_custom_network", "trust_operator_keys"):
             self._require(name, type(getattr(self, name)) is bool, "true or false")
+        known = self.colluders
+        self._require("colluders", known is None or (type(known) is int and known >= 0), "0 or more")
+        self._require("smallest_honest", type(self.smallest_honest) is int and self.smallest_honest >= 1, "1 or more")
+        if self.epsilon_alone is not None:
+            self._require("epsilon_alone", _is_number(self.epsilon_alone) and self.epsilon_alone > 0, "a number above 0")
+            object.__setattr__(self, "epsilon_alone", float(self.epsilon_alone))
 
     @staticmethod
     def read(path: Path | str) -> ClientPolicy:
@@ -167,9 +183,12 @@ class ClientPolicy:
             raise PolicyError(f"{path}: {error}") from None
 
     @property
-    def grant(self) -> Grant | None:
-        """The budget; None if there is no limit."""
-        return None if self.epsilon == math.inf else Grant(self.epsilon, self.delta, self.adversary, self.unit)
+    def grants(self) -> tuple[Grant, ...]:
+        """The budgets, all of which hold; none if there is no limit."""
+        limits = ((self.epsilon, self.adversary), (self.epsilon_alone, "update"))
+        return tuple(
+            Grant(most, self.delta, adversary, self.unit) for most, adversary in limits if most not in (None, math.inf)
+        )
 
     def decide(self, task: Task, facts: Facts, ledger: ClientLedger) -> Answer:
         """Accept or decline a task.
@@ -200,9 +219,22 @@ class ClientPolicy:
             return f"a cohort may be as small as {task.smallest_cohort}; at least {self.smallest_cohort} is required here"
         if hides_participation(plan) and self.smallest_cohort > 1:
             return "a server that adds the noise uses a round whatever arrives, so no smallest cohort can be promised"
+        if plan.sums and self.colluders is None:
+            return "this client's policy does not say how many nodes may collude with the server; set colluders"
+        if plan.sums and self.colluders is not None and plan.colluders < self.colluders:
+            return f"the task expects {plan.colluders} colluders; at least {self.colluders} are expected here"
+        if plan.sums and plan.honest < self.smallest_honest:
+            return self.too_few_honest(plan.per_round, plan.colluders)
         if ":" in task.network and not self.allow_custom_network:
             return f"importing the network {task.network} by name is not allowed here"
         return None
+
+    def too_few_honest(self, members: int, colluders: int) -> str:
+        """The reason to refuse a roster of this size."""
+        return (
+            f"a roster of {members} with {colluders} colluders has {members - colluders} honest members; at least "
+            f"{self.smallest_honest} are required here"
+        )
 
     # The budget (see `grant` for the guarantee) --------------------------------------------------------------------------
 
@@ -222,7 +254,7 @@ class ClientPolicy:
             return
         wanted, reason = self._affordable(accepted, ledger, round_)
         if wanted is None:
-            raise RefusedError(reason or self._no_more(), final=True)
+            raise RefusedError(str(reason), final=True)
         ledger.reserve(digest, wanted.place, wanted.participations)
 
     def _all_taken(self, accepted: Accepted) -> str | None:
@@ -233,9 +265,9 @@ class ClientPolicy:
 
     def _exceeded(self, ledger: ClientLedger) -> str | None:
         """Why nothing more is granted: the reservations exceed a policy that has since become stricter; otherwise None."""
-        grant = self.grant
         try:
-            return None if grant is None or grant.covers(grant.costs(ledger.reservations())) else self._no_more()
+            exceeded = (each for each in self.grants if not each.covers(each.costs(ledger.reservations())))
+            return next((_no_more(each) for each in exceeded), None)
         except PlanError as error:
             return str(error)
 
@@ -243,35 +275,42 @@ class ClientPolicy:
         self, accepted: Accepted, ledger: ClientLedger, round_: int, limit: float = math.inf
     ) -> tuple[Reservation | None, str | None]:
         """The reservation to make for a task from a round on, of at most `limit`, or the reason why there is none."""
-        plan, made, grant = accepted.task.plan, accepted.participations, self.grant
+        plan, made = accepted.task.plan, accepted.participations
         most = math.inf if self.participations is None else self.participations
         wanted = int(min(wanted_participations(plan, round_), most - made, limit))
         moments = accepted.covers_moments(len(accepted.blocks))
         new = Reservation(accepted.task, accepted.records, ledger.next_place, wanted, moments)
-        if grant is None:
-            return new, None
         try:
-            if grant.cost(replace(new, participations=1)) == math.inf:
-                return None, f"there is no finite ε against {self.adversary}: {why_unprotected(grant, new)}"
+            for grant in self.grants:
+                if grant.cost(replace(new, participations=1)) == math.inf:
+                    return None, f"there is no finite ε against {grant.adversary}: {why_unprotected(grant, new)}"
             if (open_ := accepted.unreserved) is not None and (whole := min(wanted_participations(plan), most)) > made:
                 widened = replace(new, place=open_.place, participations=open_.participations + int(whole) - made)
-                if grant.covers(grant.costs([*ledger.reservations(but=open_.place), widened])):
+                others = ledger.reservations(but=open_.place)
+                if self.grants and all(each.covers(each.costs([*others, widened])) for each in self.grants):
                     return widened, None
-            spent = grant.costs(ledger.reservations())
-            found = most_participations(
-                lambda times: grant.covers([*spent, grant.cost(replace(new, participations=times))]), wanted
-            )
+            found = wanted
+            for grant in self.grants:
+                found = _most_within(grant, grant.costs(ledger.reservations()), new, found)
+                if not found:
+                    return None, _no_more(grant)
         except PlanError as error:
             return None, str(error)
-        return (replace(new, participations=found), None) if found else (None, self._no_more())
-
-    def _no_more(self) -> str:
-        granted = format_epsilon(self.epsilon, digits=6)
-        return f"the budget of ε = {granted} against {self.adversary} ({self.unit}) allows no further participation"
+        return replace(new, participations=found), None
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise PolicyError(f"{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")
+
+
+def _most_within(grant: Grant, spent: list[float], new: Reservation, wanted: int) -> int:
+    """How many of the wanted participations a grant covers, after what is spent."""
+    return most_participations(lambda times: grant.covers([*spent, grant.cost(replace(new, participations=times))]), wanted)
+
+
+def _no_more(grant: Grant) -> str:
+    granted = format_epsilon(grant.epsilon, digits=6)
+    return f"the budget of ε = {granted} against {grant.adversary} ({grant.unit}) allows no further participation"
 
 
 def effective_noise(plan: Plan) -> float:
@@ -283,13 +322,14 @@ def effective_noise(plan: Plan) -> float:
     | `example` noise | σ, for one draw; the sum of a step has √S times as much |
     | `batch` noise; Fed-SDP | σ, for the sum or the update |
     | `cohort` noise | σ/K_t, the noise on the sum of a step |
+    | `sum` noise | σ, for the sum of all clients; nothing else is released (`sum_member`) |
     | a bound that follows a quantile | σ, since the noise follows, or 2·σ_b, the noise on a count that moves by ½, if less |
     | private scaling | its noise on a client's sums, over what a record moves them by, if less |
     """
     least = least_noise_multiplier(plan)
     if plan.quantile is not None:
         least = min(least, 2 * plan.quantile_noise)
-    least *= min(1.0, plan.noise_on_sum) if plan.per_example else 1.0
+    least *= min(1.0, plan.noise_on_sum) if plan.per_example and not plan.sums else 1.0
     return least if plan.scaling_noise is None else min(least, plan.scaling_noise)
 
 

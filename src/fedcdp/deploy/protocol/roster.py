@@ -2,7 +2,8 @@
 
 ```
 RUN/task.json      the published task
-RUN/clients.json   each client's number, node, number of records, the name that identifies it, and what it calls itself
+RUN/clients.json   each client's number, node, number of records, the name that identifies it, what it calls itself, and
+                   its signed run key if the noise is on the sum
 ```
 
 A run's clients are those that accepted at its start: the ledger counts by their numbers. When a run is resumed, each client
@@ -16,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from fedcdp.deploy.protocol import messages
 from fedcdp.deploy.protocol.messages import Subscription
+from fedcdp.deploy.protocol.sum_keys import SignedKey
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.errors import RunError, WireError
 from fedcdp.files.disk import write_atomically
@@ -47,6 +49,8 @@ class Member:
     name: str
     client: str = ""
     """What it calls itself; empty: nothing."""
+    key: SignedKey | None = None
+    """Its signed run key, if the noise is on the sum."""
 
     @property
     def title(self) -> str:
@@ -60,12 +64,18 @@ Roster = tuple[Member, ...]
 
 def save_roster(path: Path, roster: Roster) -> None:
     """Write the roster atomically."""
-    members = [{name: value for name, value in asdict(each).items() if name != "client" or value} for each in roster]
-    write_atomically(path, json.dumps({"clients": members}, indent=1).encode())
+    write_atomically(path, json.dumps({"clients": [_written(each) for each in roster]}, indent=1).encode())
+
+
+def _written(member: Member) -> dict[str, Any]:
+    written = {name: value for name, value in vars(member).items() if name not in ("client", "key")}
+    written |= {"client": member.client} if member.client else {}
+    return written if member.key is None else written | {"key": member.key.to_bytes().hex()}
 
 
 def _member(written: Any) -> Member:
-    member = Member(**written)
+    key = SignedKey.from_bytes(bytes.fromhex(written["key"])) if "key" in written else None
+    member = Member(**written | {"key": key})
     whole = all(type(each) is int and each >= 0 for each in (member.number, member.node, member.records))
     named = messages.is_name(member.name) and messages.is_called(member.client)
     if not (whole and 1 <= member.records < messages.MOST_RECORDS and named):
@@ -79,7 +89,7 @@ def load_roster(path: Path) -> Roster:
         roster = tuple(_member(each) for each in parse_json(read_bounded(path, MOST_JSON))["clients"])
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, WireError):
         raise RunError(f"{path} is damaged") from None
     if [member.number for member in roster] != list(range(len(roster))):
         raise RunError(f"{path} is damaged: clients must be numbered from 0")
@@ -172,6 +182,9 @@ class Subscribing:
             _LOG.warning(
                 "node %d is left out: it shares a ledger with node %d; each needs a state-dir of its own", node, twin
             )
+        elif answer.accepts and (wrong := self._wrong_key(node, answer)):
+            self.declined[node] = wrong
+            _LOG.warning("node %d is left out: %s", node, wrong)
         elif answer.accepts and answer.records < self._smallest_records:
             self.declined[node] = "it has too few records"
             _LOG.warning("node %d is left out: it has %d records, and smallest-records is %d", node, answer.records,
@@ -188,6 +201,17 @@ class Subscribing:
             self.declined[node] = answer.reason
             _LOG.info("node %d declines: %s", node, answer.reason)
 
+    def _wrong_key(self, node: int, answer: Subscription) -> str | None:
+        """Why the answer has no usable run key, or None. Clients verify it themselves; here it saves a failed attempt."""
+        if not self._task.plan.sums:
+            return None
+        if answer.key is None or not answer.key.holds(self._task):
+            return "its answer has no signed run key"
+        others = (known.key for other, known in self.accepted.items() if other != node)
+        if any(key is not None and key.member.node == answer.key.member.node for key in others):
+            return "another node has the same node key"
+        return None
+
 
 def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_records: int | None = None) -> Roster:
     """The clients of a new run: those that accept, until there are `expected` clients or the time is up.
@@ -196,12 +220,13 @@ def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_re
     plan expects of all clients together, where updates are weighted by records.
     """
     fewest = task.plan.batch_size if smallest_records is None else smallest_records
-    subscribing = Subscribing(grid, task, fewest, (task.plan.mean_records or math.inf) * expected)
+    mean = task.plan.mean_records if task.plan.weighting == "records" else None
+    subscribing = Subscribing(grid, task, fewest, (mean or math.inf) * expected)
     subscribing.gather(lambda accepted: len(accepted) >= expected, timeout)
     accepted = list(subscribing.accepted.items())[:expected]
     if not task.reproducible:
-        return tuple(Member(n, node, each.records, each.member, each.client) for n, (node, each) in enumerate(accepted))
-    members = (Member(each.number, node, each.records, each.member, each.client) for node, each in accepted)
+        return tuple(_joining(n, node, each) for n, (node, each) in enumerate(accepted))
+    members = (_joining(each.number, node, each) for node, each in accepted)
     roster = sorted(members, key=lambda member: member.number)
     if [member.number for member in roster] != list(range(len(roster))):
         numbers = ", ".join(str(member.number) for member in roster)
@@ -209,17 +234,22 @@ def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_re
     return tuple(roster)
 
 
+def _joining(number: int, node: int, answer: Subscription) -> Member:
+    return Member(number, node, answer.records, answer.member, answer.client, answer.key)
+
+
 def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[Roster, int]:
     """The clients of a resumed run, each with its current node, and how many of them are connected."""
     names = {member.name: member for member in roster}
     subscribing = Subscribing(grid, task)
     subscribing.gather(lambda accepted: names.keys() <= {each.member for each in accepted.values()}, timeout)
-    found: dict[str, int] = {}
+    found: dict[str, tuple[int, SignedKey | None]] = {}
     for node, answer in subscribing.accepted.items():
         if answer.member not in names:
             _LOG.warning("node %d is left out: it is not part of this run, or has lost its ledger", node)
         elif answer.records != names[answer.member].records:
             _LOG.warning("node %d is left out: its number of records has changed since the start", node)
         else:
-            found[answer.member] = node
-    return tuple(replace(each, node=found.get(each.name, each.node)) for each in roster), len(found)
+            found[answer.member] = node, answer.key
+    now = ((each, *found.get(each.name, (each.node, each.key))) for each in roster)
+    return tuple(replace(each, node=node, key=key) for each, node, key in now), len(found)

@@ -43,6 +43,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.deploy.protocol.first_release import gather_moments
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
+from fedcdp.deploy.protocol.sum_rounds import SumStrategy
 from fedcdp.deploy.protocol.task import Task, hides_participation
 from fedcdp.engine import Loss
 from fedcdp.errors import FedcdpError, PlanError, RunError
@@ -271,7 +272,7 @@ class _Server:
         budget = Budget(self._experiment, population)
         if not standardised and (failed := self._standardise(roster, releases, budget, fewest)) is not None:
             return self._end(failed[0], state, failed[1])
-        strategy = PlanStrategy(
+        strategy = (SumStrategy if self._job.plan.sums else PlanStrategy)(
             self._job,
             roster,
             releases=releases,
@@ -283,7 +284,10 @@ class _Server:
         if self._hidden:
             _LOG.info("every round takes %g s (round-timeout): its duration must not reveal who took part",
                       self._settings.round_timeout)  # fmt: skip
-        return self._rounds(strategy, budget)
+        outcome = self._rounds(strategy, budget)
+        if isinstance(strategy, SumStrategy):
+            strategy.say_ended(self._grid)
+        return outcome
 
     def _standardise(self, roster: Roster, releases: Releases, budget: Budget, fewest: int) -> tuple[str, str] | None:
         """Standardise inputs by a release of all clients; if it is not possible, how the run ends, and why."""
@@ -313,16 +317,14 @@ class _Server:
                 return self._end("too-few-clients", strategy.state, f"{failed} rounds in a row had too few updates")
             if not strategy.releases.may_go_on(strategy.state.round, budget.allows):
                 return self._end("budget", strategy.state, "one more round would exceed max_epsilon")
-            failed = 0 if self._round(strategy) else failed + 1
+            failed = 0 if self._round(strategy, budget) else failed + 1
         return self._end("done", strategy.state, "all rounds are done")
 
-    def _round(self, strategy: PlanStrategy) -> bool:
+    def _round(self, strategy: PlanStrategy, budget: Budget) -> bool:
         """Run one round, charged before it begins and saved before the next one; returns whether it moved the model."""
         started, before = time.perf_counter(), strategy.state
         number = before.round + 1
-        out = strategy.configure_train(number, strategy.arrays(), ConfigRecord(), self._grid)
-        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden)
-        moved, _ = strategy.aggregate_train(number, replies)
+        moved = self._move(strategy, number, budget)
         row = self._measure(strategy, before)
         if not self._hidden:
             row["seconds"] = round(time.perf_counter() - started, 4)
@@ -330,7 +332,15 @@ class _Server:
         self._directory.save_state(strategy.state, self._job.plan.digest())
         told = {name: row[name] for name in ("clients",) if name in row} | dict(filter(None, [main_figure(row)]))
         _LOG.info("round %d of %d: %s", number, self._job.plan.rounds, ", ".join(f"{k} {v:.4g}" for k, v in told.items()))
-        return moved is not None
+        return moved
+
+    def _move(self, strategy: PlanStrategy, number: int, budget: Budget) -> bool:
+        """Ask the clients of a round, and move the model by what they answer; returns whether it moved."""
+        if isinstance(strategy, SumStrategy):
+            return strategy.run_round(self._grid, self._settings.round_timeout, budget.allows)
+        out = strategy.configure_train(number, strategy.arrays(), ConfigRecord(), self._grid)
+        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden)
+        return strategy.aggregate_train(number, replies)[0] is not None
 
     def _measure(self, strategy: PlanStrategy, before: State) -> Row:
         """The metrics row of a round: nothing in it comes from a client except through the mechanism."""

@@ -148,8 +148,11 @@ class PlanStrategy(Strategy):
         message_lifetime: Seconds after which Flower drops a message.
 
     Raises:
-        PlanError: The roster has fewer clients than the plan needs in a round.
+        PlanError: The roster has fewer clients than the plan needs in a round, or the noise is on the sum, which needs
+            `SumStrategy`.
     """
+
+    supports_sums = False
 
     def __init__(
         self,
@@ -162,6 +165,8 @@ class PlanStrategy(Strategy):
         message_lifetime: float = 3600.0,
     ) -> None:
         job.plan.check_clients(len(roster))
+        if job.plan.sums and not self.supports_sums:
+            raise PlanError("noise: sum needs several attempts in a round; use SumStrategy or server_app")
         self.job, self.roster, self.task = job, roster, job.task().digest()
         self.engine = job.engine()
         self.releases = releases or Releases(len(roster))
@@ -175,6 +180,7 @@ class PlanStrategy(Strategy):
         # A round repeated after a crash is charged as two releases of independently drawn cohorts. Every process therefore
         # draws with its own seed, which is not stored.
         self._draws = job.plan if job.reproducible else job.plan.but(seed=secrets.randbits(62))
+        self._mean_records = job.plan.mean_records
         self._largest_ratio, self._lifetime = largest_ratio, message_lifetime
         self._smallest_records = job.plan.batch_size if job.smallest_records is None else job.smallest_records
         self._pending: list[tuple[Message, Member]] = []
@@ -301,9 +307,12 @@ class PlanStrategy(Strategy):
         return State(state.round + 1, weights, average, next_clip(received, at), optimizer)
 
     def _moment(self, clients: torch.Tensor) -> Moment:
-        """What the server's functions may depend on; this excludes the clients' numbers of records."""
+        """What the server's functions may depend on; of the clients' numbers of records, only their public mean."""
         plan, state = self.job.plan, self.state
-        return Moment(plan, self.engine, self._noise, state.round, clients, clients, current_clip=state.clip)
+        mean = self._mean_records
+        return Moment(
+            plan, self.engine, self._noise, state.round, clients, clients, current_clip=state.clip, mean_records=mean
+        )
 
     def _leave_out(self, member: Member, reason: str) -> None:
         _LOG.warning("round %d: %s is left out: %s", self.state.round + 1, member.title, reason)

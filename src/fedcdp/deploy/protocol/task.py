@@ -51,8 +51,8 @@ class Task:
     `Job.task` makes one. Different tasks have different digests, and tasks are compared by their digests only.
 
     Raises:
-        PlanError: The plan cannot be deployed: it asks for secure aggregation, for noise that does not match
-            `reproducible`, or for a cohort larger than a round.
+        PlanError: The plan cannot be deployed: it asks for secure aggregation without noise on the sum, for noise that does
+            not match `reproducible`, or for a cohort larger than a round.
 
     Examples:
         >>> import fedcdp
@@ -90,10 +90,10 @@ class Task:
     """What the columns of tables mean. A client that reads a table must mean the same; None: clients see to that."""
 
     def __post_init__(self) -> None:
-        if self.plan.secure_aggregation:
+        if self.plan.secure_aggregation and not self.plan.sums:
             raise PlanError(
-                "secure_aggregation: Flower's secure aggregation works only with its legacy interface, so the server "
-                "would see every update; leave it out"
+                f"secure_aggregation: a deployment masks updates only with noise sum, not {self.plan.noise}; the server "
+                "would see every update"
             )
         if self.plan.secure_noise == self.reproducible:
             raise PlanError("secure_noise: a deployment takes its noise from the operating system unless it is reproducible")

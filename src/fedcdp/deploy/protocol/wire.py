@@ -1,9 +1,9 @@
 """Encode weight trees as Flower ArrayRecords; decode and validate untrusted ones.
 
-A dense tree is one float32 array per tensor; noised sums are one float64 array. A partly zero update (pruned, or shared in
-part) is sent as its non-zero values and their positions: indices, or one bit per coordinate, whichever is smaller. Nothing
-is ever unpickled, and nothing is trusted: names, shapes, types, positions and values are checked, and the first violation is
-reported in one sentence.
+A dense tree is one float32 array per tensor; noised sums are one float64 array, masked shares one uint64 array. A partly
+zero update (pruned, or shared in part) is sent as its non-zero values and their positions: indices, or one bit per
+coordinate, whichever is smaller. Nothing is ever unpickled, and nothing is trusted: names, shapes, types, positions and
+values are checked, and the first violation is reported in one sentence.
 
 Message sizes are measured on the records that Flower sends, not computed.
 """
@@ -99,6 +99,18 @@ def decode_doubles(record: ArrayRecord, length: int) -> torch.Tensor:
     if not bool(torch.isfinite(values).all()):
         raise WireError("the sums hold a value that is not finite")
     return values
+
+
+def words(values: NDArray[np.uint64]) -> ArrayRecord:
+    """One axis of words mod 2^64."""
+    return ArrayRecord({_VALUES: Array(np.ascontiguousarray(values, "<u8"))})
+
+
+def decode_words(record: ArrayRecord, length: int) -> NDArray[np.uint64]:
+    """The words in a record of `words`; raises `WireError` unless there are `length` of them."""
+    if list(record.keys()) != [_VALUES]:
+        raise WireError(f"the arrays are {_shortly(list(record.keys()))}, not {_VALUES}")
+    return _array(record[_VALUES], _VALUES, "<u8", (length,), most=length)
 
 
 def bytes_of(record: ArrayRecord) -> int:

@@ -6,7 +6,7 @@ DIR/experiment.toml     the plan; read by the server only
 DIR/authority/          ca.pem, and ca.key: only needed to sign another server certificate
 DIR/server/             server.pem, server.key, the server's database
 DIR/node-1/             node.toml (its data), policy.toml (what it grants), node.key, node.pub, ca.pem, its ledger
-                        (node-1-charite/ where the client has a name)
+                        (node-1-charite/ where the client has a name); for secure sums roster.toml (nodes it knows)
 DIR/app/                the Flower app: names what to run, and holds no secret
 DIR/flwr/config.toml    where `flwr` finds the server
 DIR/logs/  DIR/run/     the logs; the run directory
@@ -99,6 +99,11 @@ class NodePlace:
     def policy(self) -> Path:
         """What the client grants."""
         return self.path / "policy.toml"
+
+    @property
+    def known(self) -> Path:
+        """The list of nodes whose owners the client's owner knows, for secure sums."""
+        return self.path / "roster.toml"
 
     def records(self, suffix: str = ".npz") -> Path:
         """The client's own records, if they come from a file of this kind."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcdp.accounting.budget import Budget
-from fedcdp.accounting.ledger import Ledger
+from fedcdp.accounting.ledger import Charge, Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.deploy.site import flower_commands
@@ -195,6 +195,11 @@ class Follower:
     def rounds_done(self) -> int:
         """Number of rounds that would not be repeated if the server ended now."""
         return self._run.rounds_done()
+
+    def charges(self) -> tuple[Charge, ...]:
+        """The releases that the server's ledger has charged: rounds, attempts and rosters."""
+        path = self._run.ledger
+        return Ledger.open(path).charges if path.exists() else ()
 
     def finished(self) -> bool:
         """Whether nothing is left to do."""

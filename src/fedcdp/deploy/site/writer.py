@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedcdp.config.experiment import Experiment
+from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.deploy.site.certificates import VALID_DAYS, Authority, new_node_key, require_cryptography
 from fedcdp.deploy.site.directory import CONNECTION, NodePlace, Site, SiteSettings
+from fedcdp.deploy.site.node_keys import ListedNode, list_text
 from fedcdp.deploy.site.own_file import OwnFile
 from fedcdp.errors import DeploymentError, PlanError
 from fedcdp.training.planning import Planned, plan_experiment
@@ -72,7 +74,7 @@ def node_text(experiment: Experiment, number: int, own: OwnFile | None = None) -
     """`node.toml`: the node's configuration for Flower. Client k of the simulator is node k + 1 here."""
     data, plan = experiment.data, experiment.plan
     if own is not None:
-        return render("node.toml", own_records=True, part=own.options(number - 1))
+        return render("node.toml", own_records=True, part=own.options(number - 1), sums=plan.sums)
     part: dict[str, str | int | float | None] = {
         "dataset": data.dataset,
         "partition-id": number - 1,
@@ -86,7 +88,7 @@ def node_text(experiment: Experiment, number: int, own: OwnFile | None = None) -
         "partition-seed": plan.seed,
     }
     given = {name: value for name, value in part.items() if value is not None}
-    return render("node.toml", own_records=False, part=given)
+    return render("node.toml", own_records=False, part=given, sums=plan.sums)
 
 
 def policy_text(experiment: Experiment, epsilon: float | None, records: int | None = None) -> str:
@@ -109,6 +111,9 @@ def policy_text(experiment: Experiment, epsilon: float | None, records: int | No
         smallest_noise_multiplier=_shortest(effective_noise(plan) if plan.private else 0.0),
         allow_reproducible=not plan.secure_noise,
         allow_custom_network=":" in experiment.model.network,
+        sums=plan.sums,
+        colluders=plan.colluders,
+        smallest_honest=min(2, plan.honest),
     )
 
 
@@ -183,6 +188,8 @@ def plan_for(nodes: int | None, given: list[Settings], target_epsilon: float | N
     if (clients := _last(given, "data", "clients", nodes)) != nodes:
         raise DeploymentError(f"clients: {clients} is not the number of nodes, {nodes}: each node is one client")
     ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
+    if _last(given, "plan", "secure_aggregation") and _last(given, "plan", "noise", "sum") == "sum":
+        ours["plan"] |= {"noise": "sum", "local_steps": 1, "clip_mode": "flat", "attempts": 2, "colluders": int(nodes > 2)}
     planned = plan_experiment([ours, *given], population_of, target_epsilon=target_epsilon)
     experiment, plan = planned.experiment, planned.experiment.plan
     plan.check_clients(nodes)
@@ -222,7 +229,9 @@ def write(
             _app(site, experiment, _of_sizes(own) | dict(server or {})),
         ]
         records = [] if own is None else [file for node in nodes for file in own.files(node)]
-        for path, content, mode in [*_secrets(site, nodes, settings), *texts, *records]:
+        secrets = _secrets(site, nodes, settings)
+        lists = _lists(nodes, secrets) if experiment.plan.sums else []
+        for path, content, mode in [*secrets, *texts, *records, *lists]:
             _write(path, content, mode)
     except OSError as error:
         raise DeploymentError(f"{error.filename or site.path} cannot be written: {error.strerror}") from error
@@ -253,6 +262,13 @@ def _secrets(site: Site, nodes: list[NodePlace], settings: SiteSettings) -> list
             (node.authority, authority.pair.public, _PLAIN),
         ]
     return files
+
+
+def _lists(nodes: list[NodePlace], secrets: list[tuple[Path, bytes, int]]) -> list[tuple[Path, bytes, int]]:
+    """Each node's list of the nodes that it knows: all of them, with keys that were made here."""
+    written = {path: content for path, content, _ in secrets}
+    known = [ListedNode(node.name, written[node.public_key].decode(), "operator") for node in nodes]
+    return [(node.known, list_text(known).encode(), _SECRET) for node in nodes]
 
 
 def _texts(
@@ -297,12 +313,17 @@ def app_project(experiment: Experiment, server: Mapping[str, int | float]) -> st
     """The Flower app: which parts of this package to run. It is sent to every node, so it holds no secret."""
     usual: dict[str, int | float] = {
         "min-clients": experiment.data.clients,
-        "min-cohort": 1,
+        "min-cohort": smallest_roster(experiment.plan) if experiment.plan.sums else 1,
         "round-timeout": 600.0,
         "subscribe-timeout": 300.0,
         "most-failed-rounds": 3,
     }
     return render("app.toml", reproducible=not experiment.plan.secure_noise, waiting=usual | dict(server))
+
+
+def smallest_roster(plan: Plan) -> int:
+    """The smallest cohort that a deployment promises for secure sums: two honest clients, or as many as there are."""
+    return min(plan.per_round, plan.colluders + 2)
 
 
 def server_scripts(settings: SiteSettings) -> dict[str, str]:

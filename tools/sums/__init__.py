@@ -1,0 +1,1 @@
+"""Masked sums against plain sums, over many random rosters, vectors and drop-outs."""
