@@ -46,9 +46,9 @@ UNEXPLAINED = "unexplained"
 class LiteralRecipes(Recipes):
     """The recipes without the bound that does not rely on secret record sampling."""
 
-    def summed(self, size: int) -> list[Made]:
+    def summed(self, size: int, weight: float | None = None) -> list[Made]:
         """Secret sampling alone."""
-        return super().summed(size)[:1]
+        return super().summed(size, weight)[:1]
 
 
 def reason(case: Case, found: Comparison) -> str:
