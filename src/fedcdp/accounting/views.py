@@ -429,10 +429,11 @@ def _turned(line: Line) -> str:
 
 def _sum_alone(on: Setting, line: Line) -> str:
     """What secure aggregation promises, with the number of clients that may collude."""
-    some = f"at most {on.plan.colluders} of all clients collude" if on.plan.colluders else ""
+    most = on.plan.colluders
+    some = f"at most {most} of all clients collude" if most > 1 else "at most one client colludes" if most else ""
     if line.adversary == "model":
-        rest = some or "no other client colludes"
-        return f"secure aggregation holds; the adversary may be a client of the round, which knows its own noise, and {rest}"
+        rest = f"{some}, itself included" if some else "no other client colludes"
+        return f"secure aggregation holds; the adversary may be a client of the round, which knows its own noise; {rest}"
     return f"secure aggregation holds: the server reads only the sum of a round, and {some or 'no client colludes'} with it"
 
 
@@ -457,6 +458,7 @@ _SUM_OF_SOME = "sampling without replacement on the cohort's sum, whose noise ad
 _HIDDEN = "subsampled Gaussian on the server's sum: Poisson, or without replacement"
 _GROUP = "Gaussian at the distance of all copies together"
 _ONLY_CLIPPED = "{noise} noise goes onto the batch's sum; single gradients are only clipped"
+_ONLY_IN_THE_SUM = "the noise is on the sum of all clients; single gradients are only clipped"
 _READ_RAW = "the server adds the noise after it has read the raw updates"
 _LOCAL_RAW = "local training is not private: every gradient in it is raw"
 
@@ -480,7 +482,7 @@ TABLE: tuple[Line, ...] = (
     Line("fed-cdp", "example", "example", "unique", "zero-out", _ONE, _SLOT_OF_ANY, nothing_in_a_step, copied, _COPIED),
     Line("fed-cdp", "batch", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
     Line("fed-cdp", "cohort", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
-    Line("fed-cdp", "sum", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_CLIPPED),
+    Line("fed-cdp", "sum", "example", "record", "zero-out", _ONE, _ONE, raw, always, _ONLY_IN_THE_SUM),
     Line("fed-cdp", "any", "server", "client", "zero-out", _SLOTS, _STEP, nothing_of_a_client, alone, _GAUSSIAN_STEPS),
     Line("fed-cdp", "any", "server", "client", "zero-out", _SLOTS, _HONEST_STEPS, updates_of_a_client_hidden, together,
          _SUM),
