@@ -1,7 +1,7 @@
 """Cost of noise on the sum: rounds of a recommended preset with its own noise and with noise on the sum, in turn.
 
-    python -m benchmarks.secure_sum --out build/secure_sum.json
-    python -m benchmarks.secure_sum --device cuda --out build/secure_sum_cuda.json
+    python -m benchmarks.secure_sum
+    python -m benchmarks.secure_sum --device cuda --out results/secure_sum-gpu.json
 
 Both trainings use the same data, network and clients. Their rounds alternate, so other load on the machine slows both. The
 ratio is that of the medians; `ratio_of_best` compares the fastest rounds, which a busy machine disturbs less. `exact_us` is
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.clean_tree import clean_commit
 from fedcdp.config.experiment import assemble
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import preset
@@ -92,11 +93,17 @@ def main() -> None:
     parser.add_argument("--preset", nargs="+", default=["mnist-eps1"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = usable_device(given.device)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     found = {"device": device.type, "machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    if given.out is not None:
+        found |= {
+            "command": f"python -m benchmarks.secure_sum --device {device.type}",
+            "commit": given.commit or clean_commit(),
+        }
     result = found | {"exact_us": exact_us(), "presets": [measure(name, device, given.rounds) for name in given.preset]}
     print(json.dumps(result, indent=1))
     if given.out is not None:
