@@ -12,6 +12,7 @@ from fedcdp.config.default_recipe import (
     FIXED_FEATURES,
     describe_recipe,
     learning_rate,
+    on_fixed_features,
     plan_settings,
     recipe_applies,
     recipe_settings,
@@ -20,7 +21,8 @@ from fedcdp.config.experiment import Experiment, assemble, read_assignment, read
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import RECOMMENDED, Settings, preset
 from fedcdp.errors import PlanError
-from fedcdp.models.networks import build, resolve
+from fedcdp.models.image_features import IMAGE_FEATURES
+from fedcdp.models.networks import build
 from fedcdp.training.planning import trains_fixed_features
 
 OWN = {
@@ -167,15 +169,17 @@ def test_small_clients_count_with_the_noise_that_they_bring() -> None:
     assert learning_rate(calibrated(), [5000] * 10, True) == equal  # more than a step takes do not count
 
 
-@pytest.mark.parametrize("network", FIXED_FEATURES)
+@pytest.mark.parametrize("network", [*FIXED_FEATURES, "+".join(IMAGE_FEATURES)])
 @pytest.mark.parametrize("shape", [(1, 28, 28), (30,)])
 def test_the_names_and_the_networks_agree_on_what_has_fixed_features(network: str, shape: tuple[int, ...]) -> None:
-    if resolve(network, shape) != "oriented-gradients" or len(shape) == 3:
+    assert on_fixed_features(network)
+    if len(shape) == 3 or set(network.split("+")).isdisjoint(IMAGE_FEATURES):
         assert trains_fixed_features(build(network, shape, 3))
 
 
 @pytest.mark.parametrize("network", ["cnn", "small", "mlp"])
 def test_other_networks_have_none(network: str) -> None:
+    assert not on_fixed_features(network)
     assert not trains_fixed_features(build(network, (30,) if network == "mlp" else (1, 28, 28), 3))
 
 

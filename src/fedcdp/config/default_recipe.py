@@ -28,7 +28,7 @@ from fedcdp.config.presets import FEDERATIONS, Settings, WholeSettings, populati
 
 TARGET_EPSILON = 8.0
 """The ε that the noise is calibrated to where none is given."""
-FIXED_FEATURES = ("fixed-features", "oriented-gradients", "periodic", "linear")
+FIXED_FEATURES = ("fixed-features", "oriented-gradients", "scattering", "periodic", "linear")
 """Networks that train one linear layer on fixed features of norm 1."""
 
 _CHOOSES_A_PLAN = {"noise", "noise_multiplier", "local_steps", "batch_size", "slots"}
@@ -86,6 +86,11 @@ def recipe_settings(layers: Iterable[Settings]) -> Settings:
     # An activation is for a network that has one: the paper's.
     network = {} if "activation" in model else {"network": "fixed-features"}
     return {"data": below, "model": network, "plan": plan_settings(clients, plan.get("rounds", _ROUNDS))}
+
+
+def on_fixed_features(network: str) -> bool:
+    """Whether a network trains one linear layer on fixed features of norm 1, perhaps on several kinds of them (`a+b`)."""
+    return set(network.split("+")) <= set(FIXED_FEATURES)
 
 
 def plan_settings(clients: int, rounds: int | None = None) -> dict[str, Any]:

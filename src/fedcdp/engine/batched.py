@@ -30,7 +30,7 @@ from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Group, Layout, Tree, masked
 from fedcdp.mechanism.clipping import clip_factors, norms_of_groups
 from fedcdp.models.batch_norm import BATCH_NORMS, has_fixed_statistics
-from fedcdp.models.features import FIXED
+from fedcdp.models.image_features import FIXED
 from fedcdp.models.networks import DROPOUT
 
 _LOG = logging.getLogger("fedcdp")

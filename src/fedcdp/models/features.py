@@ -77,10 +77,10 @@ class OrientedGradients(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """The features of each image."""
         if not self.colour:
-            return _unit(self._edges(images))
+            return unit(self._edges(images))
         edges = self._edges(F.conv2d(images, self.opponents))
         colours = F.avg_pool2d(images - 0.5, _COLOUR_CELL).flatten(1)
-        return _unit(torch.cat([_unit(edges), self.colour * _unit(colours)], dim=1))
+        return unit(torch.cat([unit(edges), self.colour * unit(colours)], dim=1))
 
     def _edges(self, images: Tensor) -> Tensor:
         examples, _, height, width = images.shape
@@ -112,9 +112,9 @@ class UnitNorm(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Map [examples, features] to [examples, features + 1], or to [examples, features] without a constant."""
         if not self.constant:
-            return _unit(values)
+            return unit(values)
         one = torch.full_like(values[:, :1], self.constant)
-        return torch.cat([_unit(values), one], dim=1) / math.sqrt(1 + self.constant**2)
+        return torch.cat([unit(values), one], dim=1) / math.sqrt(1 + self.constant**2)
 
 
 class PeriodicFeatures(nn.Module):
@@ -167,11 +167,7 @@ class Standardised(nn.Module):
         return outputs / self.scale.to(outputs) + self.mean.to(outputs)
 
 
-FIXED: tuple[type[nn.Module], ...] = (OrientedGradients, UnitNorm, PeriodicFeatures, Standardised)
-"""The layers of this module: nothing to train, no randomness, each output a function of its own example alone."""
-
-
-def _unit(values: Tensor) -> Tensor:
+def unit(values: Tensor) -> Tensor:
     """Divide each row by its norm; a row of zeros stays zero."""
     return values / (values.square().sum(1, keepdim=True) + _TINY).sqrt()
 

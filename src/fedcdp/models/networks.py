@@ -19,9 +19,12 @@ from fedcdp.config.plan import Plan
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Inputs
 from fedcdp.models.batch_norm import mixing_layers
-from fedcdp.models.features import OrientedGradients, PeriodicFeatures, Standardised, UnitNorm
+from fedcdp.models.features import PeriodicFeatures, Standardised, UnitNorm
+from fedcdp.models.image_features import IMAGE_FEATURES, image_features
 
-NetworkName = Literal["auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "periodic", "fixed-features"]
+NetworkName = Literal[
+    "auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "scattering", "periodic", "fixed-features"
+]  # fmt: skip
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
@@ -37,10 +40,10 @@ _LEAST_FOR_GRADIENTS = 16  # pixels: a smaller image has too few cells, and the 
 def build(network: str, shape: tuple[int, ...], classes: int, activation: str | None = None, seed: int = 0) -> nn.Module:
     """A network for inputs of `shape`, initialised from `seed` alone.
 
-    `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `oriented-gradients`, `periodic`, a name that depends on the shape
-    (see `resolve`), or `package.module:factory`. The default `activation` is ReLU, sigmoid for `cpl`, and tanh for `small`;
-    the linear networks have none. A factory receives those of the keywords `input_shape`, `classes` and `activation` that it
-    accepts.
+    `network` is `cnn`, `mlp`, `cpl`, `small`, `linear`, `periodic`, `oriented-gradients`, `scattering`, the last two joined
+    by `+`, a name that depends on the shape (see `resolve`), or `package.module:factory`. The default `activation` is ReLU,
+    sigmoid for `cpl`, and tanh for `small`; the linear networks have none. A factory receives those of the keywords
+    `input_shape`, `classes` and `activation` that it accepts.
     """
     if activation is not None and activation not in get_args(ActivationName):
         raise ModelError(f"activation: {activation!r} is not one of {', '.join(get_args(ActivationName))}")
@@ -49,6 +52,8 @@ def build(network: str, shape: tuple[int, ...], classes: int, activation: str | 
         torch.default_generator.manual_seed(seed)  # not the GPU's generator, which nothing here uses
         if ":" in network:
             return _from_factory(network, shape, classes, activation)
+        if network in IMAGE_FEATURES or "+" in network:
+            return _on_image_features(network, shape, classes, activation)
         if network not in _NETWORKS:
             raise ModelError(
                 f"model: {network!r} is not one of {', '.join(get_args(NetworkName))} or package.module:factory"
@@ -141,14 +146,12 @@ def periodic(shape: tuple[int, ...], classes: int, activation: str | None = None
     return nn.Sequential(nn.Flatten(), waves, UnitNorm(constant=0.3), _zero(layer))
 
 
-def oriented_gradients(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
-    """One linear layer, initialised to zero, on fixed features of images; only that layer is trained."""
-    _no_activation("oriented-gradients", activation)
-    channels, height, width = _image_shape("oriented-gradients", shape)
-    # Digits need finer cells; colour pictures of objects need their colours (docs/recommended.md).
-    features = OrientedGradients(stride=8, reach=8, colour=0.7) if channels == 3 else OrientedGradients()
+def _on_image_features(network: str, shape: tuple[int, ...], classes: int, activation: str | None) -> nn.Module:
+    """One linear layer, initialised to zero, on the fixed features of images that `network` names."""
+    _no_activation(network, activation)
+    features = image_features(network, _image_shape(network, shape))
     with torch.no_grad():
-        found = features(torch.zeros(1, channels, height, width)).shape[1]
+        found = features(torch.zeros(1, *shape)).shape[1]
     return nn.Sequential(features, _zero(nn.Linear(found, classes, bias=False)))
 
 
@@ -158,7 +161,6 @@ _NETWORKS: dict[str, Callable[[tuple[int, ...], int, str | None], nn.Module]] = 
     "cpl": cpl_network,
     "small": small_cnn,
     "linear": linear,
-    "oriented-gradients": oriented_gradients,
     "periodic": periodic,
 }
 

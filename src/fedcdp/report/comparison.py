@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedcdp.accounting.statement import VACUOUS
+from fedcdp.config.default_recipe import on_fixed_features
 from fedcdp.report.subjects import Subject
 from fedcdp.report.wording import capital, epsilon, equation, listed, measured, network_name
 from fedcdp.training.metrics import SHARES, metric_title
-
-_LINEAR = ("oriented-gradients", "linear")
 
 
 def headline(subjects: Sequence[Subject]) -> str:
@@ -110,7 +109,7 @@ def which_networks(subjects: Sequence[Subject]) -> tuple[str, str, str] | None:
         bounds = "A plan clips the whole gradient at once, so its ε is the same for both networks."
     else:
         bounds = "ε is that of the trained network. With another number of layers it is another one."
-    if not trained.keys().isdisjoint(_LINEAR) and not all(plan.method == "nonprivate" for _, plan in leaks):
+    if any(on_fixed_features(name) for name in trained) and not all(plan.method == "nonprivate" for _, plan in leaks):
         bounds += (
             " Against the trained layer itself, a type-2 adversary who adds up all rounds gets more: "
             "fedcdp attack --run RUN --leak type2 measures it."

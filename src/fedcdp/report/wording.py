@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedcdp.accounting.statement import VACUOUS, format_epsilon
+from fedcdp.config.default_recipe import on_fixed_features
 from fedcdp.report.facts import METHOD_NAMES, LeakFacts, RunFacts
 from fedcdp.training.metrics import SHARES, metric_text, metric_title
 
@@ -33,7 +34,6 @@ ADVERSARIES = {
 }
 SERVER_OF_SUMS = "The server, which receives only the sum of a round's updates (type-0)"
 NETWORKS = {
-    "oriented-gradients": "a linear layer on fixed features",
     "linear": "a linear layer",
     "small": "a small network that learns its own features",
     "cnn": "the paper's network for images, which learns its own features",
@@ -49,7 +49,9 @@ def method_name(method: str) -> str:
 
 def network_name(network: str) -> str:
     """A network for people: what it is, where that is known, and its name."""
-    return f"{NETWORKS[network]} ({network})" if network in NETWORKS else f"the network {network}"
+    if network in NETWORKS:
+        return f"{NETWORKS[network]} ({network})"
+    return f"a linear layer on fixed features ({network})" if on_fixed_features(network) else f"the network {network}"
 
 
 def epsilon(value: float | None) -> str:

@@ -22,7 +22,7 @@ from fedcdp.config.presets import Settings
 from fedcdp.data.federation import Federation
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Layout
-from fedcdp.models.features import OrientedGradients, UnitNorm
+from fedcdp.models.image_features import UNIT_FEATURES
 from fedcdp.training.prepared import with_clients_of_file
 
 
@@ -87,7 +87,7 @@ def plan_experiment(
     said = None
     if recipe:
         if not any("learning_rate" in layer.get("plan", {}) for layer in given):
-            on_features = experiment.model.network in default_recipe.FIXED_FEATURES
+            on_features = default_recipe.on_fixed_features(experiment.model.network)
             plan = plan.but(learning_rate=default_recipe.learning_rate(plan, sizes, on_features, experiment.data.task))
         said = default_recipe.describe_recipe(plan, sizes, target.epsilon, target.adversary, target.unit)
     reached = target.reached(plan, population, mode=mode)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def trains_fixed_features(model: nn.Module) -> bool:
     return (
         len(layers) > 1
         and isinstance(layers[-1], nn.Linear)
-        and isinstance(layers[-2], OrientedGradients | UnitNorm)
+        and isinstance(layers[-2], UNIT_FEATURES)
         and not any(parameter.requires_grad for layer in layers[:-1] for parameter in layer.parameters())
     )
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedcdp.accounting.population import Population
 from fedcdp.config import consent
-from fedcdp.config.default_recipe import FIXED_FEATURES
+from fedcdp.config.default_recipe import on_fixed_features
 from fedcdp.config.experiment import DEFAULT_DATASET, DataSettings, Experiment, Scaling, assemble, read_toml
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS, UNEQUAL, Settings
@@ -208,7 +208,7 @@ def _require_named(run: RunDirectory, given: Sequence[Settings]) -> None:
         )
 
 
-_LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3} | dict.fromkeys(FIXED_FEATURES, 1)
+_LAYERS = {"auto": 3, "cnn": 3, "mlp": 3, "cpl": 5, "small": 3}
 
 
 def population_of(
@@ -224,7 +224,8 @@ def population_of(
     if benchmark is None:
         raise PlanError(f"dataset: {data.dataset!r} is not one of {', '.join(BENCHMARKS)}")
     if layers is None:
-        layers = 1 if plan.clip_mode == "flat" else _LAYERS.get(experiment.model.network)
+        network = experiment.model.network
+        layers = 1 if plan.clip_mode == "flat" or on_fixed_features(network) else _LAYERS.get(network)
     if layers is None:
         raise PlanError(f"layers: give the number of layers of {experiment.model.network} with --layers")
     held = records or data.records
