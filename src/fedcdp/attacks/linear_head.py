@@ -25,7 +25,7 @@ from fedcdp.files.tree import Tree
 from fedcdp.models.features import Standardised
 from fedcdp.models.networks import scaling_of
 
-_BATCH = 500
+_BATCH = 100
 _SAME = 1e-4
 
 Link = Literal["softmax", "sigmoid", "identity"]
