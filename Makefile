@@ -55,6 +55,7 @@ integration: .venv/.installed
 INTEGRATED := \
 	'datasets>=4,<5' \
 	'flwr-datasets>=0.6,<0.7' \
+	'kymatio==0.3.0' \
 	'mlflow-skinny>=3,<4' \
 	'opacus==1.6.0' \
 	'peft>=0.18,<1' \
@@ -66,6 +67,7 @@ INTEGRATION_TESTS := \
 	tests/data/test_hugging_face.py \
 	tests/loggers/test_loggers_real.py \
 	tests/models/test_peft.py \
+	tests/models/test_scattering.py \
 	tests/training/test_adoption_opacus.py
 OVER := import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))
 integrations: .venv/.installed

@@ -177,7 +177,9 @@ def test_records_that_are_drawn_at_random_are_read_whenever_they_are(blobs: Data
 
 
 def test_every_preset_that_is_recommended_has_a_linear_head() -> None:
-    for name, shape in (("oriented-gradients", (1, 28, 28)), ("oriented-gradients", (3, 32, 32)), ("linear", (30,))):
+    digits, pictures = (1, 28, 28), (3, 32, 32)
+    cases = [("oriented-gradients", digits), ("oriented-gradients", pictures), ("scattering", digits), ("linear", (30,))]
+    for name, shape in [*cases, ("scattering+oriented-gradients", pictures)]:
         head = find_head(build(name, shape, 10), shape)
         assert head is not None
         assert head.bias is None

@@ -96,6 +96,6 @@ def test_a_network_is_left_whole_where_that_is_unknown_or_not_worth_it(model: nn
 def test_features_that_do_not_fit_into_memory_are_computed_in_every_step(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "_LARGEST", 60 * 5 * 4 - 1)
+    monkeypatch.setattr(frozen, "_room", lambda _: 60 * 5 * 4 - 1)
     whole = network()
     assert split(whole, federation.train.inputs, CPU) == (None, whole)

@@ -220,9 +220,9 @@ def test_a_front_that_costs_nothing_is_not_split_off(trained: bool) -> None:
 
 def test_features_that_do_not_fit_in_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = made(FrozenCnn), images(10)[0]
-    monkeypatch.setattr(frozen, "_LARGEST", 10 * 128 * 4)
+    monkeypatch.setattr(frozen, "_room", lambda _: 10 * 128 * 4)
     assert split(model, inputs, CPU)[0] is not None
-    monkeypatch.setattr(frozen, "_LARGEST", 10 * 128 * 4 - 1)
+    monkeypatch.setattr(frozen, "_room", lambda _: 10 * 128 * 4 - 1)
     assert split(model, inputs, CPU) == (None, model)
 
 

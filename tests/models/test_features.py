@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from fedcdp.engine import BatchedEngine, FunctionalEngine
 from fedcdp.engine.base import Batch
 from fedcdp.models.features import OrientedGradients, PeriodicFeatures, UnitNorm
+from fedcdp.models.image_features import SideBySide
 from fedcdp.models.networks import build, resolve
+from fedcdp.models.scattering import Scattering
 
 SHAPES = [(1, 28, 28), (3, 32, 32)]
 
@@ -36,6 +38,8 @@ def test_a_picture_without_edges_has_features_zero(value: float) -> None:
     [
         OrientedGradients(),
         OrientedGradients(colour=0.5),
+        Scattering(32, 32),
+        SideBySide([Scattering(32, 32), OrientedGradients()]),
         nn.Sequential(nn.Flatten(), UnitNorm()),
         nn.Sequential(nn.Flatten(), PeriodicFeatures()),
     ],
@@ -60,7 +64,16 @@ def test_an_edge_is_seen_in_its_own_direction() -> None:
     assert (OrientedGradients()(rising.mT).view(8, 7, 7).argmax(0) == 2).all()
 
 
-@pytest.mark.parametrize(("network", "shape"), [("oriented-gradients", (1, 28, 28)), ("linear", (9,)), ("periodic", (9,))])
+@pytest.mark.parametrize(
+    ("network", "shape"),
+    [
+        ("oriented-gradients", (1, 28, 28)),
+        ("scattering", (1, 12, 12)),
+        ("scattering+oriented-gradients", (3, 12, 12)),
+        ("linear", (9,)),
+        ("periodic", (9,)),
+    ],
+)
 def test_the_fast_engine_knows_them_and_agrees_with_the_reference(network: str, shape: tuple[int, ...]) -> None:
     model = build(network, shape, 3)
     weights = {name: torch.rand(2, *p.shape) for name, p in model.named_parameters()}
@@ -80,8 +93,9 @@ def test_the_gradient_of_a_linear_layer_on_them_is_no_longer_than_the_distance_o
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_network_can_be_exported_by_tracing(shape: tuple[int, ...]) -> None:
-    model = build("oriented-gradients", shape, 4)
+@pytest.mark.parametrize("network", ["oriented-gradients", "scattering", "scattering+oriented-gradients"])
+def test_the_network_can_be_exported_by_tracing(network: str, shape: tuple[int, ...]) -> None:
+    model = build(network, shape, 4)
     with torch.no_grad():
         model[1].weight.normal_()
     traced = torch.jit.trace(model, images(1, *shape))

@@ -160,10 +160,15 @@ def _likelihood(sighting: Sighting, prior: FeaturePrior, labels: Tensor) -> floa
     rows = coefficients(sighting, means, labels) * sighting.shares[..., None]
     matrix = rows.transpose(1, 2).flatten(0, 1)  # [releases · classes, examples]
     left, values, _ = torch.linalg.svd(matrix, full_matrices=False)
-    away = (seen.flatten(0, 1) - matrix @ means) @ prior.basis
+    away = seen.flatten(0, 1) - matrix @ means
     least = _UNMODELLED * float(seen.square().mean())
     tau = max(float(sighting.deviation.square().mean()), least)
     inside = left.T @ away
+    along, energies = inside @ prior.basis, inside.square().sum(1)
     spread = values.square()[:, None] * prior.variances + tau
-    outside = float(away.square().sum() - inside.square().sum()) / tau
-    return -0.5 * (float(spread.log().sum() + (inside.square() / spread).sum()) + outside)
+    surprise = float(spread.log().sum() + (along.square() / spread).sum())
+    surprise += float(away.square().sum() - energies.sum()) / tau
+    if prior.others:
+        rest = values.square() * prior.rest + tau
+        surprise += float((prior.others * rest.log() + (energies - along.square().sum(1)) / rest).sum())
+    return -0.5 * surprise

@@ -109,8 +109,12 @@ def _likeliest(sighting: Sighting, prior: FeaturePrior) -> Solved:
 
 def _density(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor) -> float:
     """−2 log of the posterior density, up to a constant."""
-    away = (features - prior.typical(labels)) @ prior.basis
-    return _misfit(sighting, features, labels) + float((away.square() / prior.variances).sum())
+    away = features - prior.typical(labels)
+    along = away @ prior.basis
+    unlikely = float((along.square() / prior.variances).sum())
+    if prior.others:
+        unlikely += float(away.square().sum() - along.square().sum()) / prior.rest
+    return _misfit(sighting, features, labels) + unlikely
 
 
 def _without_classes(sighting: Sighting, prior: FeaturePrior, noisy: bool) -> Solved:
@@ -259,11 +263,11 @@ def _step(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Ten
     wanted = (sighting.seen[..., :size] / scale).flatten(0, 1)
     means = prior.typical(labels)
     values, vectors = torch.linalg.eigh(matrix.T @ matrix)
-    if noisy:
-        precision = 1 / prior.variances
-    else:  # the prior only determines what the releases leave undetermined
+    precision, elsewhere = 1 / prior.variances, 1 / prior.rest
+    if not noisy:  # the prior only determines what the releases leave undetermined
         finite = torch.where(prior.variances.isfinite(), prior.variances, 1.0)
-        precision = _TINY * float(values.max()) * float(finite.max()) / finite
-    turned = vectors.T @ ((matrix.T @ (wanted - matrix @ means)) @ prior.basis)
-    found: Tensor = means + vectors @ (turned / (values.clamp(min=0)[:, None] + precision)) @ prior.basis.T
+        least = _TINY * float(values.max()) * float(finite.max())
+        precision, elsewhere = least / finite, least / prior.rest
+    turned, values = vectors.T @ (matrix.T @ (wanted - matrix @ means)), values.clamp(min=0)[:, None]
+    found: Tensor = means + vectors @ prior.weighted(turned, 1 / (values + precision), 1 / (values + elsewhere))
     return found

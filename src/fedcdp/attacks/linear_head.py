@@ -25,7 +25,7 @@ from fedcdp.files.tree import Tree
 from fedcdp.models.features import Standardised
 from fedcdp.models.networks import scaling_of
 
-_BATCH = 500
+_BATCH = 100
 _SAME = 1e-4
 
 Link = Literal["softmax", "sigmoid", "identity"]
@@ -139,6 +139,7 @@ def _is_last(head: LinearHead, shape: tuple[int, ...]) -> bool:
 _LEAST_SPREAD = 1e-4  # of the largest variance: no direction is treated as impossible
 _RIDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # relative to the sum of variances; chosen on held-out examples
 _FEWEST = 20
+_MOST = 4000  # public examples, where each has more features than this: their products would take minutes and gigabytes
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,11 @@ class FeaturePrior:
     means: Tensor
     """[classes, D]."""
     basis: Tensor
-    """[D, D]: the eigenvectors of the covariance within a class, as columns."""
+    """[D, axes]: the eigenvectors of the covariance within a class, as columns, without those of variance `rest`."""
     variances: Tensor
-    """[D]: its eigenvalues, none of them nearly zero."""
+    """[axes]: its eigenvalues."""
+    rest: float
+    """The variance in every other direction: small, because public examples do not vary there, but not zero."""
     length: float | None
     """The median norm of features; None if nothing is known."""
     input_means: Tensor
@@ -168,25 +171,38 @@ class FeaturePrior:
         plain = _are_inputs(head, shape)
         if public is not None:
             public = _without(public, victims)
+        if public is not None and min(len(public), size) > _MOST:
+            public = public.take(torch.arange(_MOST) * len(public) // _MOST)
         if public is None or len(public) < _FEWEST:
             if not plain:
                 raise DataError(f"public: linear-head needs {_FEWEST} public examples to turn features into inputs")
             nothing = torch.zeros(head.classes, size, dtype=torch.float64)
             flat = torch.full((size,), torch.inf, dtype=torch.float64)
             basis = torch.eye(size, dtype=torch.float64)
-            return FeaturePrior(nothing, basis, flat, None, nothing, None, shape, scaling_of(head.network))
+            return FeaturePrior(nothing, basis, flat, torch.inf, None, nothing, None, shape, scaling_of(head.network))
         features, inputs = head.features(public.tensor), public.tensor.flatten(1).double()
         groups = groups_of(public.targets, head.classes)
         means, centred = _by_class(features, groups, head.classes)
         input_means, centred_inputs = _by_class(inputs, groups, head.classes)
-        variances, basis = torch.linalg.eigh(centred.T @ centred / len(centred))
-        least = _LEAST_SPREAD * float(variances.max())
+        variances, basis = _axes(centred)
+        rest = max(_LEAST_SPREAD * float(variances.max()), 1e-12)
+        kept = variances > rest
         length = float(features.norm(dim=1).quantile(0.5))
         inverse = None if plain else _ridge(centred, centred_inputs)
         return FeaturePrior(
-            means, basis, variances.clamp(min=max(least, 1e-12)), length, input_means, inverse, shape,
-            scaling_of(head.network),
+            means, basis[:, kept], variances[kept], rest, length, input_means, inverse, shape, scaling_of(head.network),
         )  # fmt: skip
+
+    @property
+    def others(self) -> int:
+        """Number of directions of variance `rest`."""
+        return len(self.basis) - len(self.variances)
+
+    def weighted(self, rows: Tensor, along: Tensor, elsewhere: Tensor) -> Tensor:
+        """Rows [n, D], multiplied by `along` [n, axes] along each axis, and by `elsewhere` [n, 1] in other directions."""
+        inside = rows @ self.basis
+        found = (inside * along) @ self.basis.T
+        return found + (rows - inside @ self.basis.T) * elsewhere if self.others else found
 
     def inputs(self, features: Tensor, labels: Tensor) -> Tensor:
         """The most likely inputs [n, *shape] for features [n, D] with these targets [n, ...]."""
@@ -229,20 +245,33 @@ def _by_class(values: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Te
     return means, values - means[targets]
 
 
+def _axes(centred: Tensor) -> tuple[Tensor, Tensor]:
+    """Variances along the principal axes of rows [n, D], and the axes as columns; at most n of them if n < D."""
+    if len(centred) >= centred.shape[1]:
+        variances, basis = torch.linalg.eigh(centred.T @ centred / len(centred))
+        return variances, basis
+    variances, mixtures = torch.linalg.eigh(centred @ centred.T / len(centred))
+    return variances, centred.T @ mixtures / (variances.clamp(min=1e-300) * len(centred)).sqrt()
+
+
 def _ridge(features: Tensor, inputs: Tensor) -> Tensor:
     """Linear regression of inputs on features, with the ridge that performs best on a held-out fifth of the examples."""
     held_out = torch.arange(len(features)) % 5 == 0
-    grams, products = zip(
-        *((features[some].T @ features[some], features[some].T @ inputs[some]) for some in (~held_out, held_out)),
-        strict=True,
-    )
+    wide = len(features) < features.shape[1]
 
-    def fitted(gram: Tensor, product: Tensor, ridge: float) -> Tensor:
+    def products(some: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrix to invert, and the right-hand side: by features, or by examples if there are fewer of them."""
+        rows = features[some]
+        return (rows @ rows.T, inputs[some]) if wide else (rows.T @ rows, rows.T @ inputs[some])
+
+    def fitted(gram: Tensor, wanted: Tensor, rows: Tensor, ridge: float) -> Tensor:
         more = torch.eye(len(gram), dtype=gram.dtype) * (ridge * float(gram.trace()) + 1e-12)
-        solution: Tensor = torch.linalg.solve(gram + more, product)
-        return solution
+        solution: Tensor = torch.linalg.solve(gram + more, wanted)
+        return rows.T @ solution if wide else solution
+
+    some, kept = products(~held_out), features[~held_out]
 
     def error(ridge: float) -> float:
-        return float((features[held_out] @ fitted(grams[0], products[0], ridge) - inputs[held_out]).square().mean())
+        return float((features[held_out] @ fitted(*some, kept, ridge) - inputs[held_out]).square().mean())
 
-    return fitted(grams[0] + grams[1], products[0] + products[1], min(_RIDGES, key=error))
+    return fitted(*products(torch.ones_like(held_out)), features, min(_RIDGES, key=error))

@@ -329,15 +329,25 @@ def scores_among_others(sighting: Sighting, prior: FeaturePrior, batch: Tensor, 
     spread = classes * counts.double().sqrt()
     values, vectors = torch.linalg.eigh(spread.T @ spread)
     inside = spread @ vectors / values.clamp(min=_LEAST).sqrt()  # an orthonormal basis of the subspace that the others span
-    shrink = 1 / tau - 1 / (tau + values.clamp(min=0)[:, None] * prior.variances)  # [present, D]
+    values = values.clamp(min=0)[:, None]
     # The candidate replaces one unknown example of its class: the expected observation moves by a_x f_x − a_y μ_y.
-    mine, typical = columns(features, labels), columns(prior.means[labels], labels)
-    along, back = features @ prior.basis, prior.means[labels] @ prior.basis
-    left = left @ prior.basis
-    inner = ((mine.T @ left) * along).sum(1) - ((typical.T @ left) * back).sum(1)
-    cross = (mine * typical).sum(0) * (along * back).sum(1)
-    squared = mine.square().sum(0) * along.square().sum(1) + typical.square().sum(0) * back.square().sum(1) - 2 * cross
-    projected = (inside.T @ mine).T[:, :, None] * along[:, None] - (inside.T @ typical).T[:, :, None] * back[:, None]
-    shared = (projected * shrink * (inside.T @ left)).sum((1, 2)) - (projected.square() * shrink).sum((1, 2)) / 2
+    means = prior.means[labels]
+    mine, typical = columns(features, labels), columns(means, labels)
+    inner = ((mine.T @ left) * features).sum(1) - ((typical.T @ left) * means).sum(1)
+    cross = (mine * typical).sum(0) * (features * means).sum(1)
+    squared = mine.square().sum(0) * features.square().sum(1) + typical.square().sum(0) * means.square().sum(1) - 2 * cross
+    gains, losses, left = (inside.T @ mine).T, (inside.T @ typical).T, inside.T @ left
+
+    def explained(new: Tensor, old: Tensor, observed: Tensor, shrink: Tensor) -> Tensor:
+        """What the others explain of the move, along axes on which they take the share `shrink` [present, axes]."""
+        linear = gains * (new @ (shrink * observed).T) - losses * (old @ (shrink * observed).T)
+        square = gains.square() * (new.square() @ shrink.T) + losses.square() * (old.square() @ shrink.T)
+        found: Tensor = (linear - square / 2 + gains * losses * ((new * old) @ shrink.T)).sum(1)
+        return found
+
+    shrink = 1 / tau - 1 / (tau + values * prior.variances)
+    rest = 1 / tau - 1 / (tau + values * prior.rest) if prior.others else torch.zeros_like(values)
+    shared = explained(features @ prior.basis, means @ prior.basis, left @ prior.basis, shrink - rest)
+    shared = shared + explained(features, means, left, rest.expand_as(left))
     scores: Tensor = (inner - squared / 2) / tau - shared
     return scores

@@ -12,17 +12,18 @@ The rest of the network keeps the names of its tensors, so its trained tensors f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedcdp.engine.batched import one_by_one
 from fedcdp.engine.traced import cut, size_of_features
 from fedcdp.files.tree import Inputs, each_tensor, first_tensor
 
-_LARGEST = 2 * 2**30  # bytes of features; larger ones are not kept but recomputed in every step
-_BATCH = 500
+_ALWAYS = 2 * 2**30  # bytes of features that are kept on any machine
+_BATCH = 100  # examples; larger batches take longer on a CPU, whose caches they exceed
+_ALONE = ""  # the name of features that have none
 _FREE = (nn.Flatten, nn.Identity)  # cost nothing, so a front of these alone is not split off
 
 
@@ -37,7 +38,7 @@ def split(network: nn.Module, inputs: Inputs, device: torch.device) -> tuple[nn.
     if found is None:
         return None, network
     front, rest, features = found
-    if size_of_features(features, len(first_tensor(inputs))) > _LARGEST:
+    if size_of_features(features, len(first_tensor(inputs))) > _room(device):
         return None, network
     return front, rest
 
@@ -80,12 +81,25 @@ def through(front: nn.Module | None, inputs: Inputs, device: torch.device) -> In
     """The features of the inputs on the device, computed a few at a time; without layers, the inputs themselves."""
     if front is None:
         return each_tensor(inputs, lambda value: value.to(device))
-    found = [front(some) for some in _batches(inputs, device)]
-    if isinstance(found[0], dict):
-        return {name: torch.cat([each[name] for each in found]) for name in found[0]}
-    return torch.cat(found)
+    examples = len(first_tensor(inputs))
+    whole: dict[str, Tensor] = {}  # filled in place: a list of parts and their concatenation would take twice the memory
+    for start in range(0, max(1, examples), _BATCH):
+        some = slice(start, start + _BATCH)
+        features = front(each_tensor(inputs, lambda value: value[some].to(device)))  # noqa: B023
+        for name, value in _named(features).items():
+            whole.setdefault(name, value.new_empty(examples, *value.shape[1:]))[some] = value
+    return whole if isinstance(features, dict) else whole[_ALONE]
 
 
-def _batches(inputs: Inputs, device: torch.device) -> Iterator[Inputs]:
-    for start in range(0, max(1, len(first_tensor(inputs))), _BATCH):
-        yield each_tensor(inputs, lambda value: value[start : start + _BATCH].to(device))  # noqa: B023
+def _named(features: Inputs) -> dict[str, Tensor]:
+    return features if isinstance(features, dict) else {_ALONE: features}
+
+
+def _room(device: torch.device) -> int:
+    """Most bytes of features that are kept: a quarter of the device's memory. Larger ones are recomputed in every step."""
+    memory = 0
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(_ALWAYS, memory // 4)

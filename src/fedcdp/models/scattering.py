@@ -62,7 +62,8 @@ class Scattering(nn.Module):
         self.height, self.width, self.groups = height, width, groups
         sides = padded(height), padded(width)
         self.register_buffer("fine", wavelets(*sides, spread=0.8, frequency=0.75 * math.pi))
-        self.register_buffer("coarse", wavelets(*sides, spread=1.6, frequency=0.375 * math.pi))
+        # Divided by 4: the spectrum of every second pixel is a mean of four (`_halved`).
+        self.register_buffer("coarse", wavelets(*sides, spread=1.6, frequency=0.375 * math.pi) / 4)
         for name, side in zip(("rows", "columns"), sides, strict=True):
             self.register_buffer(name, window(side))
             self.register_buffer(f"coarse_{name}", window(side, halved=True))
@@ -73,8 +74,8 @@ class Scattering(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """The features of each image."""
-        maps = self.maps(images).flatten(1, 2)
-        return unit(F.group_norm(maps, self.groups).flatten(1))
+        grouped = self.maps(images).flatten(1).unflatten(1, (self.groups, -1))
+        return unit(F.layer_norm(grouped, grouped.shape[2:]).flatten(1))
 
     def maps(self, images: Tensor) -> Tensor:
         """The coefficients [examples, channels, 81, height // 4, width // 4], not normalised; the order is kymatio's."""
@@ -82,16 +83,16 @@ class Scattering(nn.Module):
         bordered = F.pad(images, (left, right, above, below), mode="reflect")[:, :, None]
         spectrum = torch.fft.fft2(bordered)
         fine = torch.fft.ifft2(spectrum * self.fine).abs()
-        coarse = torch.fft.ifft2(_halved(spectrum * self.coarse)).abs()
-        both = [torch.fft.ifft2(_halved(torch.fft.fft2(each) * self.coarse)).abs() for each in fine.split(1, dim=2)]
-        last = torch.cat([coarse, *both], dim=2)
-        return torch.cat(
-            [
-                self.rows @ torch.cat([bordered, fine], dim=2) @ self.columns.mT,
-                self.coarse_rows @ last @ self.coarse_columns.mT,
-            ],
-            dim=2,
-        )
+        found = [self.rows @ torch.cat([bordered, fine], dim=2) @ self.columns.mT, self._coarse(spectrum)]
+        # One orientation after the other: all at once would need eight times the memory, and no less time.
+        found += [self._coarse(torch.fft.fft2(each)) for each in fine.split(1, dim=2)]
+        return torch.cat(found, dim=2)
+
+    def _coarse(self, spectrum: Tensor) -> Tensor:
+        """The eight maps of the coarse scale, from the spectrum [examples, channels, 1, ...] of an image or a map."""
+        waves = torch.fft.ifft2(_halved(spectrum, self.coarse))
+        averaged: Tensor = self.coarse_rows @ waves.abs() @ self.coarse_columns.mT
+        return averaged
 
 
 def padded(side: int) -> int:
@@ -143,12 +144,17 @@ def _borders(side: int) -> tuple[int, int]:
     return missing // 2, missing - missing // 2
 
 
-def _halved(spectrum: Tensor) -> Tensor:
-    """The spectrum of an image from that of one of twice its height and width, of which it keeps every second pixel."""
-    height, width = (side // 2 for side in spectrum.shape[-2:])
-    return spectrum.view(*spectrum.shape[:-2], 2, height, 2, width).mean((-4, -2))
+def _halved(spectrum: Tensor, wavelets: Tensor) -> Tensor:
+    """4 times the spectrum of every second pixel, in both directions, of images that are convolved with the wavelets."""
+    height, width = (side // 2 for side in wavelets.shape[-2:])
+    upper, lower = (spectrum[..., some, :] * wavelets[..., some, :] for some in (slice(height), slice(height, None)))
+    rows = upper + lower
+    return rows[..., :width] + rows[..., width:]
 
 
 def _rounded(values: Tensor) -> Tensor:
-    """Round to numbers that float32 holds exactly, so the result does not depend on the machine's functions."""
-    return (torch.round(values * _PRECISION) / _PRECISION).float()
+    """Round to numbers that float32 holds exactly, so the result does not depend on the machine's functions.
+
+    A zero has no sign: adding 0 turns −0 into 0.
+    """
+    return (torch.round(values * _PRECISION) / _PRECISION + 0.0).float()
