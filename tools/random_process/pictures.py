@@ -7,7 +7,9 @@ networks, random functions of the coordinates, and noise with a random spectrum.
 
 from __future__ import annotations
 
+import itertools
 import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,7 +66,7 @@ def _network(count: int, draws: Draws) -> Tensor:
     """What a random convolutional network makes of random vectors: all pictures of a call share its weights."""
     channels = (48, 48, 32, 24, 16)
     values = draws.normal(count, channels[0], 4, 4)
-    for before, after in zip(channels[:-1], channels[1:], strict=True):
+    for before, after in itertools.pairwise(channels):
         values = F.interpolate(values, scale_factor=2, mode="bilinear")
         values = F.conv2d(F.pad(values, (1, 1, 1, 1), mode="reflect"), _oriented(after, before, draws))
         values = values + draws.uniform(0, 1, count, 1, 1, 1).square() * draws.normal(*values.shape)

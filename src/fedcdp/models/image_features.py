@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fedcdp.errors import ModelError
-from fedcdp.models.features import OrientedGradients, PeriodicFeatures, Standardised, UnitNorm
+from fedcdp.models.features import OrientedGradients, PeriodicFeatures, Standardised, UnitNorm, unit
+from fedcdp.models.random_process import RandomProcess
 from fedcdp.models.scattering import Scattering
 
 
@@ -35,7 +36,22 @@ class SideBySide(nn.Module):
         return torch.cat([part(inputs) for part in self.parts], dim=1) / math.sqrt(len(self.parts))
 
 
-UNIT_FEATURES: tuple[type[nn.Module], ...] = (OrientedGradients, Scattering, SideBySide, UnitNorm)
+class Mirrored(nn.Module):
+    """The mean of an image's features and those of its mirror image, divided by its norm.
+
+    Photographs show the same things mirrored. With this layer an example teaches about both, and has one sensitivity.
+    """
+
+    def __init__(self, features: OrientedGradients) -> None:
+        super().__init__()
+        self.features = features
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The features of each image [examples, channels, height, width]."""
+        return unit(self.features(images) + self.features(images.flip(3)))
+
+
+UNIT_FEATURES: tuple[type[nn.Module], ...] = (OrientedGradients, Mirrored, RandomProcess, Scattering, SideBySide, UnitNorm)
 """Layers of fixed features whose norm is at most 1."""
 FIXED = (*UNIT_FEATURES, PeriodicFeatures, Standardised)
 """Layers with nothing to train and no randomness, whose output for an example is a function of that example alone."""
@@ -46,8 +62,14 @@ def _oriented_gradients(shape: tuple[int, int, int]) -> nn.Module:
     return OrientedGradients(stride=8, reach=8, colour=0.7) if shape[0] == 3 else OrientedGradients()
 
 
+def _mirrored_gradients(shape: tuple[int, int, int]) -> nn.Module:
+    return Mirrored(OrientedGradients(colour=0.7 if shape[0] == 3 else 0.0))
+
+
 IMAGE_FEATURES: dict[str, Callable[[tuple[int, int, int]], nn.Module]] = {
     "oriented-gradients": _oriented_gradients,
+    "mirrored-gradients": _mirrored_gradients,
+    "random-process": lambda shape: RandomProcess(channels=shape[0]),
     "scattering": lambda shape: Scattering(height=shape[1], width=shape[2]),
 }
 """For each name: the features of norm at most 1 of images [channels, height, width]."""
