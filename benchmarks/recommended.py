@@ -1,15 +1,11 @@
-"""The recommended presets: their tuning, and their accuracy.
+"""The recommended presets: their accuracy, what their ingredients contribute, and the paper's network beside them.
 
-    python benchmarks/recommended.py tune --datasets mnist        # settings tried on a fifth of the training split
-    python benchmarks/recommended.py run                          # every preset, three seeds, on the validation split
-    python benchmarks/recommended.py table > results/recommended.md
+    python -m benchmarks.recommended run                          # every preset, three seeds, on the validation split
+    python -m benchmarks.recommended table > results/recommended.md
 
 All of it runs on a CPU; `--device cuda` is faster. Results are stored in results/recommended.json, and stored results are
-not computed again. The noise of a tuning setting comes from the closed form of a Gaussian mechanism (a record is used once
-per round, at a known step), so no accountant is needed. The accountant checks the presets' own noise in
-tests/config/test_recommended.py.
-
-Tuning uses the training split alone. No ε covers the search; docs/recommended.md lists its other caveats.
+not computed again. `benchmarks.preset_search` found the settings, on a fifth of the training split. The accountant checks
+the presets' noise in tests/config/test_recommended.py.
 """
 
 from __future__ import annotations
@@ -19,19 +15,18 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.clean_tree import clean_commit
 from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.plan import Plan
-from fedcdp.config.presets import FEDERATIONS, FOUND, RECOMMENDED, Settings, preset
+from fedcdp.config.presets import RECOMMENDED, Settings, preset
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.engine.frozen import split, through
 from fedcdp.mechanism.randomness import numpy_generator
@@ -44,41 +39,6 @@ DELTA = 1e-5
 SEEDS = (0, 1, 2)
 FIFTHS = {"cancer": 20, "lfw": 3}
 SPLITS = {"cancer": 10}  # with 143 validation records each: one split says little
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Settings to try, in all combinations."""
-
-    rounds: tuple[int, ...]
-    clips: tuple[float, ...]
-    steps: tuple[float, ...]
-    """Learning rate times clip bound: the most that a round moves the weights."""
-    ema: float = 0.8
-
-    def __iter__(self) -> Iterator[dict[str, float]]:
-        for rounds, clip, step in product(self.rounds, self.clips, self.steps):
-            yield {"rounds": rounds, "clip": clip, "learning_rate": step / clip, "ema": self.ema}
-
-
-# Less noise allows more rounds and larger total movement.
-GRIDS = {
-    ("mnist", 1): Grid((20, 40), (0.1, 0.25), (40.0, 80.0)),
-    ("mnist", 2): Grid((40, 80), (0.1, 0.25), (40.0, 80.0)),
-    ("mnist", 8): Grid((80, 160), (0.1, 0.25), (40.0, 80.0, 160.0)),
-    ("cifar10", 1): Grid((20, 40), (0.25, 0.5), (10.0, 20.0, 40.0)),
-    ("cifar10", 2): Grid((40, 80), (0.25, 0.5), (20.0, 40.0, 80.0)),
-    ("cifar10", 8): Grid((40, 80, 160), (0.25, 0.5), (80.0, 160.0, 320.0)),
-    ("lfw", 1): Grid((10, 20, 40), (0.25, 0.5), (5.0, 10.0, 20.0)),
-    ("lfw", 2): Grid((20, 40), (0.25, 0.5), (10.0, 20.0, 40.0)),
-    ("lfw", 8): Grid((40, 80), (0.25, 0.5), (40.0, 80.0, 160.0)),
-    ("adult", 1): Grid((20, 40, 80), (0.25, 0.5), (10.0, 20.0, 40.0)),
-    ("adult", 2): Grid((40, 80), (0.25, 0.5), (10.0, 20.0, 40.0, 80.0)),
-    ("adult", 8): Grid((40, 80, 160), (0.25, 0.5), (20.0, 40.0, 80.0, 160.0)),
-    ("cancer", 1): Grid((5, 10, 20), (0.25, 0.5, 1.0), (1.0, 2.0, 4.0), ema=0.5),
-    ("cancer", 2): Grid((5, 10, 20), (0.25, 0.5, 1.0), (1.0, 2.0, 4.0, 8.0), ema=0.5),
-    ("cancer", 8): Grid((10, 20, 40), (0.25, 0.5, 1.0), (2.0, 4.0, 8.0, 16.0), ema=0.5),
-}
 
 
 @dataclass(frozen=True)
@@ -109,7 +69,7 @@ class Row:
 
 def rows() -> list[Row]:
     """All rows. Rows with another mechanism have their noise from `fedcdp calibrate`."""
-    found = [Row("recommended", "recommended", name) for name in RECOMMENDED if "-sum-" not in name]  # sum_presets.py
+    found = [Row("sum" if chosen.on_sum else "recommended", "recommended", name) for name, chosen in RECOMMENDED.items()]
     found += [Row("recommended", "dealt out at random", f"mnist-eps{e}", {"data": {"partition": "iid"}}) for e in (1, 2, 8)]
     clean = {"method": "nonprivate", "noise_multiplier": 0.0, "rounds": 100}
     rates = {
@@ -121,7 +81,7 @@ def rows() -> list[Row]:
     }
     found += [Row("non-private", "non-private", f"{dataset}-eps8", {"plan": clean}, rates[dataset]) for dataset in rates]
     ablation = partial(Row, "ablation", preset="mnist-eps1")
-    rate, clip, rounds = (RECOMMENDED["mnist-eps1"][1].__dict__[name] for name in ("learning_rate", "clip", "rounds"))
+    rate, clip, rounds = (getattr(RECOMMENDED["mnist-eps1"].found, name) for name in ("learning_rate", "clip", "rounds"))
     step = rate * clip
     found += [
         ablation(
@@ -129,10 +89,11 @@ def rows() -> list[Row]:
         ),
         ablation("clip bound 1", changes={"plan": {"clip": 1.0}}, rates=(step / 4, step / 2, step)),
         ablation("no moving average", changes={"plan": {"ema": 0.0}}, rates=(rate / 4, rate / 2, rate)),
+        ablation("no momentum", changes={"plan": {"server_optimizer": "sgd"}}, rates=(2.5 * rate, 5 * rate, 10 * rate)),
         ablation(
             "ten local steps in a tenth of the rounds",
-            changes={"plan": {"local_steps": 10, "rounds": rounds // 10, "ema": 0.0}},
-            rates=(rate / 64, rate / 16, rate / 4),
+            changes={"plan": {"local_steps": 10, "rounds": rounds // 10, "ema": 0.0, "server_optimizer": "sgd"}},
+            rates=(rate / 16, rate / 4, rate),
         ),
         ablation(
             "the paper's batch: 5 records, 100 local steps, half of the clients, 100 rounds",
@@ -143,7 +104,13 @@ def rows() -> list[Row]:
             "the paper's network (tanh, clipped at once at 1), 100 rounds",
             changes={
                 "model": {"network": "cnn", "activation": "tanh"},
-                "plan": {"clip_mode": "flat", "clip": 1.0, "rounds": 100, "noise_multiplier": 1.6695, "ema": 0.9},
+                "plan": {
+                    "clip_mode": "flat",
+                    "clip": 1.0,
+                    "rounds": 100,
+                    "noise_multiplier": 1.6695,
+                    "server_optimizer": "sgd",
+                },
             },
             rates=(0.5, 1.0, 2.0),
             needs_gpu=True,
@@ -167,6 +134,7 @@ PAPERS_BATCH = {
     "per_round": 50,
     "rounds": 100,
     "ema": 0.9,
+    "server_optimizer": "sgd",
 }
 
 
@@ -233,20 +201,6 @@ def accuracy(experiment: Experiment, device: str, tuning: bool) -> float:
     return run.accuracy
 
 
-def tried(dataset: str, epsilon: float, setting: dict[str, Any], device: str) -> float:
-    """Accuracy of one setting on the held-out fifth.
-
-    For a small dataset it is the mean over several fifths, because one is too small to distinguish settings.
-    """
-    federated = FEDERATIONS[dataset]
-    sigma = multiplier(epsilon, setting["rounds"], federated.records)
-    scores = []
-    for seed in range(FIFTHS.get(dataset, 1)):
-        changes = {"plan": setting | {"noise_multiplier": sigma, "seed": seed}}
-        scores.append(accuracy(assemble(federated.settings(FOUND["mnist"][0]), changes), device, tuning=True))
-    return statistics.mean(scores)
-
-
 class Kept:
     """Results in a file, by key; known results are not computed again."""
 
@@ -265,19 +219,7 @@ class Kept:
         return part[key]
 
 
-def tune(datasets: list[str], epsilons: list[float], device: str, kept: Kept) -> None:
-    """Try every setting of the grids, and print the best of each."""
-    for dataset, epsilon in product(datasets, epsilons):
-        scores = {}
-        for setting in GRIDS[dataset, round(epsilon)]:
-            words = " ".join(f"{name}={value:g}" for name, value in setting.items())
-            key = f"{dataset} eps={epsilon:g} {words}"
-            scores[words] = kept.get("tuning", key, partial(tried, dataset, epsilon, setting, device))
-        for words, score in sorted(scores.items(), key=lambda pair: -pair[1])[:5]:
-            print(f"best of {dataset} at eps {epsilon:g}: {score:.4f} {words}")
-
-
-def finish(row: Row, device: str) -> dict[str, Any]:
+def finish(row: Row, device: str, commit: str) -> dict[str, Any]:
     """A row's accuracy on the validation split, with several seeds, and its ε if accounting is installed."""
     started = time.perf_counter()
     tuned = {rate: accuracy(row.experiment(learning_rate=rate), device, tuning=True) for rate in row.rates}
@@ -289,20 +231,25 @@ def finish(row: Row, device: str) -> dict[str, Any]:
         "name": row.name,
         "tuning": tuned,
         "plan": row.experiment(**chosen).plan.written(),
+        "network": row.experiment().model.network,
         "accuracies": accuracies,
+        "mean": statistics.mean(accuracies),
+        "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        "command": f"python -m benchmarks.recommended run --device {device}",
+        "commit": commit,
         "seconds": round(time.perf_counter() - started, 1),
         "hardware": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU, one thread",
     }
 
 
-def run_all(datasets: list[str], sections: list[str], device: str, deadline: float, kept: Kept) -> None:
+def run_all(datasets: list[str], sections: list[str], device: str, commit: str, deadline: float, kept: Kept) -> None:
     """Every row that is not known yet; rows that need a GPU only run on one. No row is started after the deadline."""
     for row in sorted(rows(), key=lambda row: "10k" in row.preset):  # ten thousand clients take the longest
         if time.time() > deadline:
             return
         wanted = row.preset.partition("-")[0] in datasets and row.section in sections
         if wanted and (device.startswith("cuda") or not row.needs_gpu):
-            kept.get("rows", row.key, partial(finish, row, device))
+            kept.get("rows", row.key, partial(finish, row, device, commit))
 
 
 def epsilons_of(row: Row) -> dict[str, float]:
@@ -319,7 +266,8 @@ def markdown(known: dict[str, Any]) -> str:
     """The tables as Markdown."""
     lines: list[str] = []
     titles = {
-        "recommended": "Recommended presets",
+        "recommended": "Recommended presets: the server reads each update",
+        "sum": "Recommended presets: the server reads the sum",
         "non-private": "The same networks without privacy",
         "ablation": "mnist-eps1, one ingredient at a time taken away (the noise always for the same ε)",
         "baseline": "The paper's network and batch, tuned, at the same ε",
@@ -353,22 +301,23 @@ def _spread(accuracies: list[float]) -> str:
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("tune", "run", "table"))
+    parser.add_argument("command", choices=("run", "table"))
     parser.add_argument("--datasets", default="mnist,cifar10,lfw,adult,cancer", help="comma separated")
-    parser.add_argument("--epsilons", default="1,2,8", help="comma separated, for tune")
-    parser.add_argument("--sections", default="recommended,non-private,ablation,baseline", help="comma separated, for run")
+    parser.add_argument(
+        "--sections", default="recommended,sum,non-private,ablation,baseline", help="comma separated, for run"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--minutes", type=float, default=1e6, help="start no further row after this time; run again to continue"
     )
+    parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     torch.set_num_threads(1)
     datasets, kept = given.datasets.split(","), Kept(given.out)
-    if given.command == "tune":
-        tune(datasets, [float(each) for each in given.epsilons.split(",")], given.device, kept)
-    elif given.command == "run":
-        run_all(datasets, given.sections.split(","), given.device, time.time() + 60 * given.minutes, kept)
+    if given.command == "run":
+        commit, deadline = given.commit or clean_commit(), time.time() + 60 * given.minutes
+        run_all(datasets, given.sections.split(","), given.device, commit, deadline, kept)
     else:
         print(markdown(kept.known))
 

@@ -28,7 +28,15 @@ from fedcdp.config.presets import FEDERATIONS, Settings, WholeSettings, populati
 
 TARGET_EPSILON = 8.0
 """The ε that the noise is calibrated to where none is given."""
-FIXED_FEATURES = ("fixed-features", "oriented-gradients", "scattering", "periodic", "linear")
+FIXED_FEATURES = (
+    "fixed-features",
+    "linear",
+    "mirrored-gradients",
+    "oriented-gradients",
+    "periodic",
+    "random-process",
+    "scattering",
+)
 """Networks that train one linear layer on fixed features of norm 1."""
 
 _CHOOSES_A_PLAN = {"noise", "noise_multiplier", "local_steps", "batch_size", "slots"}

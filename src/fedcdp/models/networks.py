@@ -23,7 +23,8 @@ from fedcdp.models.features import PeriodicFeatures, Standardised, UnitNorm
 from fedcdp.models.image_features import IMAGE_FEATURES, image_features
 
 NetworkName = Literal[
-    "auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "scattering", "periodic", "fixed-features"
+    "auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "mirrored-gradients", "scattering",
+    "random-process", "periodic", "fixed-features",
 ]  # fmt: skip
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
