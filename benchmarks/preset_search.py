@@ -233,7 +233,7 @@ def show_best(stored: dict[str, dict[str, float]]) -> None:
         for words in sorted(tried, key=lambda each: -tried[each])[:3]:
             rounds, clip, rate = (float(word.partition("=")[2]) for word in words.split())
             sigma = math.ceil(multiplier(epsilon, int(rounds), records) * 1e4) / 1e4
-            print(f"{key}: {tried[words]:.4f} Found({epsilon:g}, {rounds:g}, {clip:g}, {sigma:g}, {rate:g})")
+            print(f"{key}: {tried[words]:.4f} Found({epsilon:g}, {rounds:g}, {clip:g}, {sigma:.4f}, {rate:g})")
 
 
 def main() -> None:

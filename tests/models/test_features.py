@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedcdp.engine import BatchedEngine, FunctionalEngine
 from fedcdp.engine.base import Batch
 from fedcdp.models.features import OrientedGradients, PeriodicFeatures, UnitNorm
-from fedcdp.models.image_features import SideBySide
+from fedcdp.models.image_features import Mirrored, SideBySide
 from fedcdp.models.networks import build, resolve
 from fedcdp.models.scattering import Scattering
 
@@ -40,6 +40,7 @@ def test_a_picture_without_edges_has_features_zero(value: float) -> None:
         OrientedGradients(colour=0.5),
         Scattering(32, 32),
         SideBySide([Scattering(32, 32), OrientedGradients()]),
+        Mirrored(OrientedGradients(colour=0.7)),
         nn.Sequential(nn.Flatten(), UnitNorm()),
         nn.Sequential(nn.Flatten(), PeriodicFeatures()),
     ],
@@ -48,6 +49,12 @@ def test_the_features_of_an_example_do_not_depend_on_the_others(layer: nn.Module
     batch = images(5, 3, 32, 32)
     alone = torch.cat([layer(each[None]) for each in batch])
     assert torch.allclose(layer(batch), alone, atol=1e-6)
+
+
+def test_mirrored_features_are_those_of_the_mirror_image_and_of_norm_one() -> None:
+    layer, batch = Mirrored(OrientedGradients(colour=0.7)), images(4, 3, 32, 32)
+    assert torch.allclose(layer(batch), layer(batch.flip(3)), atol=1e-6)
+    assert torch.allclose(layer(batch).norm(dim=1), torch.ones(4), atol=1e-5)
 
 
 def test_nothing_is_trained_and_the_constants_are_exact_binary_fractions() -> None:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from fedcdp.config.plan import Plan
+from fedcdp.engine.runtime import listening
 from fedcdp.training.metrics import main_figure, metric_text, metric_title
 from fedcdp.training.rundir import Row
 
@@ -26,6 +27,7 @@ Report = Callable[[Row], None]
 console = Console(stderr=True)
 stdout = Console()
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, without a terminal
+_SECONDS_WITHOUT_BAR = 2.0  # work that ends sooner shows none
 
 
 @contextmanager
@@ -65,6 +67,37 @@ def _round_facts(row: Row, plan: Plan, epsilon_after: Callable[[int], str]) -> l
     main = main_figure(row)
     parts = [f"round {row['round']}/{plan.rounds}", "" if main is None else f"{metric_title(main[0])} {figure(main[1])}"]
     return [part for part in (*parts, epsilon_after(row["round"])) if part]
+
+
+@contextmanager
+def preparation(quiet: bool) -> Iterator[None]:
+    """Progress of work before the first round that lasts longer than a few seconds, such as the features of all examples."""
+    bar = Progress(TextColumn("[bold]{task.description}"), BarColumn(), TimeRemainingColumn(), console=console)
+    began, show = 0.0, _lines_of_progress("")
+
+    def in_lines(name: str, done: int, total: int) -> None:
+        nonlocal show
+        show = show if done else _lines_of_progress(name)
+        show(done, total)
+
+    def in_a_bar(name: str, done: int, total: int) -> None:
+        nonlocal began, show
+        began = began if done else time.monotonic()
+        late = time.monotonic() - began > _SECONDS_WITHOUT_BAR
+        if done < total and late:
+            if not bar.live.is_started:
+                bar.start()
+                show = _bar_of_progress(name, bar)
+            show(done, total)
+        elif done >= total and bar.live.is_started:
+            show(done, total)
+            bar.stop()
+
+    with listening(None if quiet else in_a_bar if console.is_terminal else in_lines):
+        try:
+            yield
+        finally:
+            bar.stop()
 
 
 @contextmanager

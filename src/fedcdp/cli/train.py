@@ -182,11 +182,14 @@ def _say_how_it_was_planned(planned: Planned) -> None:
 def _train(experiment: Experiment, prepared: Prepared, budget: Budget, out: Path, *, resume: bool, quiet: bool) -> Run:
     done = RunDirectory(out).rounds_done() if resume else 0
     try:
-        with terminal.training_progress(experiment.plan, quiet, done, budget.shown_after) as progress:
+        training = terminal.training_progress(experiment.plan, quiet, done, budget.shown_after)
+        with terminal.preparation(quiet), training as progress:
             return train_experiment(
                 experiment, out, resume=resume, prepared=prepared, budget=budget.allows, progress=progress
             )
     except KeyboardInterrupt:
+        if not RunDirectory(out).config.is_file():
+            raise StoppedError(f"stopped before the first round; {out} was not created") from None
         raise StoppedError(f"stopped; fedcdp train --resume --out {out} resumes after the last complete round") from None
     except StorageError as error:
         if not RunDirectory(out).config.is_file():

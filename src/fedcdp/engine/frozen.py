@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcdp.engine.batched import one_by_one
+from fedcdp.engine.runtime import report_work, stop_if_asked
 from fedcdp.engine.traced import cut, size_of_features
 from fedcdp.files.tree import Inputs, each_tensor, first_tensor
 
@@ -84,10 +85,13 @@ def through(front: nn.Module | None, inputs: Inputs, device: torch.device) -> In
     examples = len(first_tensor(inputs))
     whole: dict[str, Tensor] = {}  # filled in place: a list of parts and their concatenation would take twice the memory
     for start in range(0, max(1, examples), _BATCH):
+        stop_if_asked()
+        report_work("features", start, examples)
         some = slice(start, start + _BATCH)
         features = front(each_tensor(inputs, lambda value: value[some].to(device)))  # noqa: B023
         for name, value in _named(features).items():
             whole.setdefault(name, value.new_empty(examples, *value.shape[1:]))[some] = value
+    report_work("features", examples, examples)
     return whole if isinstance(features, dict) else whole[_ALONE]
 
 

@@ -5,6 +5,7 @@
 - Precision: `products` chooses how exactly a GPU multiplies matrices.
 - Interrupts: Ctrl-C takes effect at a safe point (`stop_if_asked`), never inside a function transformed by torch, which
   must not be interrupted half-way.
+- Progress: work that may last minutes before the first round calls `report_work`; `listening` says who hears of it.
 - Memory: `clients_within_budget` bounds how many clients are trained at once, by an upper estimate for one client.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -101,6 +103,26 @@ def stop_if_asked() -> None:
     if _asked.is_set():
         _asked.clear()
         raise KeyboardInterrupt
+
+
+Listener = Callable[[str, int, int], None]
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Pass the progress of long work (its name, done, total) to a listener."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def report_work(name: str, done: int, total: int) -> None:
+    """Report how much of a piece of work is done."""
+    if (listener := _listener.get()) is not None:
+        listener(name, done, total)
 
 
 BUDGET = {"cpu": 2**29, "cuda": 8 * 2**30}  # bytes for all clients that are trained at once
