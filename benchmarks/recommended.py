@@ -28,9 +28,10 @@ from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import RECOMMENDED, Settings, preset
 from fedcdp.data.dataset import Dataset, Splits
-from fedcdp.engine.frozen import split, through
+from fedcdp.engine.frozen import split
 from fedcdp.mechanism.randomness import numpy_generator
 from fedcdp.models.networks import build, prepare
+from fedcdp.training.feature_cache import features_of
 from fedcdp.training.prepared import deal_out, load_splits, network_of
 from fedcdp.training.simulate import simulate
 
@@ -172,7 +173,7 @@ def featured(dataset: str, split_seed: int, network: str, device: str) -> tuple[
     front, rest = split(whole, splits.train.inputs, torch.device(device))
 
     def seen(data: Dataset) -> Dataset:
-        return replace(data, inputs=through(front, data.inputs, torch.device(device)))
+        return replace(data, inputs=features_of(front, data, torch.device(device)))
 
     seen_splits = replace(splits, train=seen(splits.train), validation=seen(splits.validation), test=None)
     return seen_splits, rest if front is not None else None

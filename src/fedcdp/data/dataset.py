@@ -56,6 +56,8 @@ class Dataset:
     """What is predicted."""
     target_range: tuple[float, float] | None = None
     """The public range [low, high], in the target's own unit, that was mapped to −1 … 1; None: targets are unscaled."""
+    benchmark: str | None = field(default=None, repr=False)
+    """The name of the public dataset that `load` read; None: any other data."""
 
     def __post_init__(self) -> None:
         for name, given in (("inputs", tensors_in(self.inputs)), ("targets", [self.targets])):
@@ -146,3 +148,9 @@ class Splits:
         for part, owners in ((self.train, self.owners), (self.validation, self.validation_owners)):
             if owners is not None and owners.shape != (len(part),):
                 raise DataError(f"owners has shape {owners.shape} for {len(part)} records: each record needs one client")
+
+    def of_benchmark(self) -> Splits:
+        """The same splits, marked as those of the public dataset that they are named after."""
+        train, validation = (replace(part, benchmark=self.name) for part in (self.train, self.validation))
+        test = None if self.test is None else replace(self.test, benchmark=self.name)
+        return replace(self, train=train, validation=validation, test=test)

@@ -83,4 +83,4 @@ def load(
     storage = Storage.choose(data_dir, download=download, quiet=quiet)
     if name in _TABLES:
         return _TABLES[name](storage, split_seed, scaling)
-    return DATASETS[name](storage, split_seed)
+    return DATASETS[name](storage, split_seed).of_benchmark()

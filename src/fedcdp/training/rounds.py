@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.engine.frozen import through
 from fedcdp.engine.runtime import clients_within_budget, wait
 from fedcdp.files.tree import each_tensor, repeat
 from fedcdp.mechanism.noise import noise_of
@@ -30,6 +29,7 @@ from fedcdp.methods import METHODS, Moment
 from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
 from fedcdp.methods.quantile import clip_rule
 from fedcdp.training.evaluation import evaluate
+from fedcdp.training.feature_cache import features_of
 from fedcdp.training.local_engines import Examples, LocalEngine, StepwiseEngine, usual_chunk
 from fedcdp.training.rundir import Row, State
 
@@ -42,10 +42,10 @@ class ClientData:
     def __init__(self, federation: Federation, plan: Plan, device: torch.device, front: nn.Module | None = None) -> None:
         """With `front`, the data are the outputs of those layers."""
         self.federation, self.plan, self.device = federation, plan, device
-        self.examples = Examples(through(front, federation.train.inputs, device), federation.train.targets.to(device))
+        self.examples = Examples(features_of(front, federation.train, device), federation.train.targets.to(device))
         self.validation = federation.validation
         if front is not None and self.validation is not None:
-            self.validation = replace(self.validation, inputs=through(front, self.validation.inputs, device))
+            self.validation = replace(self.validation, inputs=features_of(front, self.validation, device))
         # The draws are as secret as the noise: nobody has their seed, not even a resumed run, which draws afresh. Releasing
         # the same records twice under fresh noise would reveal more than two releases of random records.
         self.draws = plan.but(seed=secrets.randbits(62)) if plan.secure_noise and plan.private else plan
