@@ -173,6 +173,18 @@ def test_records_that_are_drawn_at_random_are_read_whenever_they_are(blobs: Data
     assert row["feature_error_median"] < 1e-5
 
 
+@pytest.mark.parametrize("name", ["scattering", "scattering+oriented-gradients"])
+def test_digits_are_recognised_by_their_scattering_features(name: str) -> None:
+    digits = fedcdp.load("mnist5k").train
+    few = digits.take(torch.randperm(len(digits), generator=torch.Generator().manual_seed(1))[:404])
+    few = Dataset(F.avg_pool2d(few.tensor, 2), few.targets, 10)
+    public = few.take(torch.arange(4, 404))
+    federation = fedcdp.partition(few.take(torch.arange(4)), clients=4, scheme="iid", validation=public)
+    row = attacked(plan_of(per_round=4), model=build(name, few.shape, 10), federation=federation).summary()
+    assert row["feature_error_median"] < 1e-5
+    assert row["identified_rate"] == 1
+
+
 # What is a linear head, and what is not -------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from fedcdp.models.features import OrientedGradients, PeriodicFeatures, UnitNorm
 from fedcdp.models.image_features import Mirrored, SideBySide
 from fedcdp.models.networks import build, resolve
 from fedcdp.models.scattering import Scattering
+from fedcdp.training.export import export_model
 
 SHAPES = [(1, 28, 28), (3, 32, 32)]
 
@@ -107,6 +110,23 @@ def test_the_network_can_be_exported_by_tracing(network: str, shape: tuple[int, 
         model[1].weight.normal_()
     traced = torch.jit.trace(model, images(1, *shape))
     assert torch.allclose(traced(images(3, *shape)), model(images(3, *shape)), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_network_can_be_exported_to_onnx(shape: tuple[int, ...], tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    model = build("scattering+oriented-gradients", shape, 4)
+    with torch.no_grad():
+        model[1].weight.normal_(generator=torch.Generator().manual_seed(1))
+        expected = model(images(3, *shape))
+    written = export_model("onnx", tmp_path / "model.onnx", model=model, inputs=images(1, *shape), metrics=[], settings={})
+    program = ReferenceEvaluator(str(written))
+    found = program.run(None, {program.input_names[0]: images(3, *shape).numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-4, rtol=1e-4)
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from fedcdp.config.plan import MethodName
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.grant import Grant, Reservation, most_participations, wanted_participations
 from fedcdp.deploy.protocol.policy import ClientPolicy, Facts, effective_noise
-from fedcdp.deploy.protocol.task import Task
+from fedcdp.deploy.protocol.task import Task, constants_of
 from fedcdp.errors import FedcdpError, PlanError, PolicyError, RefusedError, TaskError
+from fedcdp.models.networks import build
 from tests.support.ledgers import written_by_0_1_0
 from tests.support.small_task import TENSORS, task
 
@@ -384,3 +385,16 @@ def test_secure_aggregation_and_seeded_noise_are_not_deployed() -> None:
         task(secure_aggregation=True)
     with pytest.raises(FedcdpError, match="operating system"):
         replace(task(), reproducible=True)
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "digest"),
+    [
+        ("oriented-gradients", (3, 32, 32), "d892590995d577752f16c1afa39fe761"),
+        ("scattering", (1, 28, 28), "0db6052f0f4190858a30e5fb6716fd33"),
+        ("scattering+oriented-gradients", (3, 32, 32), "fedfe9a642a5e31bfebd46d0b24ace1c"),
+    ],
+)
+def test_every_machine_holds_the_same_constants_of_fixed_features(network: str, shape: tuple[int, ...], digest: str) -> None:
+    """A client declines a task whose constants have another digest than its own."""
+    assert constants_of(build(network, shape, 10)) == digest
