@@ -24,6 +24,13 @@ from benchmarks.private_clients import Clients, LocalTraining
 from fedcdp.files.tree import Tree
 
 
+class _Records(TensorDataset):
+    """Records that a loader fetches batch by batch rather than one by one."""
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, ...]]:
+        return list(zip(*(each[numbers].unbind() for each in self.tensors), strict=True))
+
+
 class OpacusClient:
     """One client: its private network, optimiser and loader, made once and kept over the rounds."""
 
@@ -31,7 +38,7 @@ class OpacusClient:
         warnings.filterwarnings("ignore")  # Opacus warns of noise that is not cryptographic, and of its own hooks
         size = -(-len(targets) // setting.batches)
         chosen = torch.Generator().manual_seed(seed)
-        loader = DataLoader(TensorDataset(inputs, targets), batch_size=size, generator=chosen)
+        loader = DataLoader(_Records(inputs, targets), batch_size=size, generator=chosen)
         model = copy.deepcopy(network)
         self.engine = PrivacyEngine()
         self.model, self.optimizer, self.loader = self.engine.make_private(

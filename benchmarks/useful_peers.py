@@ -2,7 +2,7 @@
 
     python -m benchmarks.useful_peers run --device cuda                        # presets, and the peers' own networks
     python -m benchmarks.useful_peers run --device cuda --features             # the peers on the presets' fixed features
-    python -m benchmarks.useful_peers opacus                                   # needs opacus: one run with Opacus itself
+    python -m benchmarks.useful_peers opacus --features --datasets mnist       # needs opacus: the same with Opacus itself
     python -m benchmarks.useful_peers account                                  # needs dp-accounting: ε of every stored row
     python -m benchmarks.useful_peers noise                                    # needs dp-accounting: prints `NOISE`
     python -m benchmarks.useful_peers run --quick                              # a sample on embedded digits, in seconds
@@ -57,7 +57,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -197,40 +197,39 @@ class Cell:
         noise, share = sigma(self.epsilon, tried["batches"], tried["rounds"]), PERSONAL_SHARE * (self.method == "privatefl")
         return LocalTraining(noise_multiplier=noise, personal_rate=share * tried["learning_rate"], **tried)
 
-    def splits(self, device: str) -> tuple[Splits, Callable[[int], nn.Module]]:
-        """The data as the trained layers read them, and the trained layers by the seed."""
-        if self.features is not None:
-            splits, layers = featured(self.dataset, 0, self.features, device)
-            if layers is None:
-                raise SystemExit(f"--features {self.features}: the network has no fixed features")
-            return _scaled(splits, 0.0, 1 / _FEATURE_SCALE), lambda _: layers
-        network = NETWORKS[self.dataset]
-        return _scaled(splits_of(self.dataset, 0), network.centre, network.width), network.build
-
     def peers(self, seed: int, device: str, tuning: bool) -> tuple[PrivateClients, torch.Tensor, torch.Tensor]:
         """The clients before their first round, and the records on which they are scored."""
-        federated, (splits, build) = _FEDERATIONS[self.dataset], self.splits(device)
+        federated, (splits, build) = _FEDERATIONS[self.dataset], data_of(self.dataset, self.features, device)
         clients = federated.clients
         if tuning:
             splits, clients = for_tuning(splits, seed), clients * 4 // 5
-        dealt = partition(
-            splits, clients=clients, scheme=federated.partition, records=federated.records, seed=seed
-        )  # fmt: skip
+        dealt = partition(splits, clients=clients, scheme=federated.partition, records=federated.records, seed=seed)
         table = torch.from_numpy(dealt.table(range(clients))[0])
-        inputs, targets = (each.to(device)[table.to(device)] for each in (splits.train.tensor, splits.train.targets))
         made = PrivateClients(
             build(seed).to(device),
-            Clients(inputs, targets),
+            Clients(splits.train.tensor[table], splits.train.targets[table].to(device)),
             personal=self.method == "privatefl",
             seed=seed,
             at_once=_AT_ONCE[torch.device(device).type],
         )
-        return made, splits.validation.tensor.to(device), splits.validation.targets.to(device)
+        return made, splits.validation.tensor, splits.validation.targets.to(device)
 
 
-def _scaled(splits: Splits, centre: float, width: float) -> Splits:
+@cache
+def data_of(dataset: str, features: str | None, device: str) -> tuple[Splits, Callable[[int], nn.Module]]:
+    """The data as the trained layers read them, with all inputs on the device, and the trained layers by the seed."""
+    if features is not None:
+        splits, layers = featured(dataset, 0, features, device)
+        if layers is None:
+            raise SystemExit(f"--features {features}: the network has no fixed features")
+        return _scaled(splits, 0.0, 1 / _FEATURE_SCALE, device), lambda _: layers
+    network = NETWORKS[dataset]
+    return _scaled(splits_of(dataset, 0), network.centre, network.width, device), network.build
+
+
+def _scaled(splits: Splits, centre: float, width: float, device: str) -> Splits:
     def of(data: Dataset) -> Dataset:
-        return replace(data, inputs=(data.tensor - centre) / width)
+        return replace(data, inputs=(data.tensor.to(device) - centre) / width)
 
     return replace(splits, train=of(splits.train), validation=of(splits.validation))
 
@@ -254,7 +253,7 @@ def best_of(scores: dict[str, float]) -> str:
     return max((name for name in _PERSONAL if name in scores), key=lambda name: scores[name])
 
 
-def finish(cell: Cell, seeds: tuple[int, ...], origin: dict[str, str], device: str) -> dict[str, Any]:
+def finish(cell: Cell, seeds: list[int], origin: dict[str, str], device: str) -> dict[str, Any]:
     """Try the grid on the tuning split, then train the best setting with each seed and score it on the validation split."""
     started = time.perf_counter()
     tried: list[tuple[LocalTraining, dict[str, float]]] = []
@@ -277,7 +276,7 @@ def finish(cell: Cell, seeds: tuple[int, ...], origin: dict[str, str], device: s
         "network": cell.features or NETWORKS[cell.dataset].name,
         "setting": asdict(setting),
         "score": score,
-        "seeds": list(seeds),
+        "seeds": seeds,
         "accuracies": accuracies,
         **_mean_and_spread(accuracies),
         "scores": {name: _mean_and_spread([each[name] for each in finals]) for name in finals[0]},
@@ -311,6 +310,11 @@ def finish_preset(name: str, origin: dict[str, str], device: str) -> dict[str, A
     }
 
 
+def features_of(given: argparse.Namespace, dataset: str) -> str | None:
+    """The network whose fixed features the peers use, or None if they train networks of their own."""
+    return _FEDERATIONS[dataset].network if given.features == "preset" else given.features
+
+
 def run_all(given: argparse.Namespace, origin: dict[str, str], kept: Kept) -> None:
     """Every cell and preset that is not known yet. Nothing is started after the deadline."""
     deadline = time.time() + given.seconds
@@ -320,8 +324,7 @@ def run_all(given: argparse.Namespace, origin: dict[str, str], kept: Kept) -> No
                 names = [name for name in (f"{dataset}-eps{epsilon}", f"{dataset}-sum-eps{epsilon}") if name in RECOMMENDED]
                 work = {name: partial(finish_preset, name, origin, given.device) for name in names}
             else:
-                features = _FEDERATIONS[dataset].network if given.features == "preset" else given.features
-                cell = Cell(dataset, epsilon, method, features)
+                cell = Cell(dataset, epsilon, method, features_of(given, dataset))
                 work = {cell.key: partial(finish, cell, given.seeds, origin, given.device)}
             for key, compute in work.items():
                 if time.time() > deadline:
@@ -330,24 +333,29 @@ def run_all(given: argparse.Namespace, origin: dict[str, str], kept: Kept) -> No
 
 
 def compare_with_opacus(given: argparse.Namespace, origin: dict[str, str], kept: Kept) -> None:
-    """The setting that was chosen for plain Opacus clients, trained by Opacus itself next to the batched program."""
+    """The settings that were chosen for plain Opacus clients, trained by Opacus itself, next to the batched program."""
     from benchmarks.opacus_clients import train_with_opacus
 
     for dataset, epsilon in product(given.datasets, given.epsilons):
-        cell = Cell(dataset, epsilon, "opacus", None)
-        setting = LocalTraining(**kept.known["rows"][cell.key]["setting"])
+        cell = Cell(dataset, epsilon, "opacus", features_of(given, dataset))
+        row = kept.known["rows"][cell.key]
 
-        def compute(cell: Cell = cell, setting: LocalTraining = setting) -> dict[str, Any]:
-            started, seed = time.perf_counter(), given.seeds[0]
-            peers, inputs, targets = cell.peers(seed, given.device, tuning=False)
-            trained, epsilon_of_opacus = train_with_opacus(peers.network, peers.clients, setting, seed)
-            peers.shared = {name: weight.detach() for name, weight in trained.named_parameters()}
+        def compute(cell: Cell = cell, row: dict[str, Any] = row) -> dict[str, Any]:
+            started, accuracies, epsilons = time.perf_counter(), [], []
+            for seed in given.seeds:
+                peers, inputs, targets = cell.peers(seed, given.device, tuning=False)
+                setting = LocalTraining(**row["setting"])
+                trained, epsilon = train_with_opacus(peers.network, peers.clients, setting, seed)
+                peers.shared = {name: weight.detach() for name, weight in trained.named_parameters()}
+                accuracies.append(peers.scores(inputs, targets)["shared"])
+                epsilons.append(epsilon)
             return {
-                "setting": asdict(setting),
-                "seed": seed,
-                "accuracy": peers.scores(inputs, targets)["shared"],
-                "batched": kept.known["rows"][cell.key]["accuracies"],
-                "epsilon_of_opacus": epsilon_of_opacus,
+                "setting": row["setting"],
+                "seeds": given.seeds,
+                "accuracies": accuracies,
+                **_mean_and_spread(accuracies),
+                "batched": row["accuracies"],
+                "epsilon_by_opacus": max(epsilons),
                 "seconds": round(time.perf_counter() - started, 1),
                 **origin,
             }
@@ -406,12 +414,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after so many")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
-    parser.add_argument("--quick", action="store_true", help="one small setting of each peer on embedded digits, one seed")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--quick", action="store_true", help="one small setting of each peer on embedded digits")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
-    given.seeds = SEEDS
     if given.quick:
-        given.datasets, given.epsilons, given.methods, given.features, given.seeds = [_QUICK], [8], METHODS, "preset", (0,)
+        given.datasets, given.epsilons, given.methods, given.features = [_QUICK], [8], METHODS, "preset"
     if given.what == "noise":
         print_noise()
         return
