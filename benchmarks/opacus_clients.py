@@ -39,11 +39,11 @@ class OpacusClient:
         size = -(-len(targets) // setting.batches)
         chosen = torch.Generator().manual_seed(seed)
         loader = DataLoader(_Records(inputs, targets), batch_size=size, generator=chosen)
-        model = copy.deepcopy(network)
+        self.network = copy.deepcopy(network)
         self.engine = PrivacyEngine()
         self.model, self.optimizer, self.loader = self.engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=setting.learning_rate),
+            module=self.network,
+            optimizer=torch.optim.SGD(self.network.parameters(), lr=setting.learning_rate),
             data_loader=loader,
             noise_multiplier=setting.noise_multiplier,
             max_grad_norm=setting.clip,
@@ -53,10 +53,10 @@ class OpacusClient:
 
     def epoch(self, shared: Tree) -> Tree:
         """Train on one epoch of Poisson batches from the shared network; returns the client's network."""
-        self.model._module.load_state_dict(shared)
+        self.network.load_state_dict(shared)
         for inputs, targets in self.loader:
             self.step(inputs, targets)
-        return {name: weight.detach().clone() for name, weight in self.model._module.named_parameters()}
+        return {name: weight.detach().clone() for name, weight in self.network.named_parameters()}
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """One private step."""

@@ -51,11 +51,11 @@ def test_a_step_without_noise_is_opacus_step(name: str, personal: bool, clip: fl
     together = PrivateClients(network, data, personal=personal, seed=0, at_once=100)
     whole = nn.Sequential(Transformation(shape), *copy.deepcopy(network)) if personal else network
     client = OpacusClient(whole, data.inputs[0], data.targets[0], setting, seed=0)
-    before = names_of(copy.deepcopy(client.model._module), personal)
+    before = names_of(copy.deepcopy(client.network), personal)
     client.step(data.inputs[0], data.targets[0])
     together.train(setting)
     after = together.shared | {key: value[0] for key, value in together.personal.items()}
-    expected = names_of(client.model._module, personal)
+    expected = names_of(client.network, personal)
     assert set(after) == set(expected)
     moved = torch.cat([(expected[key] - before[key]).flatten() for key in expected]).norm()
     assert moved > 1e-3  # far more than the tolerance
