@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.private_clients import Clients, LocalTraining, PrivateClients, Transformation
-from benchmarks.useful_peers import NOISE, opacus_cifar10_network, opacus_mnist_network
+from benchmarks.useful_peers import NOISE, opacus_mnist_network, tanh_cnn
 
 pytest.importorskip("opacus")
 
@@ -19,7 +19,7 @@ from benchmarks.opacus_clients import OpacusClient, train_with_opacus
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-IMAGES = {"mnist": (opacus_mnist_network, (1, 28, 28)), "cifar10": (opacus_cifar10_network, (3, 32, 32))}
+IMAGES = {"mnist": (opacus_mnist_network, (1, 28, 28)), "cifar10": (tanh_cnn, (3, 32, 32))}
 
 
 def records(clients: int, count: int, shape: tuple[int, ...]) -> Clients:
