@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums lint types security audit-dependencies check docs wheel clean
+.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -64,17 +64,21 @@ INTEGRATED := \
 	'transformers>=5,<6' \
 	'wandb>=0.21,<1'
 INTEGRATION_TESTS := \
+	tests/benchmarks/test_opacus_clients.py \
 	tests/data/test_hugging_face.py \
 	tests/loggers/test_loggers_real.py \
 	tests/models/test_peft.py \
 	tests/models/test_scattering.py \
 	tests/training/test_adoption_opacus.py
 OVER := import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))
-integrations: .venv/.installed
+build/integrations/.installed: .venv/.installed
 	$(BIN)/python -m venv build/integrations
 	$(BIN)/python -c '$(OVER)' > "$$(build/integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth"
 	grep '^torch==' constraints.txt > build/torch.txt  # their own pins of other packages differ
 	build/integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint build/torch.txt $(INTEGRATED)
+	touch $@
+
+integrations: build/integrations/.installed
 	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest $(INTEGRATION_TESTS)
 	OMP_NUM_THREADS=1 build/integrations/bin/python -m pytest tests/docs/test_tutorials.py -m slow -k 'python or coming-from-opacus'
 
@@ -115,6 +119,14 @@ fuzz: .venv/.installed
 SEQUENCES ?= 10000
 sums: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.sums --out results/reliability/masked_sums.json
+
+# Accuracy of the presets, of plain Opacus clients and of PrivateFL under the same rules; made for a GPU, some minutes there.
+# Then Opacus itself on the same settings, and the accountant's ε of every row.
+peers: build/integrations/.installed
+	build/integrations/bin/python -m benchmarks.useful_peers run --device $(DEVICE)
+	build/integrations/bin/python -m benchmarks.useful_peers run --device $(DEVICE) --features --methods opacus privatefl
+	build/integrations/bin/python -m benchmarks.useful_peers opacus --device $(DEVICE) --features --datasets mnist
+	build/integrations/bin/python -m benchmarks.useful_peers account
 
 rogue: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.rogue --sequences $(SEQUENCES) --out results/reliability/rogue_server.json

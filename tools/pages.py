@@ -14,6 +14,7 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `percent(SOURCE, digits=0)` | a hundred times the value |
 | `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
 | `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
+| `{% if measured(FILE) %}` … `{% endif %}` | a part that appears once `results/FILE` exists |
 
 A SOURCE is `FILE.json / step / step …`, a value in `results/FILE.json`, or `account OPTIONS / adversary / unit`, the ε
 that `fedcdp account OPTIONS` prints (for `zero-out`, unless a relation follows). A step is a key, `[key=value; key=value]`
@@ -64,7 +65,9 @@ def source_of(page: Path) -> Path:
 def render(text: str) -> str:
     """Render a template's text."""
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals.update(figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table)
+    environment.globals.update(
+        figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table, measured=measured
+    )
     return environment.from_string(text).render()
 
 
@@ -94,6 +97,11 @@ def bench_table(file: str, section: str) -> str:
     """The table of one section of a result file of `fedcdp bench`, with its machine."""
     content = bench_results(ROOT / "results" / file)
     return markdown(content | {"sections": {section: content["sections"][section]}}).strip()
+
+
+def measured(file: str) -> bool:
+    """Whether a result file exists."""
+    return (ROOT / "results" / file).exists()
 
 
 @cache
