@@ -65,7 +65,7 @@ def test_a_site_without_a_plan_uses_the_recipe_for_sums(tmp_path: Path) -> None:
     assert {name: getattr(plan, name) for name in recipe} == recipe
     assert 3.99 < state(plan, population).row("server").epsilon <= 4
     policy = ClientPolicy.read(Site(tmp_path / "site").node(1).policy)
-    assert policy.epsilon > 4, "a client charges each of two attempts"
+    assert policy.epsilon > 4, "with room for rounds that are tried again"
 
 
 def test_a_chosen_plan_keeps_its_noise_on_the_sum() -> None:
