@@ -11,6 +11,7 @@ import pytest
 from fedcdp.config.default_recipe import (
     FIXED_FEATURES,
     describe_recipe,
+    for_sizes,
     learning_rate,
     on_fixed_features,
     plan_settings,
@@ -103,6 +104,27 @@ def test_it_is_the_mechanism_of_the_recommended_presets() -> None:
     assert plan.per_round == used().data.clients == 100
 
 
+SUMMED: Settings = {"plan": {"secure_aggregation": True}}
+
+
+def test_with_secure_aggregation_it_is_that_of_the_presets_for_sums() -> None:
+    plan = used(SUMMED).plan
+    for name in (name for name in RECOMMENDED if "-sum-" in name):
+        recommended = assemble(preset(name)).plan
+        for field in ("method", "local_steps", "record_sampling", "noise", "client_sampling", "secure_aggregation",
+                      "colluders", "server_optimizer", "server_momentum", "ema"):  # fmt: skip
+            assert getattr(plan, field) == getattr(recommended, field)
+    assert (plan.rounds, plan.clip_mode, plan.per_round) == (100, "flat", 100)
+
+
+def test_settings_for_sums_give_way_to_what_is_given() -> None:
+    plan = used(SUMMED, {"plan": {"rounds": 7, "colluders": 3, "server_optimizer": "sgd"}}).plan
+    assert (plan.rounds, plan.colluders, plan.server_optimizer, plan.ema) == (7, 3, "sgd", 0.5)
+    assert used(SUMMED, {"data": {"clients": 2}}).plan.colluders == 0
+    assert used(SUMMED, {"plan": {"per_round": 2}}).plan.colluders == 0
+    assert used({"plan": {"secure_aggregation": False}}).plan == used().plan
+
+
 @pytest.mark.parametrize("dataset", ["mnist5k", "mnist", "cifar10", "lfw", "adult", "cancer"])
 def test_a_dataset_is_dealt_out_disjointly(dataset: str) -> None:
     from fedcdp.training.prepared import population_of
@@ -139,8 +161,8 @@ def test_an_activation_is_for_the_papers_network() -> None:
 # The learning rate ----------------------------------------------------------------------------------------------------
 
 
-def calibrated(**changes: Any) -> Plan:
-    return Plan(**(plan_settings(10) | {"batch_size": 50, "noise_multiplier": 1.0} | changes))
+def calibrated(*, sums: bool = False, **changes: Any) -> Plan:
+    return Plan(**(plan_settings(10, sums=sums) | {"batch_size": 50, "noise_multiplier": 1.0} | changes))
 
 
 def test_the_noise_of_all_rounds_moves_a_weight_by_two() -> None:
@@ -148,6 +170,32 @@ def test_the_noise_of_all_rounds_moves_a_weight_by_two() -> None:
     rate = learning_rate(plan, [50] * 10, on_fixed_features=True)
     each_round = rate * plan.noise_multiplier * 0.1 * math.sqrt(50) / 50 / math.sqrt(10)
     assert each_round * math.sqrt(plan.rounds) == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize("rounds", [5, 100])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])
+def test_with_momentum_it_does_so_as_well(rounds: int, kept: float) -> None:
+    plan = calibrated(sums=True, rounds=rounds, noise_multiplier=200.0, server_momentum=kept)
+    rate = learning_rate(plan, [50] * 10, on_fixed_features=True)
+    on_mean = rate * plan.noise_multiplier * 0.1 * math.sqrt(10 / 9) / 500  # nine of the ten shares are the plan's noise
+    squares = 0.0
+    for first in range(rounds):  # how far the noise of one round moves the last model
+        squares += (on_mean * sum(kept**power for power in range(rounds - first))) ** 2
+    assert math.sqrt(squares) == pytest.approx(2.0, rel=0.01)
+
+
+def test_with_momentum_the_step_is_bounded_where_it_ends_up() -> None:
+    quiet = calibrated(sums=True, noise_multiplier=1e-3)
+    assert learning_rate(quiet, [50] * 10, True) == 80  # times the clip bound 0.1, over 1 − 0.9: as far as without it
+    assert learning_rate(quiet.but(rounds=10), [50] * 10, True) == 80
+
+
+def test_for_sums_all_records_weigh_the_same_already() -> None:
+    plan = for_sizes(calibrated(sums=True), [20, 80])
+    assert (plan.batch_size, plan.weighting, plan.noise_slots) == (80, "equal", "all")
+    plan = plan.but(noise_multiplier=20.0)
+    assert learning_rate(plan, [20, 80], True) == learning_rate(plan, [50, 50], True)
+    assert learning_rate(plan.but(mean_records=25.0), [20, 80], True) == learning_rate(plan, [25, 25], True)
 
 
 def test_other_networks_move_a_tenth_as_far() -> None:
@@ -191,6 +239,14 @@ def test_the_line_says_what_is_used() -> None:
     assert said == (
         "No plan given: using the recommended recipe for ε = 8 against the server (1 local step on all 50 records, "
         "flat clip 0.1, noise multiplier 1, learning rate 40, 40 rounds)"
+    )
+
+
+@pytest.mark.parametrize(("colluders", "said"), [(0, "no colluders"), (1, "at most 1 colluder"), (2, "at most 2 colluders")])
+def test_the_line_says_whose_noise_counts(colluders: int, said: str) -> None:
+    plan = calibrated(sums=True, colluders=colluders, learning_rate=40)
+    assert describe_recipe(plan, [50], 8.0, "server", "record").endswith(
+        f"noise multiplier 1 on the sum of all clients, {said}, learning rate 40, server momentum 0.9, 100 rounds)"
     )
 
 

@@ -1,15 +1,23 @@
-"""Secure sums over real processes and TLS: five nodes, one of which is killed in a round and comes back."""
+"""Secure sums over real processes and TLS: nodes that give the simulator's model, and one that is killed in a round."""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedcdp.config.presets import Settings
-from tests.support.flower_site import HAS_FLOWER, RunningSite, wait_until
+from tests.support.flower_site import (
+    HAS_FLOWER,
+    REPRODUCIBLE,
+    RunningSite,
+    largest_difference,
+    simulated,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 
@@ -18,6 +26,15 @@ SUM: Settings = {
     "plan": {"rounds": 8, "secure_aggregation": True, "noise_multiplier": 1.0, "learning_rate": 0.05, "batch_size": 40},
 }
 _REFUSED_SECONDS = 65.0  # Flower considers a killed node connected for a minute
+
+
+def test_under_a_published_seed_nodes_give_the_simulators_model(tmp_path: Path) -> None:
+    with RunningSite(tmp_path / "site", SUM, REPRODUCIBLE, {"plan": {"rounds": 3}}, nodes=3) as site:
+        site.start_all()
+        assert site.finish(site.start_job()) == "finished:completed"
+        wanted = site.experiment
+        alone = replace(wanted, run=replace(wanted.run, chunk=1))  # the shapes of a client's own matrix products
+        assert largest_difference(site.model(), simulated(alone)) == 0
 
 
 def test_a_node_that_dies_in_a_round_costs_an_attempt_and_comes_back(tmp_path: Path) -> None:

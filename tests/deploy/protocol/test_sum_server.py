@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tests.deploy.protocol.test_sum_client import published
 from tests.support.local_grid import Killed, LocalGrid, settings
 from tests.support.sum_nodes import MEMBERS, sum_experiment, sum_nodes
 
+Settings = dict[str, Any]
 HOW = {"min_cohort": 3, "min_clients": 3}
 QUICK = [(12, "after", False), (17, "before", True)]
 MESSAGES = MEMBERS * (1 + 1 + 3)  # to subscribe, to pass on keys, and three rounds
@@ -53,17 +56,28 @@ def clients_of(base: Path) -> list[int]:
     return [int(row["clients"]) for row in RunDirectory(base / "run").read_metrics()]
 
 
-@pytest.mark.slow
-def test_a_reproducible_run_gives_the_simulators_model(tmp_path: Path) -> None:
-    simulated = train_experiment(sum_experiment(), None, quiet=True).model.state_dict()
+AVERAGED: Settings = {"server_optimizer": "momentum", "server_momentum": 0.9, "ema": 0.9}
+SAME: list[tuple[Settings, int | None]] = [
+    ({}, 1),
+    ({"batch_size": 7, "clip_mode": "layer", "rounds": 10} | AVERAGED, 1),
+    ({"batch_size": 20, "record_sampling": "partition", "clip": "0.1", "rounds": 30} | AVERAGED, None),
+    ({"method": "fed-sdp", "noise_at": "client", "local_steps": 3}, 1),
+]
+
+
+@pytest.mark.parametrize(("plan", "chunk"), [SAME[0], *[pytest.param(*each, marks=pytest.mark.slow) for each in SAME[1:]]])
+def test_a_reproducible_run_gives_the_simulators_model(plan: Settings, chunk: int | None, tmp_path: Path) -> None:
+    """To the bit: the same functions on the same shapes. Without a chunk of one, if all clients fill as many slots."""
+    wanted = sum_experiment(**plan)
+    simulated = train_experiment(replace(wanted, run=replace(wanted.run, chunk=chunk)), None, quiet=True).model.state_dict()
     grid = LocalGrid(sum_nodes(tmp_path))
-    assert serve(grid, sum_experiment(), tmp_path / "run", settings(reproducible=True, **HOW)).ended == "done"
+    assert serve(grid, wanted, tmp_path / "run", settings(reproducible=True, **HOW)).ended == "done"
     model = load_tensors(tmp_path / "run" / "model.safetensors", "model-1")[0]
     for name, value in simulated.items():
-        torch.testing.assert_close(model[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(model[name], value, rtol=0, atol=0)
     kinds = [message.metadata.message_type for message in grid.sent]
     assert kinds.count("query.keys") == MEMBERS
-    assert kinds.count("train") == 3 * MEMBERS
+    assert kinds.count("train") == wanted.plan.rounds * MEMBERS
 
 
 @pytest.mark.parametrize("reproducible", [False, True])

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 pytest.importorskip("cryptography")
 pytest.importorskip("flwr")
 
+from fedcdp.accounting.statement import state
 from fedcdp.cli.deploy import app
+from fedcdp.config.default_recipe import plan_settings
 from fedcdp.config.experiment import assemble, read_toml
 from fedcdp.deploy.protocol.known_nodes import KnownNodes, node_key_of, read_identity, read_public_key
 from fedcdp.deploy.protocol.policy import ClientPolicy
@@ -22,6 +24,7 @@ from fedcdp.deploy.site.directory import Site, SiteSettings
 from fedcdp.deploy.site.node_keys import rekey
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.errors import DeploymentError
+from fedcdp.training.prepared import population_of
 
 SUM = {"data": {"dataset": "cancer"}, "plan": {"rounds": 3, "secure_aggregation": True}}
 
@@ -47,6 +50,28 @@ def test_a_site_for_secure_sums_is_marked_as_a_test(site: Site) -> None:
         config = tomllib.loads(node.config.read_text())
         assert (config["identity"], config["roster"]) == ("node.key", "roster.toml")
     assert "trust_operator_keys" in (site.path / "README.md").read_text()
+
+
+def test_a_site_without_a_plan_uses_the_recipe_for_sums(tmp_path: Path) -> None:
+    given = ["--nodes", "5", "--dataset", "cancer", "--secure-aggregation", "--target-epsilon", "4"]
+    told = CliRunner().invoke(app, ["init", str(tmp_path / "site"), *given])
+    assert told.exit_code == 0, told.output
+    said = " ".join(told.output.split())
+    assert "No plan given: using the recommended recipe for ε = 4 against the server" in said
+    assert "on the sum of all clients, at most 1 colluder" in said
+    written = assemble(read_toml(Site(tmp_path / "site").experiment))
+    plan, population = written.plan, population_of(written)
+    recipe = plan_settings(5, sums=True) | {"clip": plan.clip, "attempts": 2, "batch_size": population.records}
+    assert {name: getattr(plan, name) for name in recipe} == recipe
+    assert 3.99 < state(plan, population).row("server").epsilon <= 4
+    policy = ClientPolicy.read(Site(tmp_path / "site").node(1).policy)
+    assert policy.epsilon > 4, "with room for rounds that are tried again"
+
+
+def test_a_chosen_plan_keeps_its_noise_on_the_sum() -> None:
+    chosen = experiment_for(3, [SUM, {"plan": {"noise_multiplier": 2.0}}]).plan
+    assert (chosen.noise, chosen.local_steps, chosen.clip_mode, chosen.colluders) == ("sum", 1, "flat", 1)
+    assert (chosen.noise_multiplier, chosen.server_optimizer, chosen.rounds) == (2.0, "sgd", 3)
 
 
 def test_other_sites_have_none_of_it(tmp_path: Path) -> None:

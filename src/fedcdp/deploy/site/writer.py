@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedcdp.config.default_recipe import recipe_applies
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
@@ -189,7 +190,9 @@ def plan_for(nodes: int | None, given: list[Settings], target_epsilon: float | N
         raise DeploymentError(f"clients: {clients} is not the number of nodes, {nodes}: each node is one client")
     ours: Settings = {"data": {"clients": nodes}, "plan": {"per_round": nodes, "secure_noise": True}}
     if _last(given, "plan", "secure_aggregation") and _last(given, "plan", "noise", "sum") == "sum":
-        ours["plan"] |= {"noise": "sum", "local_steps": 1, "clip_mode": "flat", "attempts": 2, "colluders": int(nodes > 2)}
+        ours["plan"]["attempts"] = 2
+        if not recipe_applies(given):  # the recipe has its own
+            ours["plan"] |= {"noise": "sum", "local_steps": 1, "clip_mode": "flat", "colluders": int(nodes > 2)}
     planned = plan_experiment([ours, *given], population_of, target_epsilon=target_epsilon)
     experiment, plan = planned.experiment, planned.experiment.plan
     plan.check_clients(nodes)
