@@ -95,7 +95,7 @@ def recipe_settings(layers: Iterable[Settings]) -> Settings:
     below: dict[str, Any] = {"records": None}
     if (federated := FEDERATIONS.get(name or "")) is not None:
         below |= {"scaling": "public", "partition": federated.partition, "clients": federated.clients}
-    clients = (population(name).get("data", {}) | below | data).get("clients", 1)
+    clients: int = (population(name).get("data", {}) | below | data).get("clients", 1)
     # An activation is for a network that has one: the paper's.
     network = {} if "activation" in model else {"network": "fixed-features"}
     sums = plan.get("secure_aggregation") is True
