@@ -155,7 +155,7 @@ def test_wrong_settings_are_refused_by_the_experiment_as_ever(wrong: dict[str, A
 
 def test_an_activation_is_for_the_papers_network() -> None:
     assert used({"model": {"activation": "tanh"}}).model.network == "auto"
-    assert used().model.network == "fixed-features"
+    assert used().model.network == "best-features"
 
 
 # The learning rate ----------------------------------------------------------------------------------------------------

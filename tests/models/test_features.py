@@ -163,6 +163,10 @@ def test_what_the_linear_layer_reads_has_norm_one() -> None:
     [
         ("auto", (1, 28, 28), "cnn"),
         ("auto", (30,), "mlp"),
+        ("best-features", (1, 28, 28), "oriented-gradients"),
+        ("best-features", (3, 16, 20), "random-process"),
+        ("best-features", (3, 8, 8), "periodic"),
+        ("best-features", (30,), "periodic"),
         ("fixed-features", (1, 28, 28), "oriented-gradients"),
         ("fixed-features", (3, 16, 16), "oriented-gradients"),
         ("fixed-features", (1, 8, 28), "periodic"),

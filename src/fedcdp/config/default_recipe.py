@@ -32,6 +32,7 @@ from fedcdp.config.presets import FEDERATIONS, Settings, WholeSettings, populati
 TARGET_EPSILON = 8.0
 """The ε that the noise is calibrated to where none is given."""
 FIXED_FEATURES = (
+    "best-features",
     "fixed-features",
     "linear",
     "mirrored-gradients",
@@ -97,7 +98,7 @@ def recipe_settings(layers: Iterable[Settings]) -> Settings:
         below |= {"scaling": "public", "partition": federated.partition, "clients": federated.clients}
     clients: int = (population(name).get("data", {}) | below | data).get("clients", 1)
     # An activation is for a network that has one: the paper's.
-    network = {} if "activation" in model else {"network": "fixed-features"}
+    network = {} if "activation" in model else {"network": "best-features"}
     sums = plan.get("secure_aggregation") is True
     settings = plan_settings(plan.get("per_round", clients), plan.get("rounds"), sums=sums)
     return {"data": below, "model": network, "plan": settings}

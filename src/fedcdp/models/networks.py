@@ -24,7 +24,7 @@ from fedcdp.models.image_features import IMAGE_FEATURES, image_features
 
 NetworkName = Literal[
     "auto", "cnn", "mlp", "cpl", "small", "linear", "oriented-gradients", "mirrored-gradients", "scattering",
-    "random-process", "periodic", "fixed-features",
+    "random-process", "periodic", "best-features", "fixed-features",
 ]  # fmt: skip
 ActivationName = Literal["relu", "tanh", "sigmoid"]
 
@@ -35,6 +35,7 @@ _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)  # layers that apply their o
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # in evaluation mode, a path without batching rule
 SCALING_LAYER = "scaling"
 """The name of the layer that standardises a network's inputs."""
+_COLOURS = 3
 _LEAST_FOR_GRADIENTS = 16  # pixels: a smaller image has too few cells, and the waves of its pixels tell more
 
 
@@ -68,15 +69,18 @@ def resolve(network: str, shape: tuple[int, ...]) -> str:
     | name | images | anything else |
     | --- | --- | --- |
     | `auto` | `cnn` | `mlp` |
+    | `best-features` | `random-process` for colour, `oriented-gradients` for grey; smaller than 16×16: `periodic` | `periodic` |
     | `fixed-features` | `oriented-gradients`; smaller than 16×16: `periodic` | `periodic` |
     | any other | itself | itself |
     """
     image = len(shape) == 3
     if network == "auto":
         return "cnn" if image else "mlp"
-    if network == "fixed-features":
-        return "oriented-gradients" if image and min(shape[1:]) >= _LEAST_FOR_GRADIENTS else "periodic"
-    return network
+    if network not in ("best-features", "fixed-features"):
+        return network
+    if not image or min(shape[1:]) < _LEAST_FOR_GRADIENTS:
+        return "periodic"
+    return "random-process" if network == "best-features" and shape[0] == _COLOURS else "oriented-gradients"
 
 
 def paper_cnn(shape: tuple[int, ...], classes: int, activation: str | None = None) -> nn.Module:
