@@ -69,8 +69,8 @@ def resolve(network: str, shape: tuple[int, ...]) -> str:
     | name | images | anything else |
     | --- | --- | --- |
     | `auto` | `cnn` | `mlp` |
-    | `best-features` | `random-process` for colour, `oriented-gradients` for grey; smaller than 16×16: `periodic` | `periodic` |
-    | `fixed-features` | `oriented-gradients`; smaller than 16×16: `periodic` | `periodic` |
+    | `best-features` | `random-process` for colour, `oriented-gradients` for grey, `periodic` below 16×16 | `periodic` |
+    | `fixed-features` | `oriented-gradients`, `periodic` below 16×16 | `periodic` |
     | any other | itself | itself |
     """
     image = len(shape) == 3
