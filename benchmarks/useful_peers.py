@@ -41,8 +41,8 @@ clients are scored on test data of their own classes. The paper also uses δ = 1
 a clip bound of 1. For PrivateFL, the best of them is then tried with other learning rates of the transformation. As for the
 presets, a setting is trained with seed 0 on four fifths of the training split by four fifths of the clients, and scored on
 the other fifth. No ε covers the search. The ranges of the grids and the network for CIFAR-10 come from about 50 earlier
-trials: on features, scored on that fifth; of networks, on 5 or 20 clients and scored on a part of the validation split, which
-can only favour the peers.
+trials: on features, scored on that fifth; of networks, on 5 or 20 clients and scored on a part of the validation split,
+which can only favour the peers.
 
 Results are stored in results/useful_peers.json, and stored results are not computed again. Training needs neither
 dp-accounting nor opacus: the noise multipliers are in `NOISE`, and tests compare them with the accountant.
