@@ -13,9 +13,9 @@ PrivateFL (Yang, Hui, Yuan, Gong and Cao, USENIX Security 2023) is re-implemente
   differ from the network's: the noise of a transformation is not averaged over clients;
 - the server averages the shared network. The transformation stays at its client.
 
-The paper leaves the shapes of scale and shift open; here they are as in the authors' published program. No code was taken
-from it. These parts of the paper are left out: pretrained ResNets, central (client-level) DP, and the methods that PrivateFL
-is combined with there.
+The shapes of scale and shift, and that one step trains both parts, were checked against the authors' published program; no
+code was taken from it. Left out: networks pretrained on public images, central (client-level) DP, and the methods that
+PrivateFL is combined with in the paper. Different: a learning rate of its own for the transformation under DP-SGD.
 """
 
 from __future__ import annotations

@@ -53,9 +53,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -418,9 +416,10 @@ def main() -> None:
     if given.what == "account":
         account(kept)
         return
+    features = {None: "", "preset": " --features"}.get(given.features, f" --features {given.features}")
     origin = {
         "hardware": torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU, one thread",
-        "command": shlex.join(["python", "-m", "benchmarks.useful_peers", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.useful_peers {given.what} --device {given.device}{features}",
         "commit": given.commit or ("not recorded" if given.quick else clean_commit()),
     }
     (run_all if given.what == "run" else compare_with_opacus)(given, origin, kept)
