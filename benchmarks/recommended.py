@@ -1,6 +1,7 @@
 """The recommended presets: their accuracy, what their ingredients contribute, and the paper's network beside them.
 
     python -m benchmarks.recommended run                          # every preset, three seeds, on the validation split
+    python -m benchmarks.recommended curator                      # the features under one trusted curator, at ε = 3
     python -m benchmarks.recommended table > results/recommended.md
 
 All of it runs on a CPU; `--device cuda` is faster. Results are stored in results/recommended.json, and stored results are
@@ -175,7 +176,8 @@ def featured(dataset: str, split_seed: int, network: str, device: str) -> tuple[
     def seen(data: Dataset) -> Dataset:
         return replace(data, inputs=features_of(front, data, torch.device(device)))
 
-    seen_splits = replace(splits, train=seen(splits.train), validation=seen(splits.validation), test=None)
+    test = seen(splits.test) if dataset == "cifar10" and splits.test is not None else None  # for `curator`
+    seen_splits = replace(splits, train=seen(splits.train), validation=seen(splits.validation), test=test)
     return seen_splits, rest if front is not None else None
 
 
@@ -214,10 +216,13 @@ class Kept:
         if key not in part:
             started = time.perf_counter()
             part[key] = compute()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.known, indent=1) + "\n")
+            self.store()
             print(f"{section}: {key}: {part[key]} ({time.perf_counter() - started:.1f} s)", flush=True)
         return part[key]
+
+    def store(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.known, indent=1) + "\n")
 
 
 def finish(row: Row, device: str, commit: str) -> dict[str, Any]:
@@ -251,6 +256,43 @@ def run_all(datasets: list[str], sections: list[str], device: str, commit: str, 
         wanted = row.preset.partition("-")[0] in datasets and row.section in sections
         if wanted and (device.startswith("cuda") or not row.needs_gpu):
             kept.get("rows", row.key, partial(finish, row, device, commit))
+
+
+def curator(device: str, commit: str) -> dict[str, Any]:
+    """One trusted curator at ε = 3 with all 50,000 training images of CIFAR-10, scored on the 10,000 test images.
+
+    Tramèr and Boneh (2021) measure features this way. The settings are those of `cifar10-sum-eps2`, not tuned for this.
+    """
+    started, chosen = time.perf_counter(), RECOMMENDED["cifar10-sum-eps2"]
+    splits, network = featured("cifar10", 0, chosen.federated.network, device)
+    assert network is not None
+    assert splits.test is not None
+    records = len(splits.train) + len(splits.validation)
+    sigma = math.ceil(1e4 * multiplier(3.0, chosen.found.rounds, records)) / 1e4
+    settings = replace(chosen.federated, clients=1, records=records, partition="iid").settings(
+        replace(chosen.found, noise_multiplier=sigma)
+    )
+    together = (
+        torch.cat([getattr(part, name) for part in (splits.train, splits.validation)]) for name in ("inputs", "targets")
+    )
+    all_of_them = replace(splits, train=Dataset(*together, splits.train.classes), validation=splits.test, test=None)
+    accuracies = []
+    for seed in SEEDS:
+        experiment = assemble(settings, {"plan": {"seed": seed}})
+        run = simulate(network, deal_out(experiment, all_of_them), experiment.plan, device=device, evaluate_every=10**6)
+        accuracies.append(run.evaluate()["accuracy"])
+    return {
+        "epsilon": 3.0,
+        "records": records,
+        "plan": experiment.plan.written(),
+        "accuracies": accuracies,
+        "mean": statistics.mean(accuracies),
+        "spread": statistics.stdev(accuracies),
+        "seconds": round(time.perf_counter() - started, 1),
+        "hardware": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU, one thread",
+        "command": f"python -m benchmarks.recommended curator --device {device}",
+        "commit": commit,
+    }
 
 
 def epsilons_of(row: Row) -> dict[str, float]:
@@ -302,7 +344,7 @@ def _spread(accuracies: list[float]) -> str:
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "table"))
+    parser.add_argument("command", choices=("run", "curator", "table"))
     parser.add_argument("--datasets", default="mnist,cifar10,lfw,adult,cancer", help="comma separated")
     parser.add_argument(
         "--sections", default="recommended,sum,non-private,ablation,baseline", help="comma separated, for run"
@@ -316,7 +358,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     datasets, kept = given.datasets.split(","), Kept(given.out)
-    if given.command == "run":
+    if given.command == "curator":
+        kept.known["curator"] = curator(given.device, given.commit or clean_commit())
+        kept.store()
+    elif given.command == "run":
         commit, deadline = given.commit or clean_commit(), time.time() + 60 * given.minutes
         run_all(datasets, given.sections.split(","), given.device, commit, deadline, kept)
     else:
