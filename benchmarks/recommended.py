@@ -73,7 +73,7 @@ def rows() -> list[Row]:
     """All rows. Rows with another mechanism have their noise from `fedcdp calibrate`."""
     found = [Row("sum" if chosen.on_sum else "recommended", "recommended", name) for name, chosen in RECOMMENDED.items()]
     found += [Row("recommended", "dealt out at random", f"mnist-eps{e}", {"data": {"partition": "iid"}}) for e in (1, 2, 8)]
-    clean = {"method": "nonprivate", "noise_multiplier": 0.0, "rounds": 100}
+    clean = {"method": "nonprivate", "noise_multiplier": 0.0, "rounds": 100, "server_optimizer": "sgd"}
     rates = {
         "mnist": (100.0, 300.0),
         "cifar10": (100.0, 300.0),
