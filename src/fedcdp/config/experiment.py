@@ -76,8 +76,8 @@ class ModelSettings(_Checked):
 
     network: str = option(
         "auto",
-        "cnn, mlp, cpl, small, linear, periodic, oriented-gradients or scattering (or both, joined by +), fixed-features, "
-        "auto, or package.module:factory.",
+        "cnn, mlp, cpl, small, linear, periodic, fixed-features, auto, oriented-gradients, scattering (a+b: both), or "
+        "package.module:factory.",
     )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
