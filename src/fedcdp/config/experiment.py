@@ -76,9 +76,8 @@ class ModelSettings(_Checked):
 
     network: str = option(
         "auto",
-        "cnn, mlp, cpl, small, linear, oriented-gradients, mirrored-gradients, scattering, random-process, several kinds "
-        "of features joined by + (such as scattering+oriented-gradients), periodic, best-features, fixed-features, auto, "
-        "or package.module:factory.",
+        "best-features, random-process, scattering, oriented-gradients (a+b: both), periodic, linear, cnn, mlp, auto or "
+        "another of docs/training.md, or package.module:factory.",
     )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
