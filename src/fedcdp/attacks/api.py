@@ -104,8 +104,8 @@ def attack(
 
     Returns:
         `Leaks` for a reconstruction, `Presence` for `matched-filter` (also called `presence`), `LayerLeaks` for
-        `per-layer`, `Membership` for `membership`, and `Lira` for `lira`. `Inferred` for `labels`, and where inputs cannot be reconstructed.
-        `summary()` has all figures of each.
+        `per-layer`, `Membership` for `membership`, and `Lira` for `lira`. `Inferred` for `labels`, and where inputs cannot
+        be reconstructed. `summary()` has all figures of each.
 
     Raises:
         PlanError: An argument is not allowed, or does not belong to this target.

@@ -101,7 +101,7 @@ class Lira:
     epsilon: float | None
     """ε of the final model for a record before the training; None without the package dp-accounting."""
     unit: str
-    """What ε is for: a `record`, or `unique` where several clients hold a copy of a record, which are zeroed out together."""
+    """What ε is for: a `record`, or `unique` where clients hold copies of a record, which are zeroed out together."""
     delta: float
     """δ of that ε."""
     seconds: float
@@ -238,7 +238,8 @@ def likelihood_ratios(confidences: Numbers, inside: np.ndarray, *, shared: bool)
     )
 
     def logarithm(mean: Numbers, variance: Numbers) -> Numbers:
-        return -0.5 * (np.log(variance) + (values - mean) ** 2 / variance)
+        found: Numbers = -0.5 * (np.log(variance) + (values - mean) ** 2 / variance)
+        return found
 
     online = np.where(some_in & some_out, logarithm(mean_in, spread_in) - logarithm(mean_out, spread_out), 0.0)
     return online, np.where(some_out, (values - mean_out) / np.sqrt(spread_out), 0.0)

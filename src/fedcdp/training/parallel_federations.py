@@ -22,12 +22,12 @@ from fedcdp.engine.runtime import deferred_interrupts, products, stop_if_asked
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Layout, Tree, each_tensor
 from fedcdp.mechanism.noise import Noise, SeededNoise
+from fedcdp.mechanism.randomness import gaussians, normals, stream_key
 from fedcdp.mechanism.sampling import Draw, choose_clients, choose_records_of_steps, zero_out
 from fedcdp.methods import METHODS, Moment, take_part_from
 from fedcdp.methods.aggregation import Aggregate, moving_average, server_update
 from fedcdp.training.local_engines import StepwiseEngine, usual_chunk
 from fedcdp.training.prepared import Prepared
-from fedcdp.training.rounds import ClientData
 from fedcdp.training.rundir import State
 from fedcdp.training.trainer import ready
 
@@ -43,9 +43,14 @@ class FederationsNoise(Noise):
     counts: tuple[int, ...]
 
     def _unit(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, length: int) -> Tensor:
-        parts = zip(self.seeds, clients.split(self.counts), strict=True)
+        keys = [stream_key(seed, purpose, round_) for seed in self.seeds]
+        parts = clients.split(self.counts)
+        if not clients.is_cuda:
+            return torch.cat([normals(key, some, step, slot, length) for key, some in zip(keys, parts, strict=True)])
+        # One transfer for all of them, because the device waits for each transfer.
+        sources = torch.tensor([(key & 0xFFFFFFFF, key >> 32, step, slot) for key in keys], device=clients.device)
         return torch.cat(
-            [SeededNoise(seed, self.layout)._unit(purpose, round_, some, step, slot, length) for seed, some in parts]
+            [gaussians(source[None], some, length, torch.float32) for source, some in zip(sources, parts, strict=True)]
         )
 
 
