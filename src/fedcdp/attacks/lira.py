@@ -221,7 +221,12 @@ def _epsilon(prepared: Prepared) -> tuple[float | None, str]:
         return None, unit
     from fedcdp.accounting.statement import state
 
-    return state(prepared.plan, prepared.population).row("model", unit).epsilon, unit
+    rows = {
+        row.adversary: row.epsilon
+        for row in state(prepared.plan, prepared.population).rows
+        if (row.unit, row.relation) == (unit, "zero-out")
+    }
+    return rows.get("model", rows["server"]), unit  # the model is computed from what the server receives
 
 
 def likelihood_ratios(confidences: Numbers, inside: np.ndarray, *, shared: bool) -> tuple[Numbers, Numbers]:

@@ -11,7 +11,7 @@ table says otherwise. All adversaries know the plan, the network, all records in
 
 | adversary | reads | scores a canary by |
 | --- | --- | --- |
-| `example` | each released per-example gradient, its record, the local weights | Σ ⟨release, g⟩ − ‖g‖²/2, over its exposures |
+| `example` | each released per-example gradient, its record, the local weights | Σ ⟨release, g⟩ − ‖g‖²/2 over exposures |
 | `update` | each client's update before it leaves, and who takes part | Σ ⟨update, g⟩ over the rounds of its client |
 | `server` | what the server receives: updates, or their sum under secure aggregation | Σ ⟨update or sum, g⟩, likewise |
 | `model` | the released model, and nothing else of the training | how far its loss is below the untrained network's |
