@@ -39,6 +39,7 @@ PLAN = Plan(
     rounds=1, per_round=CLIENTS, local_steps=2, batch_size=10, record_sampling="partition", momentum=0.5,
     noise_multiplier=3.5, delta=1e-6,
 )  # fmt: skip
+AUDITS = ("one-run", "repeated")
 SABOTAGES: dict[str, Fault] = {
     "no noise on one layer": FAULTS["noise forgotten on a layer"],
     "σ halved": FAULTS["noise halved"],
@@ -58,9 +59,19 @@ class Bound:
     seed: int
 
     @property
+    def name(self) -> str:
+        """The audit and the adversary."""
+        return f"{self.audit}/{self.adversary}"
+
+    @property
     def exceeds(self) -> bool:
         """Whether it refutes the printed ε."""
         return self.epsilon_lower > self.epsilon_printed
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file of results."""
+        return {"epsilon_lower": self.epsilon_lower, "epsilon_printed": self.epsilon_printed,
+                "statistic": self.statistic, "seed": self.seed}  # fmt: skip
 
 
 def printed() -> dict[str, float]:
@@ -90,20 +101,13 @@ def study(seeds: int, trials: int, say: Callable[[str], None] = print) -> dict[s
     told: dict[str, Any] = {"sabotages": {}, "honest": {}}
     for name, fault in SABOTAGES.items():
         found = list(bounds(fault, 0, trials))
-        caught = {each: [b.adversary for b in found if b.exceeds and b.audit == each] for each in ("one-run", "repeated")}
-        told["sabotages"][name] = {"caught_by": caught, "bounds": [vars(bound) for bound in found]}
+        caught = {each: [b.adversary for b in found if b.exceeds and b.audit == each] for each in AUDITS}
+        told["sabotages"][name] = {"caught_by": caught} | {each.name: each.as_json() for each in found}
         say(f"{name}: " + "; ".join(f"{how} {', '.join(who) or 'does not catch it'}" for how, who in caught.items()))
     honest = [bound for seed in range(seeds) for bound in bounds(None, seed, trials)]
-    told["honest"] = {
-        "seeds": seeds,
-        "exceeded": sum(bound.exceeds for bound in honest),
-        "largest": [
-            {"audit": how, "adversary": who, "epsilon_printed": printed()[who], "epsilon_lower": max(
-                bound.epsilon_lower for bound in honest if (bound.audit, bound.adversary) == (how, who)
-            )}
-            for how in ("one-run", "repeated") for who in ADVERSARIES
-        ],
-    }  # fmt: skip
+    largest = sorted(honest, key=lambda bound: bound.epsilon_lower)  # of equal names, the last one stays
+    told["honest"] = {"seeds": seeds, "bounds": len(honest), "exceeded": sum(bound.exceeds for bound in honest)}
+    told["honest"] |= {each.name: each.as_json() for each in largest}
     say(f"honest: {told['honest']['exceeded']} of {len(honest)} bounds exceed the printed ε, with {seeds} seeds")
     return told
 

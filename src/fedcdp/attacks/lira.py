@@ -132,9 +132,8 @@ class Lira:
 
 def allowed_rate(epsilon: float, delta: float, false: float) -> float:
     """The largest true-positive rate that (ε, δ)-privacy allows at a false-positive rate."""
-    if math.isinf(epsilon):
-        return 1.0
-    return max(0.0, min(1.0, math.exp(epsilon) * false + delta, 1 - math.exp(-epsilon) * (1 - delta - false)))
+    ratio = math.exp(min(epsilon, 700.0))
+    return min(1.0, ratio * false + delta, 1 - (1 - delta - false) / ratio) if math.isfinite(epsilon) else 1.0
 
 
 def lira(
