@@ -156,7 +156,7 @@ def line_chart(
     side = (_TOP + base) / 2
     y_name = f"{y_label}, log scale" if frame.log else y_label
     parts.append(
-        f'<text class="name" transform="translate(13 {side:.1f}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>'
+        f'<text class="name" transform="translate(10 {side:.1f}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>'
     )
     for number, (each, places) in enumerate(zip(frame.series, frame.places, strict=True)):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -220,6 +220,8 @@ def _told(series: Sequence[Series]) -> str:
 def _linear_ticks(low: float, high: float, whole: bool = False) -> list[float]:
     """Round numbers, the first at or below `low` and, on the vertical axis, the last at or above `high`."""
     span = (high - low) or 1.0
+    if span < 1e-9 * abs(high):  # the values differ by rounding alone
+        span = abs(high)
     raw = span / _TICKS
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
@@ -245,7 +247,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def _figure(value: float) -> str:
     if value == 0:
         return "0"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
+    if abs(value) >= 1e6 or abs(value) <= 1e-3:
         return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e−")
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 

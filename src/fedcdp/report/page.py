@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -205,8 +205,16 @@ def _norms(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
 
 
 def _chart(
-    series: list[Series], title: str, y_label: str, *, x_label: str = "round", log: bool = False, log_x: bool = False
+    series: list[Series],
+    title: str,
+    y_label: str,
+    *,
+    x_label: str = "round",
+    log: bool = False,
+    log_x: bool = False,
+    told: Callable[[Series], float] = lambda each: each.points[-1][1],
 ) -> list[dict[str, Any]]:
+    """A chart, with the value of each line that its legend tells: by default the last one."""
     shown = [each for each in series if each.points]
     if not shown:
         return []
@@ -214,7 +222,7 @@ def _chart(
     together = [wording.together([each.name for each in group]) for group in coincident(shown, **scales)]
     return [{"title": title, "svg": line_chart(shown, title, x_label, y_label, **scales), "rows": _values(shown),
              "figure": wording.capital(y_label), "across": wording.capital(x_label),
-             "keys": [(each, picture, each.points[-1][1]) for each, picture in keys(shown, **scales)],
+             "keys": [(each, picture, told(each)) for each, picture in keys(shown, **scales)],
              "together": together}]  # fmt: skip
 
 
@@ -242,9 +250,14 @@ def _membership(subjects: Sequence[Subject]) -> dict[str, Any] | None:
     curves.append(Series("guessing", "m-other d1", [(false, false) for false in every], len(subjects)))
     (chart,) = _chart(
         curves, "Members found by LiRA, by the share of others that are accused", "true-positive rate",
-        x_label="false-positive rate", log=True, log_x=True,
+        x_label="false-positive rate", log=True, log_x=True, told=_at_one_in_a_thousand,
     )  # fmt: skip
     return {"chart": chart, "rows": rows}
+
+
+def _at_one_in_a_thousand(curve: Series) -> float:
+    """The true-positive rate at the measured false-positive rate that is nearest to 0.1 %."""
+    return min(curve.points, key=lambda point: abs(math.log(point[0] / 1e-3)))[1]
 
 
 def _values(series: Sequence[Series]) -> list[tuple[str, float, float]]:
