@@ -187,7 +187,7 @@ def lira(
     ])  # fmt: skip
     inside, shared = kept[:, chosen].numpy(), shadows < _ENOUGH
     scores = likelihood_ratios(confidences, inside, shared=shared)
-    epsilon, unit = _epsilon(prepared)
+    epsilon, unit = epsilon_of_model(prepared)
     return Lira(
         method=plan.method,
         shadows=shadows,
@@ -211,7 +211,7 @@ def _candidates(federation: Federation, wanted: int | None, seed: int) -> torch.
     return torch.from_numpy(np.sort(held[drawn]))
 
 
-def _epsilon(prepared: Prepared) -> tuple[float | None, str]:
+def epsilon_of_model(prepared: Prepared) -> tuple[float | None, str]:
     """ε against anyone who has the final model, and its unit."""
     unit = "unique" if prepared.federation.copies > 1 else "record"
     if not prepared.plan.private:

@@ -73,8 +73,7 @@ usage.add_to(
     "fedcdp attack --method nonprivate --victims 10",
     "fedcdp attack --dataset cancer --leak type0",
     "fedcdp attack --run run --leak type1 --victims 10",
-    "fedcdp attack --run run --attack membership --json",
-    "fedcdp attack --run run --attack lira --shadows 64",
+    "fedcdp attack --run run --attack lira --shadows 64 --json",
 )(attack.attack)
 usage.add_to(
     app,
