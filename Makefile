@@ -82,7 +82,7 @@ audits: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.audits.random_plans --plans 400 --out results/random_plans.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.audits.attack_table --grid
 
-# Three broken mechanisms and the honest one with 20 seeds, by the one-run and the repeated audit: some six minutes.
+# Three broken mechanisms and the honest one with 20 seeds, by the one-run and the repeated audit: about three minutes of a free core.
 sabotages: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.audit_sabotages
 

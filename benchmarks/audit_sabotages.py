@@ -1,6 +1,6 @@
 """Which audit catches which sabotage: three broken mechanisms and the honest one, by the one-run and the repeated audit.
 
-python -m benchmarks.audit_sabotages            # results/audit_sabotages.json, about six minutes on one core
+python -m benchmarks.audit_sabotages            # results/audit_sabotages.json, about three minutes of a free core
 python -m benchmarks.audit_sabotages --seeds 2 --trials 20000 --dry      # a sample; writes nothing
 
 Every audit is on worst-case canaries and at 99.9 % confidence. A broken mechanism is caught if a lower bound exceeds the ε
