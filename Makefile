@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean
+.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -87,6 +87,10 @@ integrations: build/integrations/.installed
 audits: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.audits.random_plans --plans 400 --out results/random_plans.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.audits.attack_table --grid
+
+# Three broken mechanisms and the honest one with 20 seeds, by the one-run and the repeated audit: about three minutes of a free core.
+sabotages: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.audit_sabotages
 
 # Trainings killed at every call that changes a file and at random moments, full disks: about twenty minutes of a free core.
 # A GPU takes seconds to start: make crashes DEVICE=cuda CRASHES='--points 3 --again 1 --workers 10'

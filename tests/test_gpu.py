@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcdp.config.plan import Plan
@@ -18,6 +19,8 @@ from fedcdp.mechanism.randomness import gaussians, normals, stream_key, words
 from fedcdp.mechanism.sampling import choose_records_of_steps
 from fedcdp.methods import METHODS
 from fedcdp.models.networks import build
+from fedcdp.training.parallel_federations import ParallelFederations
+from fedcdp.training.prepared import Prepared
 from fedcdp.training.simulate import simulate
 
 _Graph = cuda_graphs.Graph
@@ -121,3 +124,17 @@ def test_rounded_products_stay_near_exact_ones(federation, engine) -> None:
     )
     assert not torch.equal(exact, rounded)
     torch.testing.assert_close(rounded, exact, rtol=0, atol=1e-2)
+
+
+def test_federations_in_lockstep_train_as_on_the_cpu() -> None:
+    data = Dataset(torch.randn(60, 9, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3, 3)
+    plan = Plan(rounds=2, per_round=3, local_steps=2, batch_size=4, noise_multiplier=0.5)
+    prepared = Prepared.of(build("mlp", (9,), 3), partition(data, clients=5, scheme="iid"), plan)
+    kept = torch.rand(4, 60, generator=torch.Generator().manual_seed(1)) < 0.5
+    found = [
+        ParallelFederations(prepared, range(4), kept, device=torch.device(device), loss=F.cross_entropy).train()
+        for device in ("cpu", "cuda")
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        for name, value in ours.items():
+            torch.testing.assert_close(theirs[name].cpu(), value, rtol=1e-3, atol=1e-4)

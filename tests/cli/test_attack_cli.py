@@ -257,6 +257,18 @@ def test_membership_of_a_run(cli: Cli, run: Path) -> None:
         assert part in shown, part
 
 
+def test_lira_trains_shadow_federations_of_a_run(cli: Cli, run: Path) -> None:
+    row = summary(cli("attack", "--run", run, "--attack", "lira", "--shadows", 8, "--victims", 40, "--json"))
+    assert list(row)[: len(CONTRACT)] == CONTRACT
+    assert (row["method"], row["leak"], row["attack"], row["victims"]) == ("fed-cdp", "model", "lira", 40)
+    assert row["auc_interval_99"][0] <= row["auc"] <= row["auc_interval_99"][1]
+    assert row["epsilon"] > 0
+    assert json.loads((run / "attacks" / "model-lira" / "summary.json").read_text())["roc"] == row["roc"]
+    shown = words(cli("attack", "--run", run, "--attack", "lira", "--shadows", 8, "--victims", 40).stdout)
+    for part in ("fed-cdp · model · lira", "membership", "8, each without", "one threshold, no shadows", "final model"):
+        assert part in shown, part
+
+
 def test_a_run_is_kept_elsewhere_if_that_is_asked_for(cli: Cli, run: Path) -> None:
     assert cli("attack", "--run", run, "--victims", 3, "--out", "elsewhere", "--quiet").status == 0
     assert Path("elsewhere/summary.json").exists()
@@ -339,6 +351,8 @@ REFUSED: list[tuple[list[object], str]] = [
     (["--attack", "matched-filter", "--seed-image", "zeros"], "--seed-image: only for --attack cpl, "),
     (["--iterations", 5, "--restarts", 2], "--iterations, --restarts: only for --attack cpl, "),
     (["--attack", "membership"], "attack: membership needs a trained model; give a run"),
+    (["--shadows", 8], "--shadows: only for --attack lira"),
+    (["--attack", "lira", "--shadows", 2], "shadows: 2 is not allowed"),
     (["--round", -1], "at_round: -1"),
     (["--round", 3], "at_round: 3 is not allowed; the plan has rounds 0 to 2"),
     (["--step", -1], "step: -1"),

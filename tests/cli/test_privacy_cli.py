@@ -273,6 +273,40 @@ def test_an_audit_of_what_is_raw_finds_much_and_is_promised_nothing(cli: Cli) ->
     assert found["epsilon_guaranteed"] == "inf"
 
 
+ONE_RUN = ["--dataset", "cancer", "--partition", "iid", "--clients", 10, "--per-round", 10, "--rounds", 2]
+ONE_RUN += ["--local-steps", 2]
+
+
+def test_an_audit_of_one_run_bounds_every_adversary(cli: Cli) -> None:
+    options = [*ONE_RUN, "--one-run", "--canaries", 100, "--records", 40]
+    found = answer(cli("audit", *options, "--json"))
+    assert [row["adversary"] for row in found["rows"]] == ["example", "update", "server", "model"]
+    for row in found["rows"]:
+        assert (row["kind"], row["canaries"], row["confidence"]) == ("mislabelled", 100, 0.95)
+        assert row["epsilon_lower"] <= row["epsilon_guaranteed"]
+    shown = cli("audit", *options, "--method", "nonprivate", "--adversary", "example", "--confidence", 0.9)
+    assert "example" in shown.stdout
+    assert "server" not in shown.stdout
+    assert "∞" in shown.stdout
+    assert "90 % sure" in shown.stdout
+
+
+def test_worst_case_canaries_prove_what_is_raw(cli: Cli) -> None:
+    options = [*ONE_RUN, "--one-run", "--canaries", 100, "--worst-case", "--noise", "batch", "--batch-size", 10]
+    rows = {row["adversary"]: row for row in answer(cli("audit", *options, "--json"))["rows"]}
+    assert rows["example"]["kind"] == "worst-case"
+    assert rows["example"]["epsilon_guaranteed"] == "inf"
+    assert rows["example"]["epsilon_lower"] > 2
+    assert rows["server"]["epsilon_lower"] < 1
+
+
+@pytest.mark.parametrize("more", [["--trials", 100], ["--participations", 2]])
+def test_one_run_takes_no_options_of_repeated_trials(cli: Cli, more: list[Any]) -> None:
+    outcome = cli("audit", *ONE_RUN, "--one-run", *more)
+    assert outcome.status == 2
+    assert "--one-run: it trains the plan's own rounds once" in outcome.stderr
+
+
 @pytest.mark.slow
 def test_an_audit_that_exceeds_the_guarantee_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise is left out of the real mechanism; exit 1, since that is no fault of the user."""
@@ -286,3 +320,6 @@ def test_an_audit_that_exceeds_the_guarantee_fails(cli: Cli, monkeypatch: pytest
     outcome = cli("audit", *options)
     assert outcome.status == 1
     assert "a defect" in outcome.stderr
+    outcome = cli("audit", *ONE_RUN, "--one-run", "--canaries", 200, "--worst-case", "--batch-size", 20, "--delta", 1e-7)
+    assert outcome.status == 1
+    assert "against example, above the guarantee of" in " ".join(outcome.stderr.split())

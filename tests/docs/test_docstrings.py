@@ -14,10 +14,11 @@ import pytest
 
 import fedcdp
 import fedcdp.attacks
+import fedcdp.audit
 from fedcdp.accounting.budget import privacy_of_plan
 
 FLOWER = importlib.util.find_spec("flwr") is not None
-RESULTS = ("Inferred", "LayerLeaks", "Leaks", "Membership", "Presence")
+RESULTS = ("Inferred", "LayerLeaks", "Leaks", "Lira", "Membership", "Presence")
 
 
 def public() -> dict[str, Any]:
@@ -25,7 +26,7 @@ def public() -> dict[str, Any]:
     found = {name: getattr(fedcdp, name) for name in fedcdp.__all__ if name not in ("__version__", "loggers")}
     found |= {name: getattr(fedcdp.loggers, name) for name in fedcdp.loggers.__all__}
     found |= {name: getattr(fedcdp.attacks, name) for name in RESULTS}
-    found["privacy"] = privacy_of_plan
+    found |= {"privacy": privacy_of_plan, "audit_one_run": fedcdp.audit.audit_one_run}
     if FLOWER:
         flower = importlib.import_module("fedcdp.flower")
         found |= {name: getattr(flower, name) for name in flower.__all__}
@@ -72,8 +73,8 @@ def test_a_docstring_has_an_example(name: str) -> None:
     assert "\nExamples:\n" in (inspect.getdoc(PUBLIC[name]) or "")
 
 
-def test_attack_lists_its_nineteen_arguments() -> None:
-    assert len(documented_arguments(inspect.getdoc(fedcdp.attack) or "")) == 19
+def test_attack_lists_its_twenty_arguments() -> None:
+    assert len(documented_arguments(inspect.getdoc(fedcdp.attack) or "")) == 20
 
 
 def test_an_example_that_is_wrong_is_noticed() -> None:

@@ -42,6 +42,27 @@ def test_a_wide_range_gets_a_logarithmic_axis_and_a_narrow_one_does_not() -> Non
     assert "log scale" not in line_chart([Series("a", "m", [(1, 2.0), (2, 3.0)])], "t", "x", "ε", log=True)
 
 
+@given(rates=st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=20, unique=True))
+def test_a_logarithmic_horizontal_axis_keeps_points_and_labels_inside(rates: list[float]) -> None:
+    points = [(rate, rate) for rate in sorted(rates)]
+    chart = ElementTree.fromstring(line_chart([Series("a", "m", points)], "t", "x", "y", log=True, log_x=True))
+    (line,) = [each for each in chart if each.tag == "polyline"]
+    places = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+    assert all(50 <= x <= 410 and 10 <= y <= 230 for x, y in places)
+    assert [x for x, _ in places] == sorted(x for x, _ in places)
+    labels = [float(each.attrib["x"]) for each in chart if each.tag == "text" and "x" in each.attrib]
+    assert all(0 <= x <= 420 for x in labels)
+
+
+def test_on_logarithmic_axes_decades_are_equally_far_apart() -> None:
+    points = [(1e-4, 1e-3), (1e-3, 1e-2), (1e-2, 0.1), (0.1, 1.0)]
+    chart = line_chart([Series("a", "m", points)], "t", "rate", "y", log=True, log_x=True)
+    assert "rate, log scale" in chart
+    (line,) = [each for each in ElementTree.fromstring(chart) if each.tag == "polyline"]
+    xs = [float(pair.split(",")[0]) for pair in line.attrib["points"].split()]
+    assert {round(later - earlier) for earlier, later in itertools.pairwise(xs)} == {118}
+
+
 def test_the_words_tell_where_each_line_begins_and_ends() -> None:
     chart = line_chart([Series("one", "m", [(1, 0.5), (9, 0.75)])], "Accuracy", "round", "accuracy")
     assert re.search(r"<desc>one: 0.5 at 1, 0.75 at 9</desc>", chart)

@@ -7,6 +7,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -410,6 +411,53 @@ def test_attacks_without_pictures_are_told_in_figures(runs: Path, tmp_path: Path
     text = outline(report(runs / "fed-cdp", tmp_path / "page.html")).text
     assert "membership" in text
     assert "0.512" in text
+
+
+LIRA: dict[str, Any] = {
+    "method": "fed-cdp", "leak": "model", "attack": "lira", "victims": 500, "shadows": 64, "auc": 0.561,
+    "threshold_auc": 0.512, "tpr_at_1_percent": 0.0213, "tpr_at_01_percent": 0.0034, "epsilon": 1.5, "delta": 1e-5,
+    "roc": {"online": [[0.0001, 0.0], [0.001, 0.0034], [0.01, 0.0213], [0.1, 0.15], [1.0, 1.0]]},
+}  # fmt: skip
+
+
+def page_with_lira(runs: Path, tmp_path: Path, **changes: Any) -> str:
+    place = runs / "fed-cdp" / "attacks" / "model-lira"
+    place.mkdir(exist_ok=True)
+    (place / "summary.json").write_text(json.dumps(LIRA | changes))
+    return report(runs / "fed-cdp", tmp_path / "page.html").read_text()
+
+
+def test_membership_with_shadow_federations_has_a_curve(runs: Path, tmp_path: Path) -> None:
+    page = page_with_lira(runs, tmp_path)
+    text = outline(tmp_path / "page.html").text
+    for part in (
+        "Who was trained on",
+        "0.561",
+        "2.13 %",
+        "0.34 %",
+        "0.512",
+        "guessing",
+        "allowed by",
+    ):
+        assert part in text, part
+    assert "false-positive rate, log scale" in page
+    assert "Fed-CDP: 0.0034 at 0.001, 1 at 1" in page  # a rate of zero has no place on the axis
+
+
+@pytest.mark.parametrize("roc", [None, {}, {"online": [[0.1]]}, {"online": [[0.1, "x"]]}, {"online": [[2.0, 0.1]]}, [1, 2]])
+def test_a_damaged_curve_is_left_out(runs: Path, tmp_path: Path, roc: Any) -> None:
+    page_with_lira(runs, tmp_path, roc=roc)
+    text = outline(tmp_path / "page.html").text
+    assert "Who was trained on" not in text
+    assert "lira" in text
+
+
+@pytest.mark.parametrize("epsilon", ["inf", None, 1e6])
+def test_an_epsilon_that_allows_everything_is_drawn_or_left_out(runs: Path, tmp_path: Path, epsilon: Any) -> None:
+    page_with_lira(runs, tmp_path, epsilon=epsilon)
+    text = outline(tmp_path / "page.html").text
+    assert "Who was trained on" in text
+    assert ("allowed by" in text) == (epsilon == 1e6)
 
 
 def test_a_page_is_made_again_and_anything_else_is_not_overwritten(demo_directory: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from fedcdp.attacks.api import ATTACKS, attack
 from fedcdp.attacks.inferred import Inferred, LabelGuesses
 from fedcdp.attacks.leaks import Leaks
+from fedcdp.attacks.lira import Lira
 from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective
 from fedcdp.attacks.observe import LEAKS
@@ -23,6 +24,7 @@ __all__ = [
     "LabelGuesses",
     "LayerLeaks",
     "Leaks",
+    "Lira",
     "Membership",
     "Objective",
     "Presence",

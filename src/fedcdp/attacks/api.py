@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedcdp.attacks.inferred import Inferred
 from fedcdp.attacks.leaks import Leaks
+from fedcdp.attacks.lira import Lira, lira
 from fedcdp.attacks.membership import Membership, infer_membership
 from fedcdp.attacks.observe import LEAKS, Leak, Look
 from fedcdp.attacks.per_layer import LayerLeaks
@@ -29,9 +30,9 @@ from fedcdp.errors import DataError, PlanError
 from fedcdp.training.run import Run
 
 ATTACKS = (
-    "best", *RECIPES, "analytic", "linear-head", "matched-filter", "presence", "per-layer", "labels", "membership",
+    "best", *RECIPES, "analytic", "linear-head", "matched-filter", "presence", "per-layer", "labels", "membership", "lira",
 )  # fmt: skip
-Found = Leaks | Presence | LayerLeaks | Membership | Inferred
+Found = Leaks | Presence | LayerLeaks | Membership | Inferred | Lira
 
 
 @checked
@@ -51,6 +52,7 @@ def attack(
     step: int = 0,
     steps: int = 1,
     releases: int = 1,
+    shadows: int | None = None,
     criteria: Criteria = Criteria(),  # noqa: B008
     device: str | torch.device = "cpu",
     loss: Loss | None = None,
@@ -79,8 +81,8 @@ def attack(
         attack: The name of an attack (`fedcdp.attacks.ATTACKS`), or a `Recipe` of your own. Default: `best`, which tries the
             attacks that suit the target, returns the strongest, and lists all that it tried. Token ids and dictionaries of
             inputs cannot be reconstructed: `best` infers labels, presence and membership.
-        victims: How many clients or examples are attacked. Default: up to 100.
-        model: The network. For a run, the untrained one.
+        victims: How many clients or examples are attacked. Default: up to 100; for `lira`, all records.
+        model: The network. For a run, the untrained one; `lira` needs it, because it trains the plan anew.
         federation: The clients and their data, for a plan.
         truth: Inputs and targets [(victims,) examples, ...] of which raw gradients are the mean gradient. With it the result
             is scored. Gradients that do not match it are refused.
@@ -92,6 +94,7 @@ def attack(
         step: The local step that `type2` observes, counted from 0.
         steps: How many local steps the update has that `type1` and `type0` observe. The paper attacks the first: 1.
         releases: How often the same release is observed, each time with fresh noise. The adversary averages.
+        shadows: For `lira`: how many federations are trained, each without a random half of the records. Default: 64.
         criteria: When a reconstruction counts as exact, recognisable or identified.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
         loss: The loss that the network is trained with. Default: that of the run, or of the data's task; for raw gradients,
@@ -101,8 +104,8 @@ def attack(
 
     Returns:
         `Leaks` for a reconstruction, `Presence` for `matched-filter` (also called `presence`), `LayerLeaks` for
-        `per-layer`, and `Membership` for `membership`. `Inferred` for `labels`, and where inputs cannot be reconstructed.
-        `summary()` has all figures of each.
+        `per-layer`, `Membership` for `membership`, and `Lira` for `lira`. `Inferred` for `labels`, and where inputs cannot
+        be reconstructed. `summary()` has all figures of each.
 
     Raises:
         PlanError: An argument is not allowed, or does not belong to this target.
@@ -141,6 +144,10 @@ def attack(
         raise PlanError(f"victims: {victims} is not allowed; it must be at least 1")
     device = usable_device(device)
     loss = target.loss if loss is None and isinstance(target, Run) else loss
+    if name == "lira":
+        _leave_out("gradients or updates", at_round=at_round is not None)
+        return _lira(target, model, federation, 64 if shadows is None else shadows, victims, device, loss, seed, progress)
+    _leave_out("membership by lira", shadows=shadows is not None)
     if name == "membership":
         return _membership(target, public, at_round, seed, device, loss)
     if isinstance(target, Run | Plan):
@@ -198,3 +205,29 @@ def _membership(
         raise DataError("public: the federation has no validation split to compare members with; give public examples")
     seed = target.plan.seed if seed is None else seed
     return infer_membership(target.model, target.federation.train, others, seed=seed, device=device, loss=loss)
+
+
+def _lira(
+    target: object,
+    model: nn.Module | None,
+    federation: Federation | None,
+    shadows: int,
+    victims: int | None,
+    device: torch.device,
+    loss: Loss | None,
+    seed: int | None,
+    progress: Progress | None,
+) -> Lira:
+    _whole_numbers(shadows=shadows)
+    if isinstance(target, Run):
+        if federation is not None:
+            raise PlanError("federation: a run has its own federation; leave it out")
+        federation = target.federation
+    elif not isinstance(target, Plan):
+        raise PlanError("attack: lira trains federations of its own; give a plan or a run")
+    if model is None or federation is None:
+        raise PlanError("model, federation: lira trains the plan anew; it needs the untrained network and the federation")
+    plan = target.plan if isinstance(target, Run) else target
+    return lira(
+        plan, model, federation, shadows=shadows, candidates=victims, device=device, loss=loss, seed=seed, progress=progress
+    )

@@ -115,7 +115,7 @@ def infer_membership(
         with torch.no_grad():
             outputs = outputs_of(network, each_tensor(inputs, lambda value: value[batch].to(device))).cpu()  # noqa: B023
         own = targets[batch]
-        scores[batch.numpy()] = _confidence(outputs, own) if by_loss is None else _low_losses(by_loss, outputs, own)
+        scores[batch.numpy()] = confidence(outputs, own) if by_loss is None else low_losses(by_loss, outputs, own)
     inside, outside = scores[: len(used[0])], scores[len(used[0]) :]
     # The order is random, so any halves will do: the first chooses a threshold, the second evaluates it.
     learned, held_out = (inside[::2], outside[::2]), (inside[1::2], outside[1::2])
@@ -130,7 +130,7 @@ def infer_membership(
     )
 
 
-def _confidence(outputs: Tensor, targets: Tensor) -> Numbers:
+def confidence(outputs: Tensor, targets: Tensor) -> Numbers:
     """z_y − log Σ_{j≠y} e^{z_j}: the logit of p_y, computed without a p_y that could round to 0 or 1."""
     if is_binary(outputs):  # one logit, for class 1; the logit of class 0 is 0
         outputs = torch.stack([torch.zeros_like(outputs.flatten()), outputs.flatten()], 1)
@@ -141,7 +141,7 @@ def _confidence(outputs: Tensor, targets: Tensor) -> Numbers:
     return torch.where(score.isfinite(), score, -torch.inf).numpy()
 
 
-def _low_losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Numbers:
+def low_losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Numbers:
     """The loss of each record, negated: high for members of an overfitted model."""
     losses = torch.stack([loss(output[None], target[None]) for output, target in zip(outputs, targets, strict=True)])
     return torch.where(losses.isfinite(), -losses.double(), -torch.inf).numpy()

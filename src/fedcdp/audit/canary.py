@@ -26,7 +26,7 @@ _VALUES_AT_ONCE = 2**20
 _MOST_FITTED = 256  # coordinates; with more, no discriminant is fitted
 
 
-class _Linear(nn.Module):
+class LinearCanaries(nn.Module):
     """A network that is linear in its weights, all zero: an example's input equals the gradient of its loss, to the bit."""
 
     def __init__(self, layers: int, width: int) -> None:
@@ -66,7 +66,7 @@ class Laboratory:
     exposures: int = 0
 
     def __post_init__(self) -> None:
-        plan, network = self.plan, _Linear(self.layers, self.width)
+        plan, network = self.plan, LinearCanaries(self.layers, self.width)
         self.engine = FunctionalEngine(network, loss=lambda outputs, _: outputs.mean())
         self.layout = self.engine.layout
         self.weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
@@ -87,9 +87,7 @@ class Laboratory:
             uneven = {name: _first_alone(value) * (name in firsts) for name, value in uneven.items()}
         groups = [torch.cat([uneven[name].flatten() for name in g]) for g in self.layout.groups(plan.clip_mode)]
         self.direction = torch.cat([group / group.norm() for group in groups])
-        smallest_step = min(plan.learning_rate_at(t) for t in range(self.participations)) / plan.batch_size
-        largest_bound = max(plan.clip_at(t) for t in range(self.participations))
-        self.length = 1e4 * largest_bound / min(1.0, max(smallest_step, 1e-6))
+        self.length = beyond_clip(plan, self.participations)
 
     def affordable_trials(self) -> int:
         """The number of trials that fit the time budget, by a rough estimate of their cost."""
@@ -195,17 +193,10 @@ class Laboratory:
         shown: list[Tree] = []
         tapped = replace(at, tap=lambda reader, _, update: shown.append(update) if reader == "type1" else None)
         train_locally(self.method, self.weights, batches, tapped)
-        return self._read(shown[0], at)
+        return as_updates(shown[0], at, lead=1)
 
     def _update(self, batches: Iterator[Batch], at: Moment) -> Tensor:
-        return self._read(train_locally(self.method, self.weights, batches, at), at)
-
-    def _read(self, sent: Tree, at: Moment) -> Tensor:
-        """What clients sent, as updates [clients, coordinates]; with noise on the sum, decoded."""
-        if not at.plan.sums:
-            return self.layout.flatten(sent, lead=1)
-        decoded = self.layout.flatten(from_integers(sent, at.clip_bound), lead=1)
-        return decoded * (-at.learning_rate / at.plan.batch_size) if at.plan.per_example else decoded
+        return as_updates(train_locally(self.method, self.weights, batches, at), at, lead=1)
 
     def _models(self, batches: Iterator[Batch], at: Moment) -> Tensor:
         """How far each cohort moved the model, times K_t. A server draws noise once a round, so each trial has a seed.
@@ -249,3 +240,19 @@ class Laboratory:
 def _first_alone(value: Tensor) -> Tensor:
     """Keep the first entry and set all others to zero."""
     return torch.where(torch.arange(value.numel()).view_as(value) == 0, value, 0.0)
+
+
+def beyond_clip(plan: Plan, rounds: int) -> float:
+    """A gradient norm that is clipped in each of the first rounds, even as a part of the resulting update."""
+    smallest_step = min(plan.learning_rate_at(t) for t in range(rounds)) / plan.batch_size
+    largest_bound = max(plan.clip_at(t) for t in range(rounds))
+    return 1e4 * largest_bound / min(1.0, max(smallest_step, 1e-6))
+
+
+def as_updates(sent: Tree, at: Moment, lead: int) -> Tensor:
+    """What clients sent, or its sum, as updates [..., coordinates]; with noise on the sum, decoded."""
+    layout = at.engine.layout
+    if not at.plan.sums:
+        return layout.flatten(sent, lead=lead)
+    decoded = layout.flatten(from_integers(sent, at.clip_bound), lead=lead)
+    return decoded * (-at.learning_rate / at.plan.batch_size) if at.plan.per_example else decoded

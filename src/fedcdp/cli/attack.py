@@ -104,10 +104,18 @@ def attack(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (or presence), analytic, "
-            "linear-head, per-layer, labels, and membership (with --run).",
+            "linear-head, per-layer, labels, membership (with --run), and lira (membership by --shadows federations).",
             rich_help_panel=_HOW,
         ),
     ] = "best",
+    shadows: Annotated[
+        int | None,
+        typer.Option(
+            "--shadows",
+            help="Shadow federations of --attack lira, trained in one batched program. Default: 64.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     iterations: Annotated[
         int | None,
         typer.Option(
@@ -187,10 +195,12 @@ def attack(
 
     recipe = _recipe(name, iterations, restarts, total_variation, seed_image, labels)
     _require_writable(out if run is None else out or run)
+    if shadows is not None and name != "lira":
+        raise PlanError("--shadows: only for --attack lira")
     criteria = Criteria(exact_mse=exact_mse, recognisable_psnr=recognisable_psnr, candidates=candidates)
     common: dict[str, Any] = {
         "leak": leak, "attack": recipe or name, "victims": victims, "step": step, "steps": steps, "releases": releases,
-        "criteria": criteria,
+        "shadows": shadows, "criteria": criteria,
     }  # fmt: skip
     extra: dict[str, Any] = {}
     if run is not None:
@@ -200,10 +210,12 @@ def attack(
         experiment, opened = open_experiment(run, given, data_dir=data_dir, quiet=quiet)
         target: Run | Plan = opened
         data: Splits | Federation = opened.federation
-        if name in ("best", "linear-head"):  # a linear head is observed in all rounds, from the untrained network on
+        if name in ("best", "linear-head", "lira"):  # these observe or repeat the training, from the untrained network on
             extra = {"model": network_of(experiment, data)}
     else:
-        experiment = _with_network(assemble(*with_clients_of_file(given)), network, given)
+        experiment = assemble(*with_clients_of_file(given))
+        if name != "lira" or network is not None:  # lira trains: by default the network that the plan trains
+            experiment = _with_network(experiment, network, given)
         data = splits = load_splits(experiment, data_dir, quiet)
         extra = {"model": network_of(experiment, data), "federation": deal_out(experiment, splits), "at_round": at_round}
         target = experiment.plan

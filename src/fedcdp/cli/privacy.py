@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,8 @@ from fedcdp.errors import DefectError, PlanError
 
 if TYPE_CHECKING:
     from fedcdp.accounting.statement import Privacy
-    from fedcdp.audit import Audit
+    from fedcdp.audit import Audit, OneRunAudit
+    from fedcdp.training.prepared import Prepared
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
@@ -147,6 +149,28 @@ def audit(
     *,
     given: list[Settings],
     target_epsilon: TargetEpsilon = None,
+    one_run: Annotated[
+        bool, typer.Option("--one-run", help="Train the plan once with many canaries, and guess which were included.")
+    ] = False,
+    canaries: Annotated[
+        int, typer.Option("--canaries", help="With --one-run: canaries, each included with probability 1/2.")
+    ] = 500,
+    worst_case: Annotated[
+        bool,
+        typer.Option(
+            "--worst-case",
+            help="With --one-run: canaries with worst-case gradients in a network made for them. Default: records of the "
+            "plan's own data with wrong labels.",
+            hidden=True,
+        ),
+    ] = False,
+    confidence: Annotated[
+        float, typer.Option("--confidence", help="With --one-run: how sure each lower bound is.", hidden=True)
+    ] = 0.95,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option("--data-dir", envvar="FEDCDP_DATA", help="With --one-run: directory of dataset files.", hidden=True),
+    ] = None,
     participations: Annotated[int, typer.Option("--participations", help="Number of rounds the client takes part in.")] = 1,
     trials: Annotated[
         int | None, typer.Option("--trials", help="Trials with and without the canary. Default: about 20 seconds' worth.")
@@ -157,10 +181,10 @@ def audit(
 ) -> None:
     """Measure a lower bound on ε by attacking the mechanism.
 
-    The attack runs the mechanism's own code on a worst-case canary. The guaranteed ε for the same number of participations
-    is printed below it. A lower bound above the guarantee is a defect.
+    The attack runs the mechanism's own code on a worst-case canary, many times. The guaranteed ε for the same number of
+    participations is printed below it. With --one-run, the plan is trained once on its own data with many canaries, and each
+    adversary gets a lower bound. A lower bound above the guarantee is a defect.
     """
-    from fedcdp.accounting.population import Population
     from fedcdp.accounting.statement import state
     from fedcdp.audit import audit as attack
     from fedcdp.training.planning import plan_experiment
@@ -179,6 +203,18 @@ def audit(
         terminal.say_recipe(planned)
         terminal.notes(remarks(experiment, given, calibrated=planned.epsilon is not None))
 
+    if one_run:
+        if trials is not None or participations != 1:
+            raise PlanError("--one-run: it trains the plan's own rounds once; leave out --trials and --participations")
+        from fedcdp.training.prepared import prepare_experiment
+
+        prepared = None if worst_case else prepare_experiment(experiment, data_dir, quiet=quiet)
+        with terminal.steps("audit", quiet, announce) as progress:
+            _one_run(
+                experiment, prepared, given, canaries=canaries, confidence=confidence, layers=layers, as_json=as_json,
+                progress=progress,
+            )  # fmt: skip
+        return
     with terminal.steps("audit", quiet, announce) as progress:
         found = attack(
             plan, experiment.run.adversary, unit=unit, layers=layers, records=records,
@@ -208,7 +244,61 @@ def audit(
             raise DefectError(f"the audit shows ε ≥ {shown}, above the guarantee of {promised}: this is a defect")
 
 
-def _has_row(privacy: Privacy, found: Audit) -> bool:
+def _one_run(
+    experiment: Experiment,
+    prepared: Prepared | None,
+    given: list[Settings],
+    *,
+    canaries: int,
+    confidence: float,
+    layers: int,
+    as_json: bool,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Audit one training of the plan, and print every adversary's bound beside the guarantee."""
+    from fedcdp.accounting.statement import state
+    from fedcdp.audit import ADVERSARIES, audit_one_run
+
+    plan, clients = experiment.plan, experiment.data.clients
+    if prepared is None:
+        population = Population(clients, max(1, canaries // clients), 1, layers if plan.clip_mode == "layer" else 1)
+    else:
+        population = prepared.population
+    named = any("adversary" in layer.get("run", {}) for layer in given)
+    found = audit_one_run(
+        plan, [experiment.run.adversary] if named else ADVERSARIES,
+        model=None if prepared is None else prepared.network, federation=None if prepared is None else prepared.federation,
+        canaries=canaries, clients=clients, layers=layers, confidence=confidence, seed=plan.seed,
+        device=experiment.run.device, progress=progress,
+    )  # fmt: skip
+    privacy = state(plan, population)
+    guaranteed = [privacy.row(each.adversary).epsilon if _has_row(privacy, each) else None for each in found]
+    if as_json:
+        rows = [vars(each) | {"epsilon_guaranteed": most} for each, most in zip(found, guaranteed, strict=True)]
+        typer.echo(json.dumps({"one_run": True, "rows": [{k: _for_json(v) for k, v in row.items()} for row in rows]}))
+    else:
+        terminal.figures_table(
+            f"{plan.method}, one training, {canaries} {found[0].kind} canaries: ε of a record at δ = {found[0].delta:g}",
+            ["adversary", "at least", "guaranteed", "right guesses", "statistic"],
+            [
+                [
+                    each.adversary, format_epsilon(each.epsilon_lower), "none" if most is None else format_epsilon(most),
+                    f"{each.correct} of {each.guesses}", each.statistic,
+                ]
+                for each, most in zip(found, guaranteed, strict=True)
+            ],
+        )  # fmt: skip
+        terminal.stdout.print(f"Each lower bound is {100 * confidence:g} % sure.")
+    for each, most in zip(found, guaranteed, strict=True):
+        if most is not None and each.epsilon_lower > most:
+            shown, promised = format_epsilon(each.epsilon_lower), format_epsilon(most)
+            raise DefectError(
+                f"the audit shows ε ≥ {shown} against {each.adversary}, above the guarantee of {promised}: this is a "
+                f"defect, unless it is the chance of {100 * (1 - confidence):.3g} % that is left"
+            )
+
+
+def _has_row(privacy: Privacy, found: Audit | OneRunAudit) -> bool:
     return any((row.adversary, row.unit, row.relation) == (found.adversary, found.unit, "zero-out") for row in privacy.rows)
 
 

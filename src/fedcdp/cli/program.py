@@ -66,13 +66,14 @@ usage.add_to(
     app,
     "fedcdp audit",
     "fedcdp audit --preset cancer --adversary example --trials 20000",
+    "fedcdp audit --preset demo --one-run --canaries 500",
 )(privacy.audit)
 usage.add_to(
     app,
     "fedcdp attack --method nonprivate --victims 10",
     "fedcdp attack --dataset cancer --leak type0",
     "fedcdp attack --run run --leak type1 --victims 10",
-    "fedcdp attack --run run --attack membership --json",
+    "fedcdp attack --run run --attack lira --shadows 64 --json",
 )(attack.attack)
 usage.add_to(
     app,

@@ -237,13 +237,15 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "membership", f"AUC {_estimate(found, 'membership_auc')}"
     if found.get("auc") is not None:
         expected = "" if found.get("auc_predicted") is None else f"; predicted by the formula {found['auc_predicted']:.3f}"
-        yield "presence", f"AUC {_estimate(found, 'auc')}{expected}"
+        yield "membership" if found["leak"] == "model" else "presence", f"AUC {_estimate(found, 'auc')}{expected}"
         picked = found.get("success_rate") if found.get("identified_rate") is None else found["identified_rate"]
         if picked is not None:
             yield "identified", f"{_percent(picked)}, among {found['candidates']} candidates"
-    for name, words in (("advantage", "advantage over guessing"), ("tpr_at_1_percent", "detected at 1 % false positives")):
+    for name, words in _RATES.items():
         if found.get(name) is not None:
             yield words, _estimate(found, name)
+    if found.get("shadows") is not None:
+        yield from _shadows(found)
     if found.get("unsanitised") is not None:
         yield "tensors without noise", ", ".join(found["unsanitised"]) or "none"
     if found.get("iterations_median") is not None:
@@ -258,6 +260,23 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "tried", "\n".join(_tried(each) for each in found["tried"])
     if found.get("seconds") is not None:
         yield "time", f"{found['seconds']:.1f} s"
+
+
+_RATES = {
+    "advantage": "advantage over guessing",
+    "tpr_at_1_percent": "detected at 1 % false positives",
+    "tpr_at_01_percent": "detected at 0.1 %",
+}
+
+
+def _shadows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is special about an attack with shadow federations."""
+    yield "shadow federations", f"{found['shadows']}, each without a random half of the records; each is the target once"
+    for name, words in (("offline_auc", "shadows without the record only"), ("threshold_auc", "one threshold, no shadows")):
+        yield words, f"AUC {_estimate(found, name)}"
+    if found.get("epsilon") is not None:
+        allowed = "∞" if found["epsilon"] == "inf" else f"{found['epsilon']:.3g}"
+        yield "ε of the final model", f"{allowed} per {found['epsilon_unit']}; these rates need {found['epsilon_shown']:.3g}"
 
 
 def _client(each: dict[str, Any]) -> str:

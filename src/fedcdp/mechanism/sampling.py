@@ -69,6 +69,17 @@ def choose_records(plan: Plan, clients: Tensor, sizes: Tensor, round_: int, step
     return Draw(torch.nn.functional.pad(positions, empty), torch.nn.functional.pad(present, empty))
 
 
+def zero_out(draw: Draw, kept: Tensor) -> Draw:
+    """The draw without the records that are zeroed out: `kept` says of each slot whether its record stays.
+
+    A zeroed-out record is drawn like any other and then contributes nothing: its slot is empty. Sizes and rates stay, as the
+    relation `zero-out` says. Filled slots come first, which engines rely on; the positions move along.
+    """
+    present = draw.present & kept
+    order = present.byte().argsort(dim=-1, descending=True, stable=True)
+    return Draw(draw.positions.gather(-1, order), present.gather(-1, order))
+
+
 def words_below(batch_size: int, sizes: Tensor) -> Tensor:
     """How many of the 2^32 words select a record: at most q·2^32 with q = B/N_i, so no record is drawn more often than q."""
     return (batch_size * 2**32 // sizes).clamp(max=2**32)

@@ -6,7 +6,7 @@ from fedcdp.methods.dssgd import DSSGD
 from fedcdp.methods.fedcdp import FedCDP, NoisedExamples
 from fedcdp.methods.fedsdp import FedSDP
 from fedcdp.methods.nonprivate import NonPrivate
-from fedcdp.methods.participation import leave, take_part, train_locally
+from fedcdp.methods.participation import leave, take_part, take_part_from, train_locally
 
 METHODS: dict[MethodName, Method] = {
     "nonprivate": NonPrivate(),
@@ -30,5 +30,6 @@ __all__ = [
     "Sent",
     "leave",
     "take_part",
+    "take_part_from",
     "train_locally",
 ]

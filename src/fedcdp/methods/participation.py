@@ -13,7 +13,11 @@ from fedcdp.methods.quantile import clip_rule
 
 def take_part(method: Method, weights: Tree, batches: Iterable[Batch], at: Moment) -> Sent:
     """Run L local iterations of every client from the global weights W(t); return what the clients send."""
-    before = repeat(weights, len(at.clients))
+    return take_part_from(method, repeat(weights, len(at.clients)), batches, at)
+
+
+def take_part_from(method: Method, before: Tree, batches: Iterable[Batch], at: Moment) -> Sent:
+    """The same, where each client has a global model of its own [clients, ...]: that of its federation."""
     local = Local(before, start=before)
     for step, batch in enumerate(batches):
         now = replace(at, step=step)

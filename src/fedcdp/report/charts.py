@@ -45,18 +45,21 @@ class Frame:
 
     series: tuple[Series, ...]
     log: bool
+    log_x: bool = False
 
     @staticmethod
-    def around(series: Sequence[Series], log: bool) -> Frame:
-        """The frame of the lines that have points; logarithmic if asked for and if the values span a decade."""
+    def around(series: Sequence[Series], log: bool, log_x: bool = False) -> Frame:
+        """The frame of the lines that have points; an axis is logarithmic if asked for and if its values span a decade."""
         shown = tuple(each for each in series if each.points)
-        ys = [y for each in shown for _, y in each.points]
-        return Frame(shown, log and min(ys) > 0 and math.log10(max(ys) / min(ys)) >= _FEWEST_DECADES)
+        xs, ys = ([point[axis] for each in shown for point in each.points] for axis in (0, 1))
+        return Frame(shown, log and _spans_a_decade(ys), log_x and _spans_a_decade(xs))
 
     @cached_property
     def x_ticks(self) -> list[float]:
         """Where the horizontal axis has labels."""
         xs = [x for each in self.series for x, _ in each.points]
+        if self.log_x:
+            return [tick for tick in _log_ticks(min(xs), max(xs)) if min(xs) <= tick <= max(xs)]
         return _linear_ticks(min(0.0, *xs), max(xs), whole=True)
 
     @cached_property
@@ -72,12 +75,14 @@ class Frame:
     def _ranges(self) -> tuple[float, float, float, float]:
         xs = [x for each in self.series for x, _ in each.points]
         ys = [*self.y_ticks, *(y for each in self.series for _, y in each.points)]
-        return min(0.0, *xs), max(1.0, *xs), min(ys), max(ys)
+        across = (min(xs), max(xs)) if self.log_x else (min(0.0, *xs), max(1.0, *xs))
+        return *across, min(ys), max(ys)
 
     def across(self, x: float) -> float:
         """The horizontal place of a value."""
         low, high, _, _ = self._ranges
-        return _LEFT + (x - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+        share = math.log(x / low) / math.log(high / low) if self.log_x else (x - low) / (high - low)
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def up(self, y: float) -> float:
         """The vertical place of a value."""
@@ -121,17 +126,19 @@ class Frame:
         return [(float(x), float(np.interp(x, xs, ys))) for x in spots if x >= _LEFT] or [(xs[-1], ys[-1])]
 
 
-def coincident(series: Sequence[Series], *, log: bool = False) -> list[list[Series]]:
+def coincident(series: Sequence[Series], *, log: bool = False, log_x: bool = False) -> list[list[Series]]:
     """The lines of a chart that lie on each other, group by group."""
-    frame = Frame.around(series, log)
+    frame = Frame.around(series, log, log_x)
     return [[frame.series[number] for number in group] for group in frame.groups if len(group) > 1]
 
 
-def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str, *, log: bool = False) -> Markup:
+def line_chart(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, log: bool = False, log_x: bool = False
+) -> Markup:
     """A chart whose text alternative says where each line begins and ends. Points must be finite."""
     if not any(each.points for each in series):
         return Markup("")
-    frame = Frame.around(series, log)
+    frame = Frame.around(series, log, log_x)
     parts = [f'<svg class="chart" role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}">']
     parts += [f"<title>{escape(title)}</title><desc>{escape(_told(frame.series))}</desc>"]
     for tick in frame.y_ticks:
@@ -144,11 +151,12 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str,
     base = _HEIGHT - _BOTTOM
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text class="name" x="{middle:.1f}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>')
+    x_name = f"{x_label}, log scale" if frame.log_x else x_label
+    parts.append(f'<text class="name" x="{middle:.1f}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x_name)}</text>')
     side = (_TOP + base) / 2
     y_name = f"{y_label}, log scale" if frame.log else y_label
     parts.append(
-        f'<text class="name" transform="translate(13 {side:.1f}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>'
+        f'<text class="name" transform="translate(10 {side:.1f}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>'
     )
     for number, (each, places) in enumerate(zip(frame.series, frame.places, strict=True)):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -158,9 +166,9 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str,
     return Markup("".join([*parts, "</svg>"]))  # noqa: S704  # nosec B704 (every text in it is escaped)
 
 
-def keys(series: Sequence[Series], *, log: bool = False) -> list[tuple[Series, Markup]]:
+def keys(series: Sequence[Series], *, log: bool = False, log_x: bool = False) -> list[tuple[Series, Markup]]:
     """The lines of a chart, each with the picture for its legend: colour, dashes and mark as in the chart."""
-    frame = Frame.around(series, log)
+    frame = Frame.around(series, log, log_x)
     found = []
     for number, each in enumerate(frame.series):
         dashes = "stroke-dasharray:8 4" if frame.dashes(number) else ""
@@ -168,6 +176,10 @@ def keys(series: Sequence[Series], *, log: bool = False) -> list[tuple[Series, M
         picture = f'<svg class="key" aria-hidden="true" viewBox="0 0 40 12">{line}{_mark(each, 20, 6)}</svg>'
         found.append((each, Markup(picture)))  # noqa: S704  # nosec B704 (it holds no text)
     return found
+
+
+def _spans_a_decade(values: Sequence[float]) -> bool:
+    return min(values) > 0 and math.log10(max(values) / min(values)) >= _FEWEST_DECADES
 
 
 def _coincide(one: Sequence[Place], other: Sequence[Place]) -> bool:
@@ -208,6 +220,8 @@ def _told(series: Sequence[Series]) -> str:
 def _linear_ticks(low: float, high: float, whole: bool = False) -> list[float]:
     """Round numbers, the first at or below `low` and, on the vertical axis, the last at or above `high`."""
     span = (high - low) or 1.0
+    if span < 1e-9 * abs(high):  # the values differ by rounding alone
+        span = abs(high)
     raw = span / _TICKS
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
@@ -233,7 +247,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def _figure(value: float) -> str:
     if value == 0:
         return "0"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
+    if abs(value) >= 1e6 or abs(value) <= 1e-3:
         return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e−")
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 

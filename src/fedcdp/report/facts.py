@@ -187,6 +187,21 @@ class LeakFacts:
         return tuple(str(each.get("attack"))[:_LONGEST_NAME] for each in named) or (self.attack,)
 
     @property
+    def roc(self) -> list[tuple[float, float]]:
+        """False- and true-positive rates of the attack `lira`, for logarithmic axes. Empty for others, or if damaged."""
+        told = self.summary.get("roc")
+        curve = told.get("online") if self.attack == "lira" and isinstance(told, dict) else None
+        points = curve if isinstance(curve, list) else []
+        if not all(isinstance(p, list) and len(p) == 2 and all(is_number(v) and 0 <= v <= 1 for v in p) for p in points):
+            return []
+        return sorted((float(false), float(true)) for false, true in points if false > 0 and true > 0)
+
+    def figure(self, name: str) -> float | None:
+        """A number of the summary; None if it has none by this name."""
+        value = self.summary.get(name)
+        return value if is_number(value) else None
+
+    @property
     def network(self) -> str | None:
         """The name of the attacked network, where the summary has one."""
         return _name(self.summary.get("network"))

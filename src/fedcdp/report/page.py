@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
 from fedcdp._version import __version__
 from fedcdp.accounting.statement import VACUOUS
+from fedcdp.attacks.lira import allowed_rate
 from fedcdp.errors import RunError
 from fedcdp.report import comparison, wording
 from fedcdp.report.charts import Series, coincident, data_uri, keys, line_chart
@@ -19,6 +20,7 @@ from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
 from fedcdp.training.metrics import metric_text, metric_title
 
 _VALUES = 10  # of each line, in the table behind a chart
+_MEMBERSHIP_FIGURES = ("shadows", "victims", "auc", "tpr_at_1_percent", "tpr_at_01_percent", "threshold_auc")
 
 
 def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = None, private_records: bool = False) -> str:
@@ -69,6 +71,7 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
         each_client=_clients(subjects),
         spending=_spending(subjects),
         norms=_norms(subjects),
+        membership=_membership(subjects),
         attacks=[_figures(leak) for leak in leaks],
         e=wording.epsilon,
         equation=wording.equation,
@@ -201,15 +204,60 @@ def _norms(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
     return _chart(series, "Mean gradient norm of a round's clients", "L2 norm")
 
 
-def _chart(series: list[Series], title: str, y_label: str, *, log: bool = False) -> list[dict[str, Any]]:
+def _chart(
+    series: list[Series],
+    title: str,
+    y_label: str,
+    *,
+    x_label: str = "round",
+    log: bool = False,
+    log_x: bool = False,
+    told: Callable[[Series], float] = lambda each: each.points[-1][1],
+) -> list[dict[str, Any]]:
+    """A chart, with the value of each line that its legend tells: by default the last one."""
     shown = [each for each in series if each.points]
     if not shown:
         return []
-    together = [wording.together([each.name for each in group]) for group in coincident(shown, log=log)]
-    return [{"title": title, "svg": line_chart(shown, title, "round", y_label, log=log), "rows": _values(shown),
-             "figure": wording.capital(y_label),
-             "keys": [(each, picture, each.points[-1][1]) for each, picture in keys(shown, log=log)],
+    scales = {"log": log, "log_x": log_x}
+    together = [wording.together([each.name for each in group]) for group in coincident(shown, **scales)]
+    return [{"title": title, "svg": line_chart(shown, title, x_label, y_label, **scales), "rows": _values(shown),
+             "figure": wording.capital(y_label), "across": wording.capital(x_label),
+             "keys": [(each, picture, told(each)) for each, picture in keys(shown, **scales)],
              "together": together}]  # fmt: skip
+
+
+def _membership(subjects: Sequence[Subject]) -> dict[str, Any] | None:
+    """The ROC curves of attacks with shadow federations, what ε allows, and their figures; None where there are none."""
+    curves: list[Series] = []
+    rows = []
+    for subject in subjects:
+        for leak in subject.leaks:
+            points = leak.roc
+            if not points:
+                continue
+            curves.append(Series(subject.name, subject.style, points, subject.mark))
+            epsilon = leak.figure("epsilon")
+            if epsilon is not None:
+                delta = leak.figure("delta") or 0.0
+                most = [(false, allowed_rate(epsilon, delta, false)) for false, _ in points]
+                words = f"allowed by {wording.equation('ε', wording.epsilon(epsilon))} of {subject.name}"
+                curves.append(Series(words, f"{subject.style.split()[0]} d2", most, subject.mark))
+            rows.append({"subject": subject, "epsilon": epsilon,
+                         "figures": [leak.figure(name) for name in _MEMBERSHIP_FIGURES]})  # fmt: skip
+    if not rows:
+        return None
+    every = sorted({false for each in curves for false, _ in each.points})
+    curves.append(Series("guessing", "m-other d1", [(false, false) for false in every], len(subjects)))
+    (chart,) = _chart(
+        curves, "Members found by LiRA, by the share of others that are accused", "true-positive rate",
+        x_label="false-positive rate", log=True, log_x=True, told=_at_one_in_a_thousand,
+    )  # fmt: skip
+    return {"chart": chart, "rows": rows}
+
+
+def _at_one_in_a_thousand(curve: Series) -> float:
+    """The true-positive rate at the measured false-positive rate that is nearest to 0.1 %."""
+    return min(curve.points, key=lambda point: abs(math.log(point[0] / 1e-3)))[1]
 
 
 def _values(series: Sequence[Series]) -> list[tuple[str, float, float]]:

@@ -24,9 +24,10 @@ from fedcdp.engine.base import Batch, Engine
 from fedcdp.engine.runtime import clients_within_budget, wait
 from fedcdp.files.tree import each_tensor, repeat
 from fedcdp.mechanism.noise import noise_of
-from fedcdp.mechanism.sampling import Draw, choose_records, choose_records_of_steps
-from fedcdp.methods import METHODS, Moment
+from fedcdp.mechanism.sampling import Draw, choose_records, choose_records_of_steps, zero_out
+from fedcdp.methods import METHODS, Method, Moment
 from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
+from fedcdp.methods.base import Tap
 from fedcdp.methods.quantile import clip_rule
 from fedcdp.training.evaluation import evaluate
 from fedcdp.training.feature_cache import features_of
@@ -39,9 +40,17 @@ _TIMED_STEPS = 2  # after the same number of warm-up steps
 class ClientData:
     """The federation's data, kept on the device, and the clients' draws from them. Only indices move."""
 
-    def __init__(self, federation: Federation, plan: Plan, device: torch.device, front: nn.Module | None = None) -> None:
-        """With `front`, the data are the outputs of those layers."""
+    def __init__(
+        self,
+        federation: Federation,
+        plan: Plan,
+        device: torch.device,
+        front: nn.Module | None = None,
+        kept: Tensor | None = None,
+    ) -> None:
+        """With `front`, the data are the outputs of those layers. Records that are not `kept` [records] are zeroed out."""
         self.federation, self.plan, self.device = federation, plan, device
+        self.kept = None if kept is None else kept.to(device)
         self.examples = Examples(features_of(front, federation.train, device), federation.train.targets.to(device))
         self.validation = federation.validation
         if front is not None and self.validation is not None:
@@ -71,7 +80,11 @@ class ClientData:
     def draw(self, at: Moment, table: Tensor, sizes: Tensor) -> Draw:
         """The records of all local steps [steps, clients, slots], as indices into the training data."""
         drawn = choose_records_of_steps(self.draws, at.clients, sizes, at.round)
-        return Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present)
+        return self.filled(Draw(table.expand(len(drawn.positions), -1, -1).gather(2, drawn.positions), drawn.present))
+
+    def filled(self, draw: Draw) -> Draw:
+        """The draw, whose positions are records, without those that are zeroed out."""
+        return draw if self.kept is None else zero_out(draw, self.kept[draw.positions])
 
     def first_batch(self) -> Batch:
         """The batch of the first client's first step."""
@@ -88,18 +101,33 @@ class ClientData:
 
 
 class Simulator:
-    """Rounds of virtual clients, `chunk` of which are trained at once."""
+    """Rounds of virtual clients, `chunk` of which are trained at once.
 
-    def __init__(self, data: ClientData, local_engine: LocalEngine, chunk: int) -> None:
+    An audit may watch them by a `tap`, and may run a method other than the plan's.
+    """
+
+    def __init__(
+        self,
+        data: ClientData,
+        local_engine: LocalEngine,
+        chunk: int,
+        *,
+        method: Method | None = None,
+        tap: Tap | None = None,
+    ) -> None:
         self.data, self.local_engine, self.chunk = data, local_engine, chunk
-        self.plan = data.plan
+        self.plan, self.tap = data.plan, tap
+        self.method = method or METHODS[self.plan.method]
         self.noise = noise_of(self.plan, self.engine.layout)
 
     @staticmethod
-    def stepwise(data: ClientData, engine: Engine, chunk: int | None = None) -> Simulator:
+    def stepwise(
+        data: ClientData, engine: Engine, chunk: int | None = None, *, method: Method | None = None, tap: Tap | None = None
+    ) -> Simulator:
         """A simulator that takes one step at a time, as the methods are written: the reference, open to every tap."""
-        local_engine = StepwiseEngine(METHODS[data.plan.method], engine, data.examples)
-        return Simulator(data, local_engine, chunk or usual_chunk(data.device, data.most_clients(engine.model)))
+        local_engine = StepwiseEngine(method or METHODS[data.plan.method], engine, data.examples)
+        chunk = chunk or usual_chunk(data.device, data.most_clients(engine.model))
+        return Simulator(data, local_engine, chunk, method=method, tap=tap)
 
     @property
     def engine(self) -> Engine:
@@ -108,7 +136,7 @@ class Simulator:
 
     def round(self, state: State, chosen: Tensor) -> State:
         """Run one global round with the chosen clients; return the state after it."""
-        method, plan = METHODS[self.plan.method], self.plan
+        method, plan = self.method, self.plan
         received = Aggregate(state.weights, plan)
         for clients in chosen.split(self.chunk) if len(chosen) else ():
             table, sizes = self.data.records_of(clients)
@@ -131,6 +159,7 @@ class Simulator:
             state.round,
             clients,
             expected,
+            tap=self.tap,
             current_clip=state.clip,
             records=sizes,
             mean_records=self.data.mean_records,
@@ -164,7 +193,8 @@ class Simulator:
             table, sizes = self.data.records_of(clients)
             at = self.moment(state, clients.to(self.data.device), sizes)
             drawn = choose_records(self.data.draws, at.clients, sizes, state.round, 0)
-            batch = self.data.examples.batch(table.gather(1, drawn.positions), drawn.present)
+            drawn = self.data.filled(Draw(table.gather(1, drawn.positions), drawn.present))
+            batch = self.data.examples.batch(drawn.positions, drawn.present)
             total = self.engine.summed_gradients(repeat(state.weights, len(clients)), batch)
             squares = sum(value.double().reshape(len(value), -1).square().sum(1) for value in total.values())
             norms.append(torch.as_tensor(squares).sqrt() / at.expected_batch)

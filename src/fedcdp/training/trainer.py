@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedcdp.accounting.budget import Allows, Releases, accounting_is_installed
 from fedcdp.accounting.ledger import Ledger
@@ -25,7 +25,7 @@ from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.config import consent
 from fedcdp.config.experiment import EngineName, Experiment
 from fedcdp.data.dataset import Splits
-from fedcdp.engine import Loss, engines_for
+from fedcdp.engine import Engine, Loss, engines_for
 from fedcdp.engine.frozen import split
 from fedcdp.engine.reachability import check_all_used
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
@@ -184,6 +184,33 @@ def begin(
 
     Raises for a network that cannot be trained, or differentiated per example (`per_example`, by default as the plan needs).
     """
+    data, engines, state = ready(prepared, network, device=device, loss=loss, engine=engine, per_example=per_example)
+    local_engine, at_once = choose_engine(
+        prepared.plan,
+        engines,
+        engine,
+        data.examples,
+        chunk=chunk,
+        most=data.most_clients(next(iter(engines.values())).model),
+        seconds=lambda local_engine, clients: Simulator(data, local_engine, clients).seconds_a_client_step(state),
+    )
+    return Simulator(data, local_engine, at_once), state
+
+
+def ready(
+    prepared: Prepared,
+    network: nn.Module,
+    *,
+    device: torch.device,
+    loss: Loss,
+    engine: EngineName = "auto",
+    per_example: bool | None = None,
+    kept: Tensor | None = None,
+) -> tuple[ClientData, dict[str, Engine], State]:
+    """The data on the device, the engines that `engine` allows, and the state before the first round; checked as by `begin`.
+
+    Records that are not `kept` are zeroed out (`ClientData`).
+    """
     plan, federation = prepared.plan, prepared.federation
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
     for name, value in weights.items():
@@ -191,7 +218,7 @@ def begin(
             raise ModelError(f"{name} holds a weight that is not finite; training cannot start from it")
     front, trained = split(network, federation.train.inputs, device)
     engines = engines_for(trained, loss, engine)
-    data = ClientData(federation, plan, device, front)
+    data = ClientData(federation, plan, device, front, kept)
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
@@ -200,17 +227,7 @@ def begin(
     outputs = first.outputs(weights, tried)
     check_outputs(outputs, federation.train, loss)
     check_loss(first.loss, outputs, federation.train)
-    state = State.first(plan, weights)
-    local_engine, at_once = choose_engine(
-        plan,
-        engines,
-        engine,
-        data.examples,
-        chunk=chunk,
-        most=data.most_clients(first.model),
-        seconds=lambda local_engine, clients: Simulator(data, local_engine, clients).seconds_a_client_step(state),
-    )
-    return Simulator(data, local_engine, at_once), state
+    return data, engines, State.first(plan, weights)
 
 
 @contextmanager
