@@ -11,6 +11,8 @@ from fedcdp.attacks.per_layer import LayerLeaks
 from fedcdp.attacks.presence import Presence
 from fedcdp.attacks.recipe import RECIPES, Recipe, Seed
 from fedcdp.attacks.scores import Criteria
+from fedcdp.attacks.table_scores import CellScores
+from fedcdp.attacks.tableak import TabLeak
 
 __all__ = [
     "ATTACKS",
@@ -18,6 +20,7 @@ __all__ = [
     "LEAKS",
     "RECIPES",
     "Adam",
+    "CellScores",
     "Criteria",
     "Inferred",
     "LabelGuesses",
@@ -28,5 +31,6 @@ __all__ = [
     "Presence",
     "Recipe",
     "Seed",
+    "TabLeak",
     "attack",
 ]

@@ -23,21 +23,31 @@ _CHAINS, _STEPS = 512, 400
 _FINISH = 60  # steps after the first row has arrived
 _STALE = 150  # steps without improvement
 _TWO_CELLS = 0.3  # share of the steps that change two cells
+_MIXED = 0.9  # share of the steps, in a table of numbers only, that move all numbers towards those of the public row
 _OTHER_LABEL = 0.1  # share of the steps that change the label, where labels change the direction of d
 _NEAR = 0.1  # least share of d outside the span of those that were found
 
 
 def climb(
     left: Array, taken: Array, columns: InputColumns, public: Array, directions: Directions, labels: int,
-    draws: np.random.Generator, *, inside: float,
+    draws: np.random.Generator, *, inside: float, within: tuple[Array, Array] | None = None,
 ) -> Array:  # fmt: skip
-    """Rows [k, n] whose d lies in the space `left` [units, rank] and, to a good part, outside of `taken` [units, k]."""
+    """Rows [k, n] whose d lies in the space `left` [units, rank] and, to a good part, outside of `taken` [units, k].
+
+    `within`, a point and directions, is an affine space that holds the rows. It is used where all cells are numbers: in it,
+    other rows have no categories.
+    """
     generator = torch.Generator().manual_seed(int(draws.integers(2**63)))
     pool, space, known = (torch.from_numpy(each).float() for each in (public, left, taken))
     owner = torch.zeros(pool.shape[1], dtype=torch.int64)
     for number, column in enumerate(columns):
         owner[column.inputs] = number
     numbers = torch.tensor([column.is_number for column in columns])[owner]
+
+    if within is not None and bool(numbers.all()):
+        base = torch.from_numpy(within[0]).float()
+        across = torch.from_numpy(np.linalg.qr(within[1].T)[0]).float()
+        pool = base + (pool - base) @ across @ across.T
 
     def draw(count: int) -> Tensor:
         return pool[torch.randint(len(pool), (count,), generator=generator)]
@@ -57,6 +67,8 @@ def climb(
         if bool((score <= inside**2).any()):  # a few more steps: a neighbouring d may differ very little
             left_over = min(left_over, _FINISH)
         tried = _changed(rows, draw(count), owner, numbers, len(columns), generator)
+        if within is not None and bool(numbers.all()):
+            tried = base + (tried - base) @ across @ across.T
         tried_label = label
         if labels > 2:
             changes = torch.rand(count, generator=generator) < _OTHER_LABEL
@@ -91,4 +103,6 @@ def _changed(
     size = 10 ** (-2 * torch.rand(count, 1, generator=generator))
     moved = rows + size * torch.randn(count, 1, generator=generator)
     small = (torch.rand(count, 1, generator=generator) < 0.5) & numbers
-    return torch.where(change, torch.where(small, moved, source), rows)
+    mixed = torch.rand(count, 1, generator=generator) < _MIXED * float(numbers.double().mean())
+    blended = torch.where(numbers, rows + size * (source - rows), rows)
+    return torch.where(mixed, blended, torch.where(change, torch.where(small, moved, source), rows))

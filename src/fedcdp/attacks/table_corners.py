@@ -21,24 +21,32 @@ _POINTS = 128  # tried on the line of points that share their categories
 _BEYOND = 0.5  # of a number's public range: how far a private value may lie outside it
 
 
-def corners(
-    gradient: Array, taken: Array, missing: int, one: Array, columns: InputColumns, public: Array, draws: np.random.Generator
-) -> Array:
-    """Points [k, n] of zeros and ones in the span of the `missing` rows; the d of the others are `taken` [units, k].
+def affine_span(gradient: Array, taken: Array, missing: int, one: Array, inputs: int) -> tuple[Array, Array] | None:
+    """The affine space of the `missing` rows, as a point [n] and directions [missing − 1, n].
 
-    Every row has inner product 1 with `one`. Where the categories of a point determine its numbers, so they are; where they
-    leave one line of points, several of it are returned; otherwise none.
+    The d of the other rows are `taken` [units, k]. Every row has inner product 1 with `one`. None if no point has.
+    """
+    space = np.linalg.svd(gradient - taken @ (taken.T @ gradient), full_matrices=False)[2][:missing]
+    along = space @ one
+    if not along.any():
+        return None
+    base = (along / (along @ along)) @ space[:, :inputs]
+    return base, np.linalg.svd(along[None], full_matrices=True)[2][1:] @ space[:, :inputs]
+
+
+def corners(
+    within: tuple[Array, Array], columns: InputColumns, public: Array, draws: np.random.Generator
+) -> Array:
+    """Points [k, n] whose categories are zeros and ones in an affine space.
+
+    Where the categories of a point determine its numbers, so they are; where they leave one line of points, several of it
+    are returned; otherwise none.
     """
     from scipy.optimize import linprog
 
-    inputs = public.shape[1]
-    space = np.linalg.svd(gradient - taken @ (taken.T @ gradient), full_matrices=False)[2][:missing]
-    along = space @ one
+    base, moves = within
+    inputs, missing = len(base), 1 + len(moves)
     nothing = np.zeros((0, inputs))
-    if not along.any():
-        return nothing
-    base = (along / (along @ along)) @ space[:, :inputs]
-    moves = np.linalg.svd(along[None], full_matrices=True)[2][1:] @ space[:, :inputs]
     category = np.zeros(inputs, dtype=bool)
     for column in columns:
         category[column.inputs] = not column.is_number

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcdp.attacks.table_climb import Directions, climb
-from fedcdp.attacks.table_corners import corners
+from fedcdp.attacks.table_corners import affine_span, corners
 from fedcdp.data.input_columns import InputColumns
 from fedcdp.mechanism.randomness import numpy_generator
 
@@ -74,6 +74,10 @@ class _Search:
     @property
     def missing(self) -> int:
         return self.left.shape[1] - self.taken.shape[1]
+
+    def within(self, inputs: int) -> tuple[Array, Array] | None:
+        """The affine space of the rows that are still missing; None if there are none."""
+        return affine_span(self.gradient, self.taken, self.missing, self.one, inputs) if self.missing else None
 
     def admit(self, rows: Array) -> bool:
         """Keep the rows whose d lies in the column space and is new; whether there is one."""
@@ -140,28 +144,30 @@ class _Search:
 
 def solve_rows(
     gradient: Tensor, examples: int, columns: InputColumns, public: Tensor, directions: Directions, *,
-    labels: int, bias: bool, seed: int = 0,
+    labels: int, bias: bool, seed: int = 0, hints: Tensor | None = None,
 ) -> SolvedRows:  # fmt: skip
     """Find the rows behind a layer's gradient [units, n], or [units, n + 1] with a bias.
 
-    `public` rows [N, n] are where the search begins. No gradient raises an error: under noise, or with more examples than
+    `public` rows [N, n] are where the search begins, after rows that another attack found (`hints`). No gradient raises an error: under noise, or with more examples than
     units, nothing is found.
     """
     search = _opened(gradient, examples, columns, directions, labels, bias)
     if search is None:
         return SolvedRows(public.new_zeros(0, public.shape[1]), torch.zeros(0, dtype=torch.int64), complete=False)
-    draws = numpy_generator(seed, "table-span")
-    seen = np.abs(search.gradient).max(0)[: public.shape[1]] > np.finfo(np.float32).eps * np.abs(search.gradient).max()
+    draws, inputs = numpy_generator(seed, "table-span"), public.shape[1]
+    seen = np.abs(search.gradient).max(0)[:inputs] > np.finfo(np.float32).eps * np.abs(search.gradient).max()
     likely = _with_seen_categories(public.double().cpu().numpy(), columns, seen)
+    if hints is not None:
+        search.admit(hints.double().cpu().numpy())
     idle = 0
     while search.missing and idle < _IDLE:
-        tried = climb(
-            search.left, search.taken, columns, likely, directions, labels, draws, inside=search.inside
-        ) if examples > 1 else likely[:0]  # fmt: skip
-        found = search.admit(tried)
-        while search.missing and search.admit(
-            corners(search.gradient, search.taken, search.missing, search.one, columns, likely, draws)
-        ):
+        within = search.within(inputs)
+        found = examples > 1 and search.admit(
+            climb(
+                search.left, search.taken, columns, likely, directions, labels, draws, inside=search.inside, within=within
+            )
+        )
+        while (within := search.within(inputs)) is not None and search.admit(corners(within, columns, likely, draws)):
             found = True
         idle = 0 if found else idle + 1
         if idle == _IDLE - 1 and search.drop_doubtful():

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from fedcdp.config.experiment import Scaling
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.fetch import Storage
+from fedcdp.data.input_columns import named_columns
 from fedcdp.data.prepare import logarithmic, standardise, stratified_split
 
 VALIDATION_RECORDS = 143
@@ -27,8 +28,9 @@ def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training
     """426 training and 143 validation records, each class in proportion; 0 is malignant, 1 benign; no test set."""
     from sklearn.datasets import load_breast_cancer
 
-    features, labels = load_breast_cancer(return_X_y=True)
-    labels = labels.astype(np.int64)
+    told = load_breast_cancer()
+    features, labels = told.data, told.target.astype(np.int64)
+    columns = named_columns(told.feature_names.tolist(), {})
     train, validation = stratified_split(labels, VALIDATION_RECORDS, split_seed)
     if scaling == "public":
         train_inputs, validation_inputs = (logarithmic(features[part], RANGES) for part in (train, validation))
@@ -41,8 +43,8 @@ def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training
         )
     return Splits(
         name="cancer",
-        train=Dataset(torch.from_numpy(train_inputs), torch.from_numpy(labels[train]), CLASSES),
-        validation=Dataset(torch.from_numpy(validation_inputs), torch.from_numpy(labels[validation]), CLASSES),
+        train=Dataset(torch.from_numpy(train_inputs), torch.from_numpy(labels[train]), CLASSES, columns=columns),
+        validation=Dataset(torch.from_numpy(validation_inputs), torch.from_numpy(labels[validation]), CLASSES, columns=columns),
         test=None,
         normalisation=normalisation,
     )
