@@ -35,7 +35,7 @@ _RANK = 10.0  # times the rounding: least singular value
 _INSIDE = 3e-3  # largest share of a d outside the column space
 _NEW = 0.03  # least share of a d outside the span of those that were found
 _CLEAR = 5.0  # times the median share: what fits worse is doubted
-_IDLE = 3  # attempts of both kinds in a row without a row
+_IDLE = 4  # attempts of both kinds in a row without a row
 _LARGEST = 512  # units of the largest layer that is tried
 
 

@@ -178,7 +178,7 @@ def _solved(
     if all(column.is_number for column in columns) and 1 < count <= _FEW:
         own = {name: captured.weights[name][victim] for name in (weight, bias) if name is not None}
         spear = invert_dense(gradient, of_bias, count, weight=own[weight], bias=own.get(bias or ""), seed=seed)
-        if spear.found and not spear.up_to_scale:
+        if not spear.up_to_scale:
             hints = spear.inputs if scaling is None else scaling.undo(spear.inputs)
     if of_bias is not None:
         if scaling is not None:  # of raw inputs x, where the layer reads u = (x − μ)s
