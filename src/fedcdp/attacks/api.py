@@ -30,7 +30,7 @@ from fedcdp.errors import DataError, PlanError
 from fedcdp.training.run import Run
 
 ATTACKS = (
-    "best", *RECIPES, "analytic", "linear-head", "tableak", "matched-filter", "presence", "per-layer", "labels", "membership",
+    "best", *RECIPES, "analytic", "linear-head", "tableak", "matched-filter", "presence", "per-layer", "labels", "tokens", "membership",
 )  # fmt: skip
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 
@@ -102,7 +102,7 @@ def attack(
 
     Returns:
         `Leaks` for a reconstruction, `Presence` for `matched-filter` (also called `presence`), `LayerLeaks` for
-        `per-layer`, and `Membership` for `membership`. `Inferred` for `labels`, and where inputs cannot be reconstructed.
+        `per-layer`, and `Membership` for `membership`. `Inferred` for `labels` and `tokens`, and where inputs cannot be reconstructed.
         `summary()` has all figures of each.
 
     Raises:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedcdp.attacks.analytic import first_dense, invert
 from fedcdp.attacks.cohort import reads_sum
 from fedcdp.attacks.head_attack import HeadFound, attack_head
-from fedcdp.attacks.inferred import Inferred, attack_labels
+from fedcdp.attacks.inferred import Inferred, attack_labels, attack_tokens
 from fedcdp.attacks.leaks import Leaks, Observer, judged, unjudged
 from fedcdp.attacks.linear_head import LinearHead
 from fedcdp.attacks.membership import Membership
@@ -79,10 +79,15 @@ class Attempts:
                 self.captured, scene.classes, scene.public, names=scene.names(self.captured), seed=self.seed,
                 scored=scene.scored, progress=progress,
             )  # fmt: skip
+        if name == "tokens":
+            return attack_tokens(
+                self.captured, scene.network, scene.classes, scene.public, names=scene.names(self.captured), seed=self.seed,
+                scored=scene.scored, progress=progress,
+            )  # fmt: skip
         if scene.not_real and name != "matched-filter":
             raise DataError(
-                f"attack: reconstruction needs real-valued inputs in one tensor; these are {scene.not_real}: use presence, "
-                "labels or membership"
+                f"attack: reconstruction needs real-valued inputs in one tensor; these are {scene.not_real}: use tokens, "
+                "presence, labels or membership"
             )
         if name in ("matched-filter", "per-layer"):
             return self._known_noise(name, progress)
@@ -202,8 +207,9 @@ def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress
     labels: Inferred | None = found.get("labels")
     return Inferred(
         captured.plan.method, captured.leak, "inference", len(captured), captured.noise_level, captured.steps,
-        captured.releases, None if labels is None else labels.labels, found.get("matched-filter"), found.get("membership"),
-        refused, attempts.scene.names(captured), time.perf_counter() - started, captured.summed_clients,
+        captured.releases, labels=None if labels is None else labels.labels, presence=found.get("matched-filter"),
+        membership=found.get("membership"), refused=refused, names=attempts.scene.names(captured),
+        seconds=time.perf_counter() - started, summed_clients=captured.summed_clients,
     )  # fmt: skip
 
 
