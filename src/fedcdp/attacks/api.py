@@ -30,7 +30,8 @@ from fedcdp.errors import DataError, PlanError
 from fedcdp.training.run import Run
 
 ATTACKS = (
-    "best", *RECIPES, "analytic", "linear-head", "tableak", "matched-filter", "presence", "per-layer", "labels", "tokens", "membership",
+    "best", *RECIPES, "analytic", "linear-head", "tableak", "matched-filter", "presence", "per-layer", "labels", "tokens",
+    "membership",
 )  # fmt: skip
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 
@@ -77,9 +78,9 @@ def attack(
         leak: What the adversary observes. `type2`: the gradient of one example on the client during local training. `type1`:
             the client's update after local training. `type0`: the client's update as the server receives it; under secure
             aggregation, the sum over the clients of a round, which are then one victim.
-        attack: The name of an attack (`fedcdp.attacks.ATTACKS`), a `Recipe` of your own, or `TabLeak` settings. Default: `best`, which tries the
-            attacks that suit the target, returns the strongest, and lists all that it tried. Token ids and dictionaries of
-            inputs cannot be reconstructed: `best` infers labels, presence and membership.
+        attack: The name of an attack (`fedcdp.attacks.ATTACKS`), a `Recipe` of your own, or `TabLeak` settings. Default:
+            `best`, which tries the attacks that suit the target, returns the strongest, and lists all that it tried. Token
+            ids and dictionaries of inputs cannot be reconstructed: `best` infers labels, presence and membership.
         victims: How many clients or examples are attacked. Default: up to 100.
         model: The network. For a run, the untrained one.
         federation: The clients and their data, for a plan.
@@ -102,8 +103,8 @@ def attack(
 
     Returns:
         `Leaks` for a reconstruction, `Presence` for `matched-filter` (also called `presence`), `LayerLeaks` for
-        `per-layer`, and `Membership` for `membership`. `Inferred` for `labels` and `tokens`, and where inputs cannot be reconstructed.
-        `summary()` has all figures of each.
+        `per-layer`, and `Membership` for `membership`. `Inferred` for `labels` and `tokens`, and where inputs
+        cannot be reconstructed. `summary()` has all figures of each.
 
     Raises:
         PlanError: An argument is not allowed, or does not belong to this target.

@@ -44,7 +44,7 @@ class Leaks:
         (1.0, 1.0)
         >>> leaks.save(Path("leak"))
         >>> sorted(path.name for path in Path("leak").iterdir())
-        ['reconstructions.npz', 'summary.json']
+        ['reconstructions.npz', 'rows.csv', 'summary.json']
     """
 
     attack: str
@@ -226,7 +226,8 @@ class Leaks:
         return grid(rows, [title for title, _ in columns], figures)
 
     def save(self, directory: Path, **about: Any) -> None:
-        """Write `reconstructions.npz`, for images `grid.png`, and last, as the sign that all is written, `summary.json`.
+        """Write `reconstructions.npz`, for images `grid.png`, for tables `rows.csv` (the cells of each row, true and found),
+        and last, as the sign that all is written, `summary.json`.
 
         The files contain the originals where they are known.
 
@@ -243,6 +244,8 @@ class Leaks:
             image = io.BytesIO()
             picture.save(image, format="PNG", optimize=True)
             write_atomically(directory / "grid.png", image.getvalue())
+        if self.cells is not None:
+            write_atomically(directory / "rows.csv", self.cells.as_csv().encode())
         write_atomically(directory / "summary.json", (json.dumps(self.summary() | about, indent=1) + "\n").encode())
 
     def arrays(self) -> dict[str, NDArray[Any]]:

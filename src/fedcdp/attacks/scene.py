@@ -117,8 +117,8 @@ class Scene:
         """The columns of a table: those of the data or, if these do not say, those that public rows show."""
         if self.not_real or len(self.shape) != 1:
             return None
-        known = [each for each in (self.federation and self.federation.train, self.public) if each is not None]
-        told = next((each.columns for each in known if each.columns is not None), None)
+        known = (None if self.federation is None else self.federation.train, self.public)
+        told = next((each.columns for each in known if each is not None and each.columns is not None), None)
         return told if told is not None or self.public is None else infer_columns(self.public.tensor)
 
     @cached_property

@@ -34,9 +34,7 @@ def affine_span(gradient: Array, taken: Array, missing: int, one: Array, inputs:
     return base, np.linalg.svd(along[None], full_matrices=True)[2][1:] @ space[:, :inputs]
 
 
-def corners(
-    within: tuple[Array, Array], columns: InputColumns, public: Array, draws: np.random.Generator
-) -> Array:
+def corners(within: tuple[Array, Array], columns: InputColumns, public: Array, draws: np.random.Generator) -> Array:
     """Points [k, n] whose categories are zeros and ones in an affine space.
 
     Where the categories of a point determine its numbers, so they are; where they leave one line of points, several of it

@@ -56,7 +56,7 @@ class WhitenedMetric:
         if scaled:
             inner = sum((here * there).sum((1, 2)) for here, there in pairs)
             own = sum(here.square().sum((1, 2)) for here, _ in pairs)
-            return 1 - inner.clamp(min=0).square() / (own * squares).clamp(min=1e-24)  # type: ignore[union-attr,no-any-return]
+            return 1 - inner.clamp(min=0).square() / (own * squares).clamp(min=1e-24)  # type: ignore[union-attr]
         return sum((here - there).square().sum((1, 2)) for here, there in pairs) / squares  # type: ignore[return-value]
 
     def _measured(self, tree: Tree) -> list[Tensor]:
@@ -97,4 +97,5 @@ def _root(gram: Tensor) -> Tensor:
     """(gram + ε²)^(−¼)."""
     values, vectors = torch.linalg.eigh(gram.double())
     values = values.clamp(min=0) + _SMALLEST**2 * values[:, -1:].clamp(min=1e-24)
-    return ((vectors * values.pow(-0.25)[:, None]) @ vectors.mT).to(gram)
+    root: Tensor = (vectors * values.pow(-0.25)[:, None]) @ vectors.mT
+    return root.to(gram)

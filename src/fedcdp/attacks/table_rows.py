@@ -7,6 +7,7 @@ for "missing" where its inputs may all be 0; their softmax gives its inputs. `Ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ class RowSpace:
     @staticmethod
     def of(columns: InputColumns, public: Tensor) -> RowSpace:
         """The space of rows like the public ones [N, n]."""
-        starts = torch.tensor([0] + [column.choices() for column in columns]).cumsum(0).tolist()
-        places = tuple(slice(first, last) for first, last in zip(starts[:-1], starts[1:], strict=True))
+        starts = list(accumulate((column.choices() for column in columns), initial=0))
+        places = tuple(slice(first, last) for first, last in pairwise(starts))
         usual, low, high = (public.new_full((starts[-1],), value) for value in (0.0, -torch.inf, torch.inf))
         mean, deviation = public.new_zeros(len(columns)), public.new_ones(len(columns))
         for number, (column, place) in enumerate(zip(columns, places, strict=True)):

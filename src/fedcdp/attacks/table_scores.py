@@ -12,6 +12,8 @@ tolerance); `marginals`, each cell drawn from the public values of its column; `
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,6 @@ TOLERANCE = 0.319
 """How far a number may be off, in standard deviations of public values."""
 _DRAWS = 5  # of random guesses, averaged
 _EXACT = 1e-6  # the least tolerance: that of a number that is the same in all public rows
-_SHOWN_ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +71,20 @@ class CellScores:
             "columns_right": {column.name: share for column, share in zip(self.columns, shares, strict=True)},
         }
 
-    def shown(self) -> list[dict[str, Any]]:
-        """A few rows as texts: for each, the truth, what was found, and which cells are right."""
-        told = []
-        for victim, slot in self.present.nonzero()[:_SHOWN_ROWS].tolist():
-            rows = [self.truth[victim, slot], self.found[victim, slot]]
-            texts = [[_said(column, float(cell)) for column, cell in zip(self.columns, row, strict=True)] for row in rows]
-            told.append({"truth": texts[0], "found": texts[1], "right": self.right[victim, slot].tolist()})
-        return told
-
-
-def _said(column: Any, cell: float) -> str:
-    return f"{cell:.3g}" if column.is_number else column.say(int(cell))
+    def as_csv(self) -> str:
+        """Every row twice, as it is and as it was found, with numbers as the network reads them."""
+        written = io.StringIO()
+        table = csv.writer(written)
+        table.writerow(["victim", "row", "which", *(column.name for column in self.columns), "cells right"])
+        for victim, slot in self.present.nonzero().tolist():
+            for which, cells in (("true", self.truth), ("found", self.found)):
+                texts = [
+                    f"{cell:.6g}" if column.is_number else column.say(int(cell))
+                    for column, cell in zip(self.columns, cells[victim, slot].tolist(), strict=True)
+                ]
+                hits = int(self.right[victim, slot].sum()) if which == "found" else ""
+                table.writerow([victim, slot, which, *texts, hits])
+        return written.getvalue()
 
 
 def score_cells(

@@ -10,8 +10,8 @@ layer has more units than the batch has examples, two facts hold for every examp
 
 A row that is found is removed: the gradient, projected on the complement of its d, has the row space of the other rows. So
 each row makes the next one easier. Once all are found, least squares gives them to rounding. Clipping and weighting scale
-each d, and change neither space. This is no part of TabLeak (Vero et al., 2023), whose search follows it. It shares the first
-fact, and the last step, with SPEAR (`analytic.py`).
+each d, and change neither space. This is no part of TabLeak (Vero et al., 2023), whose search follows it. It shares the
+first fact, and the last step, with SPEAR (`analytic.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Search:
 
     @property
     def missing(self) -> int:
-        return self.left.shape[1] - self.taken.shape[1]
+        return int(self.left.shape[1]) - int(self.taken.shape[1])
 
     def within(self, inputs: int) -> tuple[Array, Array] | None:
         """The affine space of the rows that are still missing; None if there are none."""
@@ -135,7 +135,7 @@ class _Search:
         rough = np.stack(self.rows)
         with np.errstate(divide="ignore", invalid="ignore"):
             exact = (solved / weight[:, None])[:, : rough.shape[1]]
-        exact = np.where(np.isfinite(exact).all(1)[:, None], exact, rough)
+        exact = np.where(np.isfinite(exact).all(axis=1, keepdims=True), exact, rough)
         labels = np.array([label for label, _ in self.found])
         if self.labels == 2:  # both labels have the same d up to its sign
             labels = np.where(weight < 0, 1 - labels, labels)
@@ -148,8 +148,8 @@ def solve_rows(
 ) -> SolvedRows:  # fmt: skip
     """Find the rows behind a layer's gradient [units, n], or [units, n + 1] with a bias.
 
-    `public` rows [N, n] are where the search begins, after rows that another attack found (`hints`). No gradient raises an error: under noise, or with more examples than
-    units, nothing is found.
+    `public` rows [N, n] are where the search begins, after rows that another attack found (`hints`). No gradient raises an
+    error: under noise, or with more examples than units, nothing is found.
     """
     search = _opened(gradient, examples, columns, directions, labels, bias)
     if search is None:
@@ -163,9 +163,7 @@ def solve_rows(
     while search.missing and idle < _IDLE:
         within = search.within(inputs)
         found = examples > 1 and search.admit(
-            climb(
-                search.left, search.taken, columns, likely, directions, labels, draws, inside=search.inside, within=within
-            )
+            climb(search.left, search.taken, columns, likely, directions, labels, draws, inside=search.inside, within=within)
         )
         while (within := search.within(inputs)) is not None and search.admit(corners(within, columns, likely, draws)):
             found = True

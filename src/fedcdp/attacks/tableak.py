@@ -31,10 +31,10 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.input_columns import InputColumns
 from fedcdp.engine.base import Batch
 from fedcdp.engine.runtime import stop_if_asked
-from fedcdp.errors import DataError, ModelError
+from fedcdp.errors import DataError, ModelError, PlanError
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.randomness import numpy_generator, stream_key
-from fedcdp.models.networks import scaling_of
+from fedcdp.models.networks import answer_of, scaling_of
 
 _PRIOR, _DECIDED = 0.03, 0.1  # weights, per row, of public marginals and of undecided categories, where there is no noise
 _ROWS_AT_ONCE = 8192  # rows of all members and victims in one evaluation
@@ -61,20 +61,23 @@ class TabLeak:
     exact: bool = True
     """Whether rows are solved for before the search, where the first layer's gradient determines them."""
 
+    def __post_init__(self) -> None:
+        for name, value in (("members", self.members), ("steps", self.steps)):
+            if value < 1:
+                raise PlanError(f"{name}: {value} is not allowed; it must be at least 1")
 
-@dataclass
+
+@dataclass(kw_only=True)
 class TableFound(Reconstruction):
     """The rows of N victims."""
 
-    solved: Tensor | None = None
+    solved: Tensor
     """[victims, dummies]: the rows that were solved for; all others were searched for."""
-    agreement: Tensor | None = None
+    agreement: Tensor
     """[victims, dummies, columns]: the share of the ensemble that agrees with a cell; 1 for a row that was solved for."""
-
 
     def figures(self, present: Tensor, members: int, cells: CellScores | None) -> dict[str, Any]:
         """How the rows were found, and how far the ensemble can trust itself."""
-        assert self.solved is not None and self.agreement is not None
         told: dict[str, Any] = {"rows_solved": float(self.solved[present].double().mean()), "members": members}
         if cells is not None:
             sure = self.agreement.cpu().gather(1, cells.order[..., None].expand_as(cells.right)) >= _AGREED
@@ -133,7 +136,7 @@ def _solve(
 ) -> bool:  # fmt: skip
     """Solve for the rows of one victim; whether all were found. If only some were, the search begins at them."""
     stop_if_asked()
-    assert found.solved is not None and scene.public is not None
+    assert scene.public is not None
     count = int(captured.present[victim].sum())
     solved = _solved(captured, scene, columns, scene.public, victim, count, seed)
     if progress is not None:
@@ -207,8 +210,8 @@ def _by_outputs(scene: Scene, layer: nn.Module, weights: Tree, rows: Tensor, lab
     handle = layer.register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            outputs = torch.func.functional_call(scene.network, weights, (rows,))
-            losses = torch.func.vmap(lambda one, label: scene.engine.loss(one[None], label[None]))(outputs, labels)  # type: ignore[attr-defined]
+            outputs = answer_of(torch.func.functional_call(scene.network, weights, (rows,)))
+            losses = torch.func.vmap(lambda one, label: scene.engine.loss(one[None], label[None]))(outputs, labels)
             (gradient,) = torch.autograd.grad(losses.sum(), kept[0])
     finally:
         handle.remove()
@@ -220,7 +223,6 @@ def _search(
     begun: dict[int, Tensor], progress: Progress | None,
 ) -> None:  # fmt: skip
     """Search for the rows of some victims with an ensemble, and pool its results."""
-    assert found.solved is not None and found.agreement is not None
     victims, members, dummies = len(part), settings.members, part.most
     generator = torch.Generator().manual_seed(stream_key(seed, "tableak", int(who[0])) >> 1)
     start = space.begin(public.tensor, (victims, members, dummies), generator)

@@ -3,12 +3,13 @@
 | source | needs | gives |
 | --- | --- | --- |
 | the gradient of the embedding | a trained embedding | the tokens: only rows of tokens that occur have a gradient |
-| the gradient of the first layer behind it | more features than tokens in the batch; no noise | the tokens and, if their place changes what the layer reads, their places |
+| that of the first layer behind it | more features than tokens in the batch; no noise | the tokens, mostly their places |
 
 The second source is the span check of DAGER (Petrov et al., NeurIPS 2024): over a batch, the rows that a dense layer reads
-span the row space of its gradient, so a token is in the batch if what the layer would read for it lies in that space. It also
-works where the embedding is frozen. Under noise, the likeliest tokens are chosen: the norm of each row of the embedding's
-gradient is weighed against the noise, and how frequent the token is in public texts.
+span the row space of its gradient, so a token is in the batch if what the layer would read for it lies in that space. It
+also works where the embedding is frozen, and shows places if what the layer reads depends on them. Under noise, the
+likeliest tokens are chosen: the norm of each row of the embedding's gradient is weighed against the noise, and against how
+frequent the token is in public texts.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def infer_tokens(captured: Captured, network: nn.Module, public: Dataset | None,
     vocabulary, padding = _vocabulary(network, known), _padding(known)
     usual = _usual(captured, public, name, vocabulary, padding, seed)
     truth = [
-        _distinct(ids[present], padding)
-        for ids, present in zip(_ids(captured.inputs, name), captured.present, strict=True)
+        _distinct(ids[present], padding) for ids, present in zip(_ids(captured.inputs, name), captured.present, strict=True)
     ]
     weight, source = _embedding(network, vocabulary), "embedding"
-    guesses = None if weight is None else _from_embedding(captured, weight, public, name, usual, seed)
+    guesses = None if weight is None else _from_embedding(captured, weight, public, usual, seed)
+    guesses = None if guesses is None else [each[each != padding] for each in guesses]
     places = None
     if not captured.noisy and captured.steps == 1:
         spans = _span(captured, network, name, vocabulary, padding, guesses)
@@ -129,7 +130,8 @@ def _usual(captured: Captured, public: Dataset, name: str | None, vocabulary: in
     for batch in batches:
         held[batch] += 1
     counts = torch.bincount(_ids(public.inputs, name).flatten(), minlength=vocabulary).float()
-    counts[padding] = 0
+    if padding >= 0:
+        counts[padding] = 0
     # Few batches tell rare tokens badly apart; the frequency of tokens does so.
     return _Usual(held / len(batches) + counts / counts.sum(), round(sum(map(len, batches)) / len(batches)))
 
@@ -152,7 +154,7 @@ def _padding(known: Tensor) -> int:
 
 
 def _distinct(ids: Tensor, padding: int) -> Tensor:
-    found = ids.unique().cpu()
+    found: Tensor = ids.unique().cpu()
     return found[found != padding]
 
 
@@ -172,9 +174,7 @@ def _embedding(network: nn.Module, vocabulary: int) -> str | None:
     return None
 
 
-def _from_embedding(
-    captured: Captured, weight: str, public: Dataset, name: str | None, usual: _Usual, seed: int
-) -> list[Tensor]:
+def _from_embedding(captured: Captured, weight: str, public: Dataset, usual: _Usual, seed: int) -> list[Tensor]:
     """The tokens whose rows of the embedding have a gradient; under noise, the likeliest ones."""
     squares = captured.seen[weight].double().square().sum(2).cpu()  # [victims, vocabulary]
     if not captured.noisy:

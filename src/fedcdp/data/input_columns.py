@@ -56,7 +56,9 @@ class InputColumn:
 InputColumns = tuple[InputColumn, ...]
 
 
-def named_columns(numbers: Sequence[str], categories: Mapping[str, Sequence[str]], *, may_be_empty: bool = False) -> InputColumns:
+def named_columns(
+    numbers: Sequence[str], categories: Mapping[str, Sequence[str]], *, may_be_empty: bool = False
+) -> InputColumns:
     """Numbers first, then categories, each one-hot over its values."""
     found = [InputColumn(name, place) for place, name in enumerate(numbers)]
     start = len(found)

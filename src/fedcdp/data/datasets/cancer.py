@@ -44,7 +44,9 @@ def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training
     return Splits(
         name="cancer",
         train=Dataset(torch.from_numpy(train_inputs), torch.from_numpy(labels[train]), CLASSES, columns=columns),
-        validation=Dataset(torch.from_numpy(validation_inputs), torch.from_numpy(labels[validation]), CLASSES, columns=columns),
+        validation=Dataset(
+            torch.from_numpy(validation_inputs), torch.from_numpy(labels[validation]), CLASSES, columns=columns
+        ),
         test=None,
         normalisation=normalisation,
     )
