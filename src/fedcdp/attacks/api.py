@@ -30,8 +30,8 @@ from fedcdp.errors import DataError, PlanError
 from fedcdp.training.run import Run
 
 ATTACKS = (
-    "best", *RECIPES, "analytic", "linear-head", "tableak", "matched-filter", "presence", "per-layer", "labels", "tokens",
-    "membership",
+    "best", *RECIPES, "analytic", "linear-head", "tableak", "tableak-search", "matched-filter", "presence", "per-layer",
+    "labels", "tokens", "membership",
 )  # fmt: skip
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 
@@ -169,7 +169,7 @@ def _named(attack: str | Recipe | TabLeak | None) -> tuple[str, Recipe | TabLeak
     if isinstance(attack, Recipe):
         return "recipe", attack
     if isinstance(attack, TabLeak):
-        return "tableak", attack
+        return "tableak" if attack.exact else "tableak-search", attack
     if attack not in ATTACKS:
         raise PlanError(f"attack: {attack!r} is not one of {', '.join(ATTACKS)}")
     return "matched-filter" if attack == "presence" else attack, None

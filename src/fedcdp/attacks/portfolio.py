@@ -93,8 +93,9 @@ class Attempts:
             return self._known_noise(name, progress)
         if name == "linear-head":
             return self._linear_head(progress)
-        if name == "tableak":
-            return self._table(recipe if isinstance(recipe, TabLeak) else TabLeak(), progress)
+        if name in ("tableak", "tableak-search"):
+            given = recipe if isinstance(recipe, TabLeak) else TabLeak(exact=name == "tableak")
+            return self._table(name, given, progress)
         assert not isinstance(recipe, TabLeak)
         return self._reconstruct(name, recipe or RECIPES.get(name), progress)
 
@@ -119,12 +120,12 @@ class Attempts:
             )  # fmt: skip
         return self._told(name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
 
-    def _table(self, settings: TabLeak, progress: Progress | None) -> Leaks:
+    def _table(self, name: str, settings: TabLeak, progress: Progress | None) -> Leaks:
         scene, captured = self.scene, self.captured
         started = time.perf_counter()
         found = attack_table(scene, captured, settings, seed=self.seed, progress=progress)
         observer = Observer(captured, self.criteria, self.visible, scene.value_range)
-        leaks = self._told("tableak", captured, found, observer, time.perf_counter() - started, watched=False)
+        leaks = self._told(name, captured, found, observer, time.perf_counter() - started, watched=False)
         return replace(leaks, about=leaks.about | found.figures(captured.present, settings.members, leaks.cells))
 
     def _told(

@@ -44,20 +44,21 @@ _FEW = 16  # largest batch that SPEAR is tried on
 
 @dataclass(frozen=True)
 class TabLeak:
-    """Settings of the attack. Pass them to `fedcdp.attack` as `attack`, or name the attack `tableak` for the defaults.
+    """Settings of the attack. Pass them to `fedcdp.attack` as `attack`, or name it for the defaults: `tableak`, or
+    `tableak-search`, which solves for nothing.
 
     Examples:
         >>> from fedcdp.attacks import TabLeak
-        >>> TabLeak(members=30, exact=False)  # the published attack: an ensemble of 30, nothing solved for
-        TabLeak(members=30, steps=500, learning_rate=0.06, exact=False)
+        >>> TabLeak(members=30, steps=1500, exact=False)  # the size of the published attack, and nothing solved for
+        TabLeak(members=30, steps=1500, learning_rate=0.2, exact=False)
     """
 
     members: int = 8
     """Searches in the ensemble; the paper has 30."""
     steps: int = 500
     """Steps of Adam in each search; the paper has 1,500."""
-    learning_rate: float = 0.06
-    """That of Adam, as in the paper."""
+    learning_rate: float = 0.2
+    """That of Adam; the paper has 0.06."""
     exact: bool = True
     """Whether rows are solved for before the search, where the first layer's gradient determines them."""
 

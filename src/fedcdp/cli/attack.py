@@ -105,7 +105,7 @@ def attack(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (or presence), analytic, "
-            "linear-head, tableak, per-layer, labels, tokens, and membership (with --run).",
+            "linear-head, tableak, tableak-search, per-layer, labels, tokens, and membership (with --run).",
             rich_help_panel=_HOW,
         ),
     ] = "best",
@@ -254,9 +254,10 @@ def _recipe(
     used = [option for option, value in given.items() if value is not None]
     if not used:
         return None
-    if name == "tableak" and set(used) <= {"--iterations", "--restarts"}:
-        usual = TabLeak()
-        return TabLeak(usual.members if restarts is None else restarts, usual.steps if iterations is None else iterations)
+    if name in ("tableak", "tableak-search") and set(used) <= {"--iterations", "--restarts"}:
+        usual = TabLeak(exact=name == "tableak")
+        members, steps = usual.members if restarts is None else restarts, usual.steps if iterations is None else iterations
+        return replace(usual, members=members, steps=steps)
     if name not in RECIPES:
         raise PlanError(f"{', '.join(used)}: only for --attack {', '.join(RECIPES)}")
     for option, known in (("--seed-image", get_args(SeedKind)), ("--labels", get_args(LabelRule))):

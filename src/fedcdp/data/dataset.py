@@ -58,7 +58,7 @@ class Dataset:
     target_range: tuple[float, float] | None = None
     """The public range [low, high], in the target's own unit, that was mapped to −1 … 1; None: targets are unscaled."""
     columns: InputColumns | None = field(default=None, repr=False)
-    """The columns of a table that inputs were made of, if they are known."""
+    """The columns of a table that inputs were made of, if they are known; None if other inputs replaced them."""
 
     def __post_init__(self) -> None:
         for name, given in (("inputs", tensors_in(self.inputs)), ("targets", [self.targets])):
@@ -76,7 +76,7 @@ class Dataset:
             if value.dtype not in _INPUT_TYPES:
                 raise DataError(f"inputs are {value.dtype}: they must be float32, or int64 for token ids")
         if self.columns is not None and self.shape != (self.columns[-1].inputs.stop,):
-            raise DataError(f"columns: they have {self.columns[-1].inputs.stop} inputs, but inputs have shape {self.shape}")
+            object.__setattr__(self, "columns", None)
         object.__setattr__(self, "classes", self.learning_task.check(self.targets, self.classes))
 
     def __len__(self) -> int:

@@ -22,15 +22,20 @@ _PUBLISHED = """
 7.93 36.04 12.02 49.54 50.41 251.2 185.2 4254 0.071 0.223 0.027 1.058 0 1.252 0 0.291 0.156 0.664 0.055 0.208
 """
 RANGES: NDArray[np.float64] = np.array(_PUBLISHED.split(), dtype=np.float64).reshape(30, 2)
+_MEASURED = (
+    *("radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity", "concave points", "symmetry"),
+    "fractal dimension",
+)
+NAMES = tuple(each.format(name) for each in ("mean {}", "{} error", "worst {}") for name in _MEASURED)
 
 
 def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training") -> Splits:
     """426 training and 143 validation records, each class in proportion; 0 is malignant, 1 benign; no test set."""
     from sklearn.datasets import load_breast_cancer
 
-    told = load_breast_cancer()
-    features, labels = told.data, told.target.astype(np.int64)
-    columns = named_columns(told.feature_names.tolist(), {})
+    features, labels = load_breast_cancer(return_X_y=True)
+    labels = labels.astype(np.int64)
+    columns = named_columns(NAMES, {})
     train, validation = stratified_split(labels, VALIDATION_RECORDS, split_seed)
     if scaling == "public":
         train_inputs, validation_inputs = (logarithmic(features[part], RANGES) for part in (train, validation))
