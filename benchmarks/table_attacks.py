@@ -26,17 +26,19 @@ BATCHES = (1, 8, 32, 128)
 METHODS = {
     "nonprivate": "--method nonprivate --leak type1",
     "fed-sdp-server": "--method fed-sdp --noise-at server --leak type0",
-    "fed-sdp-client": "--method fed-sdp --noise-at client --leak type0",
     "fed-cdp": "--method fed-cdp --leak type0",
 }
 SEARCH = {"nonprivate-search": ("tableak-search", METHODS["nonprivate"])}
 COMMANDS = {
-    f"{dataset}/{method}/{batch}": f"attack --attack {attack} --dataset {dataset} {options} --batch-size {batch} --victims 4"
+    f"{dataset}/{method}/{batch}": f"attack --attack {attack} --dataset {dataset} {options} --batch-size {batch} "
+    f"--victims {4 if batch < 100 else 2}"
     for dataset in ("adult", "cancer")
     for method, (attack, options) in ({name: ("tableak", each) for name, each in METHODS.items()} | SEARCH).items()
     for batch in BATCHES
 }
 COMMANDS |= {
+    "adult/fed-sdp-client/32": "attack --attack tableak --dataset adult --method fed-sdp --noise-at client --leak type0 "
+    "--batch-size 32 --victims 4",
     "adult/fed-cdp/type2": "attack --attack tableak --dataset adult --method fed-cdp --leak type2 --victims 40",
     "adult/fed-cdp-batch/type2": "attack --attack tableak --dataset adult --method fed-cdp --noise batch --leak type2 "
     "--victims 40",
