@@ -258,13 +258,13 @@ def test_reconstruction_of_token_ids_is_refused(attack: Any) -> None:
     with pytest.raises(DataError) as told:
         fedcdp.attack(plan(), model=Bag(3), federation=texts("classification"), attack=attack)
     assert str(told.value) == (
-        "attack: reconstruction needs real-valued inputs in one tensor; these are token ids: use presence, labels or "
-        "membership"
+        "attack: reconstruction needs real-valued inputs in one tensor; these are token ids: use tokens, presence, "
+        "labels or membership"
     )
 
 
 def test_a_dictionary_is_named_in_the_refusal() -> None:
-    with pytest.raises(DataError, match=r"these are input_ids \(int64\), attention_mask \(int64\): use presence"):
+    with pytest.raises(DataError, match=r"these are input_ids \(int64\), attention_mask \(int64\): use tokens"):
         fedcdp.attack(plan(), model=Bag(3), federation=texts("classification", as_dict=True), attack="cpl")
 
 
@@ -276,7 +276,7 @@ def test_a_plan_has_no_members_yet() -> None:
 
 REFUSED: list[tuple[Any, dict[str, Any], type[FedcdpError], str]] = [
     (plan(), {"public": texts("classification").train}, DataError, "public: its inputs have other names than the victims'"),
-    (plan(), {"attack": "tokens"}, PlanError, "presence, per-layer, labels, membership"),
+    (plan(), {"attack": "words"}, PlanError, "per-layer, labels, tokens, membership"),
     (plan(), {"attack": "presence", "victims": 1}, PlanError, "the matched filter needs at least 2"),
 ]
 

@@ -261,7 +261,7 @@ def test_of_a_table_there_is_no_picture(tmp_path: Path) -> None:
     found = fedcdp.attack(Plan(method="nonprivate"), model=nn.Linear(30, 2), federation=tables, victims=2)
     assert isinstance(found, Leaks)
     found.save(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "reconstructions.npz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "reconstructions.npz", "rows.csv"}
     assert found.picture() is None
 
 

@@ -193,7 +193,7 @@ def test_what_is_printed_is_what_is_kept_and_again_over_the_old(cli: Cli) -> Non
     for _ in range(2):
         row = summary(cli(*TABLE, "--method", "nonprivate", "--out", "mine", "--json"))
         assert json.loads(Path("mine/summary.json").read_text()) == row
-        assert {path.name for path in Path("mine").iterdir()} == {"summary.json", "reconstructions.npz"}
+        assert {path.name for path in Path("mine").iterdir()} == {"summary.json", "reconstructions.npz", "rows.csv"}
 
 
 def test_without_out_nothing_is_written(cli: Cli, workplace: Path) -> None:

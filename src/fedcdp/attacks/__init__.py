@@ -12,6 +12,8 @@ from fedcdp.attacks.per_layer import LayerLeaks
 from fedcdp.attacks.presence import Presence
 from fedcdp.attacks.recipe import RECIPES, Recipe, Seed
 from fedcdp.attacks.scores import Criteria
+from fedcdp.attacks.table_scores import CellScores
+from fedcdp.attacks.tableak import TabLeak
 
 __all__ = [
     "ATTACKS",
@@ -19,6 +21,7 @@ __all__ = [
     "LEAKS",
     "RECIPES",
     "Adam",
+    "CellScores",
     "Criteria",
     "Inferred",
     "LabelGuesses",
@@ -30,5 +33,6 @@ __all__ = [
     "Presence",
     "Recipe",
     "Seed",
+    "TabLeak",
     "attack",
 ]

@@ -20,6 +20,7 @@ from fedcdp.attacks.recipe import RECIPES, Recipe
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.scene import simulated
 from fedcdp.attacks.scores import Criteria
+from fedcdp.attacks.tableak import TabLeak
 from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
@@ -30,7 +31,8 @@ from fedcdp.errors import DataError, PlanError
 from fedcdp.training.run import Run
 
 ATTACKS = (
-    "best", *RECIPES, "analytic", "linear-head", "matched-filter", "presence", "per-layer", "labels", "membership", "lira",
+    "best", *RECIPES, "analytic", "linear-head", "tableak", "tableak-search", "matched-filter", "presence", "per-layer",
+    "labels", "tokens", "membership", "lira",
 )  # fmt: skip
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred | Lira
 
@@ -40,7 +42,7 @@ def attack(
     target: Run | Plan | RawGradients,
     *,
     leak: Leak = "type2",
-    attack: str | Recipe | None = None,
+    attack: str | Recipe | TabLeak | None = None,
     victims: int | None = None,
     model: nn.Module | None = None,
     federation: Federation | None = None,
@@ -78,9 +80,9 @@ def attack(
         leak: What the adversary observes. `type2`: the gradient of one example on the client during local training. `type1`:
             the client's update after local training. `type0`: the client's update as the server receives it; under secure
             aggregation, the sum over the clients of a round, which are then one victim.
-        attack: The name of an attack (`fedcdp.attacks.ATTACKS`), or a `Recipe` of your own. Default: `best`, which tries the
-            attacks that suit the target, returns the strongest, and lists all that it tried. Token ids and dictionaries of
-            inputs cannot be reconstructed: `best` infers labels, presence and membership.
+        attack: The name of an attack (`fedcdp.attacks.ATTACKS`), a `Recipe` of your own, or `TabLeak` settings. Default:
+            `best`, which tries the attacks that suit the target, returns the strongest, and lists all that it tried. Token
+            ids and dictionaries of inputs cannot be reconstructed: `best` infers labels, presence and membership.
         victims: How many clients or examples are attacked. Default: up to 100; for `lira`, all records.
         model: The network. For a run, the untrained one; `lira` needs it, because it trains the plan anew.
         federation: The clients and their data, for a plan.
@@ -104,8 +106,8 @@ def attack(
 
     Returns:
         `Leaks` for a reconstruction, `Presence` for `matched-filter` (also called `presence`), `LayerLeaks` for
-        `per-layer`, `Membership` for `membership`, and `Lira` for `lira`. `Inferred` for `labels`, and where inputs cannot
-        be reconstructed. `summary()` has all figures of each.
+        `per-layer`, `Membership` for `membership`, and `Lira` for `lira`. `Inferred` for `labels` and `tokens`, and where
+        inputs cannot be reconstructed. `summary()` has all figures of each.
 
     Raises:
         PlanError: An argument is not allowed, or does not belong to this target.
@@ -168,11 +170,13 @@ def attack(
     return strongest(attempts, progress) if name == "best" else attempts.run(name, recipe, progress)
 
 
-def _named(attack: str | Recipe | None) -> tuple[str, Recipe | None]:
+def _named(attack: str | Recipe | TabLeak | None) -> tuple[str, Recipe | TabLeak | None]:
     if attack is None:
         return "best", None
     if isinstance(attack, Recipe):
         return "recipe", attack
+    if isinstance(attack, TabLeak):
+        return "tableak" if attack.exact else "tableak-search", attack
     if attack not in ATTACKS:
         raise PlanError(f"attack: {attack!r} is not one of {', '.join(ATTACKS)}")
     return "matched-filter" if attack == "presence" else attack, None

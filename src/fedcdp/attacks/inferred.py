@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedcdp.attacks.labels import infer_labels, last_layer
 from fedcdp.attacks.leaks import finite
@@ -23,8 +23,9 @@ from fedcdp.attacks.presence import Presence
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.scores import chance_interval
 from fedcdp.attacks.targets import has_classes, recovery
+from fedcdp.attacks.text_tokens import TokenGuesses, infer_tokens
 from fedcdp.data.dataset import Dataset
-from fedcdp.errors import DataError
+from fedcdp.errors import DataError, FedcdpError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.tree import Inputs, each_tensor
 from fedcdp.mechanism.randomness import numpy_generator
@@ -79,7 +80,7 @@ class Inferred:
     leak: str
     """What the adversary observed: `type0`, `type1` or `type2`."""
     attack: str
-    """The name of the attack: `labels`, or `inference` for all three."""
+    """The name of the attack: `labels`, `tokens`, or `inference` for labels, presence and membership."""
     victims: int
     """How many victims were attacked."""
     noise_deviation: float
@@ -90,6 +91,8 @@ class Inferred:
     """How many releases the adversary averaged."""
     labels: LabelGuesses | None = None
     """The inferred labels; None if they were not attacked."""
+    tokens: TokenGuesses | None = None
+    """The inferred token ids; None if they were not attacked."""
     presence: Presence | None = None
     """Whether, and which, examples were detected; None if this was not attacked."""
     membership: Membership | None = None
@@ -108,6 +111,9 @@ class Inferred:
         if self.labels is not None:
             baseline = "" if self.labels.baseline is None else f" (public labels alone: {100 * self.labels.baseline:.3g} %)"
             told.append(f"{100 * self.labels.accuracy:.3g} % labels right{baseline}")
+        if self.tokens is not None:
+            shares = f"{100 * self.tokens.recall:.3g} % of tokens found, {100 * self.tokens.precision:.3g} % of those right"
+            told.append(f"{shares} (most frequent tokens: {100 * self.tokens.baseline[1]:.3g} %)")
         if self.presence is not None:
             told.append(f"presence AUC {self.presence.auc.value:.3f}")
             if self.presence.success_rate is not None:
@@ -130,6 +136,9 @@ class Inferred:
         if self.labels is not None:
             row |= self.labels.summary()
             tried.append({"attack": "labels", "success_rate": None, "label_accuracy": self.labels.accuracy})
+        if self.tokens is not None:
+            row |= self.tokens.summary()
+            tried.append({"attack": "tokens", "success_rate": None, "token_recall": self.tokens.recall})
         if self.presence is not None:
             found = self.presence.summary()
             row |= {name: found[name] for name in ("auc", "auc_interval_99", "auc_predicted", "candidates")}
@@ -181,6 +190,26 @@ def attack_labels(
         captured.plan.method, captured.leak, "labels", len(captured), captured.noise_level, captured.steps,
         captured.releases, labels=labels, names=names, seconds=time.perf_counter() - started,
         summed_clients=captured.summed_clients,
+    )  # fmt: skip
+
+
+def attack_tokens(
+    captured: Captured, network: nn.Module, classes: int, public: Dataset | None, *, names: tuple[str, ...] | None,
+    seed: int = 0, scored: bool = True, progress: Progress | None = None,
+) -> Inferred:  # fmt: skip
+    """Infer the token ids behind every observation and, where there are classes, the labels of the sequences."""
+    if not scored:
+        raise DataError("truth: the attack tokens needs the true examples, to be scored")
+    started = time.perf_counter()
+    tokens, refused, labels = infer_tokens(captured, network, public, seed), {}, None
+    try:
+        labels = attack_labels(captured, classes, public, names=names, seed=seed, progress=progress).labels
+    except FedcdpError as error:
+        refused["labels"] = str(error)
+    return Inferred(
+        captured.plan.method, captured.leak, "tokens", len(captured), captured.noise_level, captured.steps,
+        captured.releases, labels=labels, tokens=tokens, refused=refused, names=names,
+        seconds=time.perf_counter() - started, summed_clients=captured.summed_clients,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.reconstruct import Reconstruction
 from fedcdp.attacks.scores import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
+from fedcdp.attacks.table_scores import CellScores
 from fedcdp.attacks.targets import has_classes, recovery
 from fedcdp.data.dataset import Dataset
 from fedcdp.files.disk import write_atomically
@@ -43,7 +44,7 @@ class Leaks:
         (1.0, 1.0)
         >>> leaks.save(Path("leak"))
         >>> sorted(path.name for path in Path("leak").iterdir())
-        ['reconstructions.npz', 'summary.json']
+        ['reconstructions.npz', 'rows.csv', 'summary.json']
     """
 
     attack: str
@@ -76,6 +77,8 @@ class Leaks:
     """The public examples, whose targets are the baseline for inferred targets."""
     names: tuple[str, ...] | None = None
     """The name of each victim's client, if clients have names."""
+    cells: CellScores | None = None
+    """Which cells were recovered, if the examples are rows of a table whose columns are known."""
 
     @property
     def success_rate(self) -> float | None:
@@ -166,6 +169,8 @@ class Leaks:
                 "coordinates": captured.tensor[0, 0].numel(),
                 "knowing_nothing": {name: _short(getattr(self.baselines, name)) for name in nothing},
             }
+            if self.cells is not None:
+                row |= self.cells.summary()
             if self.names is not None:
                 row["clients"] = self._by_client(self.scores, self.names)
         outcome = torch.bincount(self.found.outcome.cpu(), minlength=3).tolist()
@@ -221,7 +226,8 @@ class Leaks:
         return grid(rows, [title for title, _ in columns], figures)
 
     def save(self, directory: Path, **about: Any) -> None:
-        """Write `reconstructions.npz`, for images `grid.png`, and last, as the sign that all is written, `summary.json`.
+        """Write `reconstructions.npz`, for images `grid.png`, for tables `rows.csv` (the cells of each row, true and found),
+        and last, as the sign that all is written, `summary.json`.
 
         The files contain the originals where they are known.
 
@@ -238,6 +244,8 @@ class Leaks:
             image = io.BytesIO()
             picture.save(image, format="PNG", optimize=True)
             write_atomically(directory / "grid.png", image.getvalue())
+        if self.cells is not None:
+            write_atomically(directory / "rows.csv", self.cells.as_csv().encode())
         write_atomically(directory / "summary.json", (json.dumps(self.summary() | about, indent=1) + "\n").encode())
 
     def arrays(self) -> dict[str, NDArray[Any]]:

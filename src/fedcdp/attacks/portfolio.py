@@ -21,7 +21,7 @@ from torch import Tensor
 from fedcdp.attacks.analytic import first_dense, invert
 from fedcdp.attacks.cohort import reads_sum
 from fedcdp.attacks.head_attack import HeadFound, attack_head
-from fedcdp.attacks.inferred import Inferred, attack_labels
+from fedcdp.attacks.inferred import Inferred, attack_labels, attack_tokens
 from fedcdp.attacks.leaks import Leaks, Observer, judged, unjudged
 from fedcdp.attacks.linear_head import LinearHead
 from fedcdp.attacks.membership import Membership
@@ -34,6 +34,8 @@ from fedcdp.attacks.reconstruct import Progress, Reconstruction, reconstruct
 from fedcdp.attacks.scene import Scene
 from fedcdp.attacks.scores import Criteria
 from fedcdp.attacks.sightings import Sightings, sighted_once, sighted_throughout
+from fedcdp.attacks.table_scores import score_cells
+from fedcdp.attacks.tableak import TabLeak, attack_table
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 
 ONCE = "a single look"
@@ -66,9 +68,9 @@ class Attempts:
         return self.scene.visible()
 
     def run(
-        self, name: str, recipe: Recipe | None = None, progress: Progress | None = None
+        self, name: str, recipe: Recipe | TabLeak | None = None, progress: Progress | None = None
     ) -> Leaks | Presence | LayerLeaks | Inferred:
-        """Run one attack, by its name or by a custom recipe."""
+        """Run one attack, by its name, or by a custom recipe or settings."""
         scene = self.scene
         if name != "matched-filter":
             self.check_sum()
@@ -77,15 +79,24 @@ class Attempts:
                 self.captured, scene.classes, scene.public, names=scene.names(self.captured), seed=self.seed,
                 scored=scene.scored, progress=progress,
             )  # fmt: skip
+        if name == "tokens":
+            return attack_tokens(
+                self.captured, scene.network, scene.classes, scene.public, names=scene.names(self.captured), seed=self.seed,
+                scored=scene.scored, progress=progress,
+            )  # fmt: skip
         if scene.not_real and name != "matched-filter":
             raise DataError(
-                f"attack: reconstruction needs real-valued inputs in one tensor; these are {scene.not_real}: use presence, "
-                "labels or membership"
+                f"attack: reconstruction needs real-valued inputs in one tensor; these are {scene.not_real}: use tokens, "
+                "presence, labels or membership"
             )
         if name in ("matched-filter", "per-layer"):
             return self._known_noise(name, progress)
         if name == "linear-head":
             return self._linear_head(progress)
+        if name in ("tableak", "tableak-search"):
+            given = recipe if isinstance(recipe, TabLeak) else TabLeak(exact=name == "tableak")
+            return self._table(name, given, progress)
+        assert not isinstance(recipe, TabLeak)
         return self._reconstruct(name, recipe or RECIPES.get(name), progress)
 
     def check_sum(self) -> None:
@@ -109,6 +120,14 @@ class Attempts:
             )  # fmt: skip
         return self._told(name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
 
+    def _table(self, name: str, settings: TabLeak, progress: Progress | None) -> Leaks:
+        scene, captured = self.scene, self.captured
+        started = time.perf_counter()
+        found = attack_table(scene, captured, settings, seed=self.seed, progress=progress)
+        observer = Observer(captured, self.criteria, self.visible, scene.value_range)
+        leaks = self._told(name, captured, found, observer, time.perf_counter() - started, watched=False)
+        return replace(leaks, about=leaks.about | found.figures(captured.present, settings.members, leaks.cells))
+
     def _told(
         self, name: str, captured: Captured, found: Reconstruction, observer: Observer, seconds: float, *, watched: bool
     ) -> Leaks:
@@ -118,7 +137,11 @@ class Attempts:
         if not watched:
             observer(1, torch.arange(len(captured), device=scene.device), found.examples)
         leaks = judged(name, captured, found, observer, scene.public_examples(), scene.classes, seconds)
-        return replace(leaks, public=scene.public, names=scene.names(captured))
+        cells = None
+        if scene.columns is not None and scene.public is not None:
+            shown = found.examples.expand_as(captured.tensor)  # one dummy may stand for a batch
+            cells = score_cells(shown, captured.tensor, captured.present, scene.columns, scene.public.tensor, self.seed)
+        return replace(leaks, public=scene.public, names=scene.names(captured), cells=cells)
 
     def _linear_head(self, progress: Progress | None) -> Leaks:
         scene, head = self.scene, self.scene.head
@@ -185,8 +208,9 @@ def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress
     labels: Inferred | None = found.get("labels")
     return Inferred(
         captured.plan.method, captured.leak, "inference", len(captured), captured.noise_level, captured.steps,
-        captured.releases, None if labels is None else labels.labels, found.get("matched-filter"), found.get("membership"),
-        refused, attempts.scene.names(captured), time.perf_counter() - started, captured.summed_clients,
+        captured.releases, labels=None if labels is None else labels.labels, presence=found.get("matched-filter"),
+        membership=found.get("membership"), refused=refused, names=attempts.scene.names(captured),
+        seconds=time.perf_counter() - started, summed_clients=captured.summed_clients,
     )  # fmt: skip
 
 

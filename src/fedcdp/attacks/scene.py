@@ -18,6 +18,7 @@ from fedcdp.attacks.replay import Course
 from fedcdp.attacks.scores import visible_inputs
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
+from fedcdp.data.input_columns import InputColumns, infer_columns
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Engine, FunctionalEngine, Loss
 from fedcdp.errors import DataError, ModelError, PlanError
@@ -110,6 +111,15 @@ class Scene:
             return self.public
         middle = torch.full((1, *self.shape), sum(self.value_range) / 2)
         return Dataset(middle, torch.zeros(1, dtype=torch.int64), self.classes)
+
+    @cached_property
+    def columns(self) -> InputColumns | None:
+        """The columns of a table: those of the data or, if these do not say, those that public rows show."""
+        if self.not_real or len(self.shape) != 1:
+            return None
+        known = (None if self.federation is None else self.federation.train, self.public)
+        told = next((each.columns for each in known if each is not None and each.columns is not None), None)
+        return told if told is not None or self.public is None else infer_columns(self.public.tensor)
 
     @cached_property
     def head(self) -> LinearHead | None:

@@ -29,6 +29,7 @@ from fedcdp.training.saved_run import open_experiment
 if TYPE_CHECKING:
     from fedcdp.attacks.api import Found
     from fedcdp.attacks.recipe import Recipe
+    from fedcdp.attacks.tableak import TabLeak
 
 
 _OBSERVED = "Observation"
@@ -104,7 +105,8 @@ def attack(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (or presence), analytic, "
-            "linear-head, per-layer, labels, membership (with --run), and lira (membership by --shadows federations).",
+            "linear-head, tableak, tableak-search, per-layer, labels, tokens, membership (with --run), and lira (membership by "
+            "--shadows federations).",
             rich_help_panel=_HOW,
         ),
     ] = "best",
@@ -120,14 +122,16 @@ def attack(
         int | None,
         typer.Option(
             "--iterations",
-            help="Maximum number of iterations, each of up to 20 evaluations.",
+            help="Maximum number of iterations, each of up to 20 evaluations; of tableak, of one.",
             rich_help_panel=_HOW,
             hidden=True,
         ),
     ] = None,
     restarts: Annotated[
         int | None,
-        typer.Option("--restarts", help="Starting points per victim.", rich_help_panel=_HOW, hidden=True),
+        typer.Option(
+            "--restarts", help="Starting points per victim; for tableak, its ensemble.", rich_help_panel=_HOW, hidden=True
+        ),
     ] = None,
     total_variation: Annotated[
         float | None,
@@ -252,9 +256,9 @@ def _recipe(
     total_variation: float | None,
     seed_image: str | None,
     labels: str | None,
-) -> Recipe | None:
+) -> Recipe | TabLeak | None:
     """The named recipe with the given changes; None if there are none."""
-    from fedcdp.attacks import RECIPES, Seed
+    from fedcdp.attacks import RECIPES, Seed, TabLeak
     from fedcdp.attacks.labels import LabelRule
     from fedcdp.attacks.recipe import SeedKind
 
@@ -263,6 +267,10 @@ def _recipe(
     used = [option for option, value in given.items() if value is not None]
     if not used:
         return None
+    if name in ("tableak", "tableak-search") and set(used) <= {"--iterations", "--restarts"}:
+        usual = TabLeak(exact=name == "tableak")
+        members, steps = usual.members if restarts is None else restarts, usual.steps if iterations is None else iterations
+        return replace(usual, members=members, steps=steps)
     if name not in RECIPES:
         raise PlanError(f"{', '.join(used)}: only for --attack {', '.join(RECIPES)}")
     for option, known in (("--seed-image", get_args(SeedKind)), ("--labels", get_args(LabelRule))):
@@ -324,7 +332,7 @@ def _save(found: Found, summary: dict[str, Any], out: Path) -> None:
 
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for leftover in ("grid.png", "reconstructions.npz"):  # of another attack
+        for leftover in ("grid.png", "reconstructions.npz", "rows.csv"):  # of another attack
             (out / leftover).unlink(missing_ok=True)
         if isinstance(found, Leaks):
             found.save(out)

@@ -233,6 +233,18 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "identified",
             f"{which} of {found['candidates']} candidates; by chance {_percent(1 / max(found['candidates'], 1))}",
         )
+    if found.get("cells_right") is not None:
+        yield "cells right", f"{_percent(found['cells_right'])} ({_guesses(found)})"
+        yield "rows right", _percent(found["rows_right"]) + _solved(found)
+    if found.get("token_recall") is not None:
+        guess = found["token_baseline"]
+        yield (
+            "tokens found",
+            f"{_percent(found['token_recall'])}, {_percent(found['token_precision'])} of the guesses right (the most "
+            f"frequent public tokens: {_percent(guess['recall'])}, {_percent(guess['precision'])})",
+        )
+        if found.get("sequences_exact") is not None:
+            yield "sequences", f"{_percent(found['sequences_exact'])} recovered with every token at its place"
     if found.get("membership_auc") is not None:
         yield "membership", f"AUC {_estimate(found, 'membership_auc')}"
     if found.get("auc") is not None:
@@ -277,6 +289,21 @@ def _shadows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if found.get("epsilon") is not None:
         allowed = "∞" if found["epsilon"] == "inf" else f"{found['epsilon']:.3g}"
         yield "ε of the final model", f"{allowed} per {found['epsilon_unit']}; these rates need {found['epsilon_shown']:.3g}"
+
+
+def _guesses(found: dict[str, Any]) -> str:
+    """The share of cells that guesses without any observation get right."""
+    named = {"mode": "modes", "marginals": "marginals", "public_rows": "public rows"}
+    told = found["cell_baselines"].items()
+    return ", ".join(f"{named.get(name, name)} {_percent(each['cells_right'])}" for name, each in told)
+
+
+def _solved(found: dict[str, Any]) -> str:
+    """How the rows of a table were recovered."""
+    if found.get("rows_solved") is None:
+        return ""
+    searched = f"; the others were searched for by an ensemble of {found['members']}" if found["rows_solved"] < 1 else ""
+    return f"; {_percent(found['rows_solved'])} were solved for exactly{searched}"
 
 
 def _client(each: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcdp.config.fields import shown
+from fedcdp.data.input_columns import InputColumns
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import LearningTask, TaskName, task_called
 from fedcdp.errors import DataError
@@ -58,6 +59,8 @@ class Dataset:
     """The public range [low, high], in the target's own unit, that was mapped to −1 … 1; None: targets are unscaled."""
     benchmark: str | None = field(default=None, repr=False)
     """The name of the public dataset that `load` read; None: any other data."""
+    columns: InputColumns | None = field(default=None, repr=False)
+    """The columns of a table that inputs were made of, if they are known; None if other inputs replaced them."""
 
     def __post_init__(self) -> None:
         for name, given in (("inputs", tensors_in(self.inputs)), ("targets", [self.targets])):
@@ -74,6 +77,8 @@ class Dataset:
         for value in tensors_in(self.inputs):
             if value.dtype not in _INPUT_TYPES:
                 raise DataError(f"inputs are {value.dtype}: they must be float32, or int64 for token ids")
+        if self.columns is not None and self.shape != (self.columns[-1].inputs.stop,):
+            object.__setattr__(self, "columns", None)
         object.__setattr__(self, "classes", self.learning_task.check(self.targets, self.classes))
 
     def __len__(self) -> int:

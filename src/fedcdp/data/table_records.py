@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcdp.data.dataset import Dataset
+from fedcdp.data.input_columns import columns_of_schema
 from fedcdp.data.table_columns import Columns, InputBlock, finite_numbers, inputs_of, is_missing, scale_to_range
 from fedcdp.data.table_rules import ColumnRules, text_of
 from fedcdp.data.table_schema import Span, TableSchema
@@ -46,7 +47,8 @@ class LabelledRecords:
         """A part of the records, with its inputs after scaling; what is missing becomes 0."""
         inputs[np.isnan(inputs)] = 0
         targets = self.targets[torch.from_numpy(records)]
-        return Dataset(torch.from_numpy(inputs), targets, self.classes, self.task, self.target_range)
+        columns = None if self.schema is None else columns_of_schema(self.schema)
+        return Dataset(torch.from_numpy(inputs), targets, self.classes, self.task, self.target_range, columns)
 
 
 def as_records(table: Columns, rules: ColumnRules) -> LabelledRecords:

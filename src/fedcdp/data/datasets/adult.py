@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedcdp.config.experiment import Scaling
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.fetch import Remote, Storage, read_unpacked
+from fedcdp.data.input_columns import named_columns
 from fedcdp.data.prepare import Indices, random_split, standardise
 from fedcdp.errors import DataError
 
@@ -138,10 +139,11 @@ def _splits(
     validation_labels: NDArray[np.int64],
     normalisation: str,
 ) -> Splits:
+    columns = named_columns(NUMERIC, CATEGORIES, may_be_empty=True)
     return Splits(
         name="adult",
-        train=Dataset(torch.from_numpy(train), torch.from_numpy(train_labels), CLASSES),
-        validation=Dataset(torch.from_numpy(validation), torch.from_numpy(validation_labels), CLASSES),
+        train=Dataset(torch.from_numpy(train), torch.from_numpy(train_labels), CLASSES, columns=columns),
+        validation=Dataset(torch.from_numpy(validation), torch.from_numpy(validation_labels), CLASSES, columns=columns),
         test=None,
         normalisation=normalisation,
     )

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from fedcdp.config.experiment import Scaling
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.fetch import Storage
+from fedcdp.data.input_columns import named_columns
 from fedcdp.data.prepare import logarithmic, standardise, stratified_split
 
 VALIDATION_RECORDS = 143
@@ -21,6 +22,11 @@ _PUBLISHED = """
 7.93 36.04 12.02 49.54 50.41 251.2 185.2 4254 0.071 0.223 0.027 1.058 0 1.252 0 0.291 0.156 0.664 0.055 0.208
 """
 RANGES: NDArray[np.float64] = np.array(_PUBLISHED.split(), dtype=np.float64).reshape(30, 2)
+_MEASURED = (
+    *("radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity", "concave points", "symmetry"),
+    "fractal dimension",
+)
+NAMES = tuple(each.format(name) for each in ("mean {}", "{} error", "worst {}") for name in _MEASURED)
 
 
 def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training") -> Splits:
@@ -29,6 +35,7 @@ def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training
 
     features, labels = load_breast_cancer(return_X_y=True)
     labels = labels.astype(np.int64)
+    columns = named_columns(NAMES, {})
     train, validation = stratified_split(labels, VALIDATION_RECORDS, split_seed)
     if scaling == "public":
         train_inputs, validation_inputs = (logarithmic(features[part], RANGES) for part in (train, validation))
@@ -41,8 +48,10 @@ def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training
         )
     return Splits(
         name="cancer",
-        train=Dataset(torch.from_numpy(train_inputs), torch.from_numpy(labels[train]), CLASSES),
-        validation=Dataset(torch.from_numpy(validation_inputs), torch.from_numpy(labels[validation]), CLASSES),
+        train=Dataset(torch.from_numpy(train_inputs), torch.from_numpy(labels[train]), CLASSES, columns=columns),
+        validation=Dataset(
+            torch.from_numpy(validation_inputs), torch.from_numpy(labels[validation]), CLASSES, columns=columns
+        ),
         test=None,
         normalisation=normalisation,
     )
