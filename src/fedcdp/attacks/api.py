@@ -7,6 +7,7 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
+from fedcdp.attacks.active_servers import ACTIVE
 from fedcdp.attacks.inferred import Inferred
 from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.membership import Membership, infer_membership
@@ -30,6 +31,7 @@ from fedcdp.training.run import Run
 
 ATTACKS = (
     "best", *RECIPES, "analytic", "linear-head", "matched-filter", "presence", "per-layer", "labels", "membership",
+    *ACTIVE,
 )  # fmt: skip
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred
 

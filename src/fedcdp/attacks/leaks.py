@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.reconstruct import Reconstruction
+from fedcdp.attacks.scene import Scene
 from fedcdp.attacks.scores import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
 from fedcdp.attacks.targets import has_classes, recovery
 from fedcdp.data.dataset import Dataset
@@ -348,6 +349,18 @@ def judged(
         attack, captured, found, scores, last, judge.baselines(), classes, observer.value_range, observer.first_exact,
         observer.snapshots, seconds,
     )  # fmt: skip
+
+
+def told(
+    scene: Scene, attack: str, captured: Captured, found: Reconstruction, observer: Observer, seconds: float, *, watched: bool
+) -> Leaks:
+    """The result of an attack on a scene, scored if the truth is known; `watched`: the observer followed a search."""
+    if not scene.scored:
+        return unjudged(attack, captured, found, observer, scene.classes, seconds)
+    if not watched:
+        observer(1, torch.arange(len(captured), device=scene.device), found.examples)
+    leaks = judged(attack, captured, found, observer, scene.public_examples(), scene.classes, seconds)
+    return replace(leaks, public=scene.public, names=scene.names(captured))
 
 
 def unjudged(

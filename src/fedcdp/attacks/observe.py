@@ -213,6 +213,8 @@ class Look:
     """The world without the victim's first example: zeroed out, as in the privacy statement's neighbouring relation."""
     silent: bool = False
     """Without the method's noise: the observation that an adversary who knows the examples expects."""
+    unequal: bool = False
+    """Also observe sums whose records do not weigh the same: for attacks that read each record by itself."""
 
 
 def capture(simulator: Simulator, state: State, look: Look, victims: int | None = None) -> Captured:
@@ -332,7 +334,7 @@ def _of_cohort(simulator: Simulator, state: State, look: Look, victims: int | No
     if victims not in (None, 1):
         raise PlanError(f"victims: {victims} is not allowed; under secure aggregation type0 reads one sum a round")
     cohort = cohort_of(simulator, state)
-    cohort.require_inverted()
+    cohort.require_inverted(unequal=look.unequal)
     first = int(cohort.clients[0]) if look.without_example else None
     releases = [
         cohort.observed(noise_of_release(simulator, number, look.silent), first)

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedcdp.attacks.active import Stage
+from fedcdp.attacks.active_servers import ACTIVE
 from fedcdp.attacks.analytic import first_dense, invert
 from fedcdp.attacks.cohort import reads_sum
 from fedcdp.attacks.head_attack import HeadFound, attack_head
 from fedcdp.attacks.inferred import Inferred, attack_labels
-from fedcdp.attacks.leaks import Leaks, Observer, judged, unjudged
+from fedcdp.attacks.leaks import Leaks, Observer, told
 from fedcdp.attacks.linear_head import LinearHead
 from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective, check_reproduces, predicted, prunes
@@ -30,7 +32,7 @@ from fedcdp.attacks.observe import Captured, Look, cohort_of
 from fedcdp.attacks.per_layer import LayerLeaks, layer_by_layer
 from fedcdp.attacks.presence import Presence, matched_filter
 from fedcdp.attacks.recipe import ONE_TENSOR, RECIPES, Recipe
-from fedcdp.attacks.reconstruct import Progress, Reconstruction, reconstruct
+from fedcdp.attacks.reconstruct import Progress, reconstruct
 from fedcdp.attacks.scene import Scene
 from fedcdp.attacks.scores import Criteria
 from fedcdp.attacks.sightings import Sightings, sighted_once, sighted_throughout
@@ -70,6 +72,8 @@ class Attempts:
     ) -> Leaks | Presence | LayerLeaks | Inferred:
         """Run one attack, by its name or by a custom recipe."""
         scene = self.scene
+        if name in ACTIVE:
+            return ACTIVE[name].run(self.stage, progress)
         if name != "matched-filter":
             self.check_sum()
         if name == "labels":
@@ -87,6 +91,11 @@ class Attempts:
         if name == "linear-head":
             return self._linear_head(progress)
         return self._reconstruct(name, recipe or RECIPES.get(name), progress)
+
+    @property
+    def stage(self) -> Stage:
+        """The target as an active server sees it (`active_servers.fitting` tells which of its attacks fit)."""
+        return Stage(self.scene, self.look, self.victims, self.criteria, self.seed)
 
     def check_sum(self) -> None:
         """Raise if the adversary reads only the sum of a round, and records cannot be reconstructed from it."""
@@ -107,18 +116,9 @@ class Attempts:
                 captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range, public=scene.public,
                 watch=observer, progress=progress,
             )  # fmt: skip
-        return self._told(name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
-
-    def _told(
-        self, name: str, captured: Captured, found: Reconstruction, observer: Observer, seconds: float, *, watched: bool
-    ) -> Leaks:
-        scene = self.scene
-        if not scene.scored:
-            return unjudged(name, captured, found, observer, scene.classes, seconds)
-        if not watched:
-            observer(1, torch.arange(len(captured), device=scene.device), found.examples)
-        leaks = judged(name, captured, found, observer, scene.public_examples(), scene.classes, seconds)
-        return replace(leaks, public=scene.public, names=scene.names(captured))
+        return told(
+            scene, name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None
+        )
 
     def _linear_head(self, progress: Progress | None) -> Leaks:
         scene, head = self.scene, self.scene.head
@@ -135,7 +135,9 @@ class Attempts:
             progress=part_of(progress, 1, 2),
         )  # fmt: skip
         observer = Observer(captured, self.criteria, self.visible, scene.value_range)
-        leaks = self._told("linear-head", captured, got.found, observer, time.perf_counter() - started, watched=False)
+        leaks = told(
+            scene, "linear-head", captured, got.found, observer, time.perf_counter() - started, watched=False
+        )
         return _with_figures(leaks, sightings, got)
 
     def _sightings(self, head: LinearHead, progress: Progress | None) -> Sightings:
