@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from fedcdp.attacks.active import ActiveAttack, Stage
+from fedcdp.attacks.fishing import Fishing
+from fedcdp.attacks.frozen_weights import FrozenWeights
 from fedcdp.attacks.imprint import Imprint
+from fedcdp.attacks.inconsistent_models import InconsistentModels
 from fedcdp.attacks.trap_weights import TrapWeights
 
-ACTIVE: dict[str, ActiveAttack] = {each.name: each for each in (Imprint(), TrapWeights())}
+_ALL: tuple[ActiveAttack, ...] = (Imprint(), TrapWeights(), Fishing(), FrozenWeights(), InconsistentModels())
+ACTIVE = {each.name: each for each in _ALL}
 
 
 def fitting(stage: Stage) -> dict[str, str | None]:

@@ -77,7 +77,7 @@ class Cohort:
         squares = sum(
             float((promised_deviation(at, "type1") * divisors(at).double()).square().sum()) for at, _ in self.parts
         )
-        return 0.0 if plan.method == "fed-sdp" and plan.noise_at == "server" else float(squares**0.5 / abs(self._divisor))
+        return 0.0 if plan.method == "fed-sdp" and plan.noise_at == "server" else float(squares**0.5 / abs(self.divisor))
 
     def observed(self, noise: Noise, without: int | None = None) -> Tree:
         """The sum that the server reads, in units of a gradient, if client `without` lacks its first record of the round."""
@@ -93,7 +93,7 @@ class Cohort:
         total = received.total_update()
         if plan.sums:
             total = from_integers(total, self.parts[0][0].clip_bound)
-        return {name: value / self._divisor for name, value in total.items()}
+        return {name: value / self.divisor for name, value in total.items()}
 
     def why_not_inverted(self, unequal: bool = False) -> str | None:
         """Why records cannot be reconstructed from the sum, also by an attack for which they may weigh differently
@@ -123,7 +123,8 @@ class Cohort:
             )
 
     @property
-    def _divisor(self) -> float:
+    def divisor(self) -> float:
+        """What the sum is divided by to be in units of a gradient."""
         return sum(float(divisors(at).double().sum()) for at, _ in self.parts)
 
     def _first_records(self, draw: Draw) -> Tensor:

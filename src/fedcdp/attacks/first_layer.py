@@ -91,7 +91,7 @@ class Rows:
 
     @staticmethod
     def seen(captured: Captured, victim: int, weight: str, bias: str, *, cumulative: bool = False) -> Rows:
-        """What was seen of a layer; if inputs open all rows up to their own (`cumulative`), the differences of neighbours."""
+        """The layer's gradient; if inputs open all rows up to their own (`cumulative`), the differences of neighbours."""
         weights, biases = captured.seen[weight][victim].double(), captured.seen[bias][victim].double()
         deviation = float(captured.deviation[victim])
         scale = float(weights.norm(dim=1).max())
@@ -181,8 +181,8 @@ class Baited:
         for victim in range(len(captured)):
             count = int(captured.present[victim].sum())
             rows = Rows.seen(captured, victim, self.weight, self.bias, cumulative=self.cumulative)
-            layer = (captured.weights[name][victim] for name in (self.weight, self.bias))
-            agreed, rows = rows.peeled(*layer, prior) if self.overlapping else (rows.weights[:0], rows)
+            layer, biases = (captured.weights[name][victim] for name in (self.weight, self.bias))
+            agreed, rows = rows.peeled(layer, biases, prior) if self.overlapping else (rows.weights[:0], rows)
             agreed = agreed[:count]
             others, number = rows.inputs(count - len(agreed), prior)
             found, clear[victim] = torch.cat([agreed, others]), len(agreed) + number

@@ -352,7 +352,14 @@ def judged(
 
 
 def told(
-    scene: Scene, attack: str, captured: Captured, found: Reconstruction, observer: Observer, seconds: float, *, watched: bool
+    scene: Scene,
+    attack: str,
+    captured: Captured,
+    found: Reconstruction,
+    observer: Observer,
+    seconds: float,
+    *,
+    watched: bool,
 ) -> Leaks:
     """The result of an attack on a scene, scored if the truth is known; `watched`: the observer followed a search."""
     if not scene.scored:

@@ -230,7 +230,7 @@ def capture(simulator: Simulator, state: State, look: Look, victims: int | None 
         return replace(_of_cohort(simulator, state, look, victims), task=_task_of(simulator, state))
     parts, found = [], 0
     for clients in _victim_clients(simulator, wanted).split(min(wanted, _clients_at_once(simulator, look))):
-        part = _of_clients(simulator, state, look, clients)
+        part = capture_clients(simulator, state, look, clients)
         if part is not None:
             parts.append(part)
             found += len(part) if look.leak != "type2" else int((part.slot == 0).sum())
@@ -279,7 +279,7 @@ def _clients_at_once(simulator: Simulator, look: Look) -> int:
     return int(max(1, min(1024, _MEMORY.get(simulator.data.device.type, 2**28) // (8 * 4 * values))))
 
 
-def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor) -> Captured | None:
+def capture_clients(simulator: Simulator, state: State, look: Look, clients: Tensor) -> Captured | None:
     """The observation of these clients; None if none of them drew a record."""
     table, sizes = simulator.data.records_of(clients)
     at = simulator.moment(state, clients.to(simulator.data.device), sizes)

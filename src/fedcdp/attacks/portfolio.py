@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedcdp.attacks.active import Stage
 from fedcdp.attacks.active_servers import ACTIVE
 from fedcdp.attacks.analytic import first_dense, invert
 from fedcdp.attacks.cohort import reads_sum
-from fedcdp.attacks.head_attack import HeadFound, attack_head
+from fedcdp.attacks.head_attack import attack_head
 from fedcdp.attacks.inferred import Inferred, attack_labels
 from fedcdp.attacks.leaks import Leaks, Observer, told
 from fedcdp.attacks.linear_head import LinearHead
@@ -116,9 +115,7 @@ class Attempts:
                 captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range, public=scene.public,
                 watch=observer, progress=progress,
             )  # fmt: skip
-        return told(
-            scene, name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None
-        )
+        return told(scene, name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
 
     def _linear_head(self, progress: Progress | None) -> Leaks:
         scene, head = self.scene, self.scene.head
@@ -135,10 +132,8 @@ class Attempts:
             progress=part_of(progress, 1, 2),
         )  # fmt: skip
         observer = Observer(captured, self.criteria, self.visible, scene.value_range)
-        leaks = told(
-            scene, "linear-head", captured, got.found, observer, time.perf_counter() - started, watched=False
-        )
-        return _with_figures(leaks, sightings, got)
+        leaks = told(scene, "linear-head", captured, got.found, observer, time.perf_counter() - started, watched=False)
+        return got.figures(leaks, sightings)
 
     def _sightings(self, head: LinearHead, progress: Progress | None) -> Sightings:
         course, leak = self.scene.course, self.look.leak
@@ -190,17 +185,6 @@ def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress
         captured.releases, None if labels is None else labels.labels, found.get("matched-filter"), found.get("membership"),
         refused, attempts.scene.names(captured), time.perf_counter() - started, captured.summed_clients,
     )  # fmt: skip
-
-
-def _with_figures(leaks: Leaks, sightings: Sightings, got: HeadFound) -> Leaks:
-    """Add the number and source of the observed releases, the error of the features, and the identification rate."""
-    counts = torch.tensor([float(len(each.seen)) for each in sightings.victims])
-    about = {"source": sightings.source, "releases_mean": float(counts.mean())}
-    if leaks.scores is None:
-        return replace(leaks, about=about)
-    scores = replace(leaks.scores, identified=got.identified & leaks.scores.present, candidates=got.candidates)
-    about |= {"feature_error_median": float(got.feature_errors.nanmedian()), "identified_by_likelihood": True}
-    return replace(leaks, scores=scores, about=about)
 
 
 def part_of(progress: Progress | None, number: int, parts: int) -> Progress | None:

@@ -104,7 +104,8 @@ def attack(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (or presence), analytic, "
-            "linear-head, per-layer, labels, and membership (with --run).",
+            "linear-head, per-layer, labels, and membership (with --run). By an active server: imprint, trap-weights, "
+            "fishing, frozen-weights, inconsistent-models.",
             rich_help_panel=_HOW,
         ),
     ] = "best",
@@ -200,7 +201,11 @@ def attack(
         experiment, opened = open_experiment(run, given, data_dir=data_dir, quiet=quiet)
         target: Run | Plan = opened
         data: Splits | Federation = opened.federation
-        if name in ("best", "linear-head"):  # a linear head is observed in all rounds, from the untrained network on
+        if name in (
+            "best",
+            "linear-head",
+            "frozen-weights",
+        ):  # a linear head is observed in all rounds, from the untrained network on
             extra = {"model": network_of(experiment, data)}
     else:
         experiment = _with_network(assemble(*with_clients_of_file(given)), network, given)
