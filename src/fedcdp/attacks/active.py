@@ -88,9 +88,13 @@ class Stage:
     @property
     def examples(self) -> int:
         """How many records are behind an observation: public, as the numbers of records and clients are."""
+        return self.batch * self.plan.local_steps * (self.plan.per_round if self.reads_sum else 1)
+
+    @property
+    def batch(self) -> int:
+        """How many records a client uses in a step."""
         federation = self.simulator.data.federation
-        each = min(self.plan.batch_size, len(federation.train) // federation.clients) * self.plan.local_steps
-        return max(1, each * (self.plan.per_round if self.reads_sum else 1))
+        return max(1, min(self.plan.batch_size, len(federation.train) // federation.clients))
 
     def crafted(self, network: nn.Module) -> Stage:
         """The same after the server has sent this network."""
@@ -98,9 +102,13 @@ class Stage:
 
     def captured(self, first: int = 0) -> Captured:
         """The adversary's observation; `first` is the number of its first release, each of which has its own noise."""
-        usual = None if self.reads_sum else _USUAL_VICTIMS
         look = replace(self.look, first=first, unequal=True)
-        return capture(self.simulator, self.state, look, usual if self.victims is None else self.victims)
+        return capture(self.simulator, self.state, look, self.usual_victims if self.victims is None else self.victims)
+
+    @property
+    def usual_victims(self) -> int | None:
+        """How many clients are attacked by default: a few, because each holds many examples; None for a sum."""
+        return None if self.reads_sum else min(_USUAL_VICTIMS, self.simulator.data.federation.clients)
 
     def observer(self, captured: Captured, visible: Tensor | None = None) -> Observer:
         """Compares with the truth: in all coordinates, unless some of them cannot be seen."""
@@ -118,15 +126,11 @@ class Stage:
 
     def presence(self, progress: Progress | None = None, releases: int = 1) -> dict[str, Any]:
         """Under noise: how well the likelihood-ratio test at these weights detects a victim's first record."""
-        victims = self.victims
+        victims = self.usual_victims if self.reads_sum or self.victims is None else self.victims
         if victims is not None and victims < 2:
-            if not self.reads_sum:
-                return {}
-            victims = None
-        if victims is None and not self.reads_sum:
-            victims = min(_USUAL_VICTIMS, self.simulator.data.federation.clients)
+            return {}
         # A single example is identified by its input; updates need only the trained layers.
-        fast = self.scene.head is not None and self.look.leak != "type2"
+        fast = self.scene.head is not None and self.look.leak != "type2" and not self.reads_sum
         simulator = in_fast_rounds(self.simulator) if fast else self.simulator
         found = matched_filter(
             simulator, self.state, self.look.leak, victims, releases=releases, public=self.public, progress=progress
@@ -175,6 +179,8 @@ class Prior:
 
     mean: Tensor
     variance: Tensor
+    peak: float
+    """The smallest maximum of an input: no input is flatter."""
     low: float
     high: float
 
@@ -187,7 +193,8 @@ class Prior:
     def of(stage: Stage) -> Prior:
         """The prior that public examples give."""
         flat = stage.public.tensor.flatten(1).double().to(stage.scene.device)
-        return Prior(flat.mean(0), flat.var(0, unbiased=False), *stage.scene.value_range)
+        peak = float(flat.amax(1).min())
+        return Prior(flat.mean(0), flat.var(0, unbiased=False), peak, *stage.scene.value_range)
 
 
 def closed_form(

@@ -21,9 +21,11 @@ from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.errors import ModelError
+from fedcdp.files.tree import Tree
 
 _LIVE = 1e-6  # of the largest row: rows below are empty
 _SLACK = 0.02  # of the range of inputs, for rounding
+_FLAT = 0.5  # of the smallest maximum of public inputs: a quotient below it is an input divided by noise
 _APART = 1e-4  # of the squared range: mean squared distance of two different inputs
 _EASY = 4  # candidates for each example that are compared with each other
 
@@ -90,10 +92,9 @@ class Rows:
     """The largest norm of a row."""
 
     @staticmethod
-    def seen(captured: Captured, victim: int, weight: str, bias: str, *, cumulative: bool = False) -> Rows:
+    def of(weights: Tensor, biases: Tensor, deviation: float, *, cumulative: bool = False) -> Rows:
         """The layer's gradient; if inputs open all rows up to their own (`cumulative`), the differences of neighbours."""
-        weights, biases = captured.seen[weight][victim].double(), captured.seen[bias][victim].double()
-        deviation = float(captured.deviation[victim])
+        weights, biases = weights.double(), biases.double()
         scale = float(weights.norm(dim=1).max())
         if not cumulative:
             return Rows(weights, biases, deviation, scale)
@@ -116,7 +117,7 @@ class Rows:
             best = int(most.argmax())
             one = quotient[rows[best]].clamp(prior.low, prior.high)
             gain = left.biases[rows[near[best]]].median()
-            opened = (layer.double() @ one + biases.double() > 0).double() * gain
+            opened = (layer @ one + biases > 0).double() * gain
             found.append(one)
             left = replace(left, weights=left.weights - opened[:, None] * one, biases=left.biases - opened)
         return torch.stack(found) if found else self.weights[:0], left
@@ -127,7 +128,8 @@ class Rows:
         live = size > _LIVE * self.scale
         quotient = (self.weights / self.biases[:, None]).nan_to_num(torch.inf)
         slack = _SLACK * prior.span
-        return quotient, live & ((quotient >= prior.low - slack) & (quotient <= prior.high + slack)).all(1), live
+        within = ((quotient >= prior.low - slack) & (quotient <= prior.high + slack)).all(1)
+        return quotient, live & within & (quotient.amax(1) >= prior.low + _FLAT * (prior.peak - prior.low)), live
 
     def inputs(self, count: int, prior: Prior) -> tuple[Tensor, int]:
         """`count` inputs [count, n], those first that are certain; and how many rows hold values of real inputs.
@@ -146,7 +148,7 @@ class Rows:
         guessed = self._likely(weights, biases, prior) if self.deviation > 0 else quotient.clamp(prior.low, prior.high)
         found = torch.where(certain[:, None], quotient, torch.where(one_sign[:, None], scaled, guessed))
         clear = certain | one_sign
-        order = (clear.double() * 2 + certain.double()) * 1e30 + weights.norm(dim=1)
+        order = clear.double() + certain.double() + weights.norm(dim=1) / (2 * self.scale)
         chosen = _distinct(found[order.argsort(descending=True)][: _EASY * count], count, prior)
         missing = prior.mean.expand(count - len(chosen), -1)
         return torch.cat([chosen, missing]).clamp(prior.low, prior.high), int(clear.sum())
@@ -180,14 +182,20 @@ class Baited:
         clear = torch.zeros(len(captured), dtype=torch.int64, device=captured.device)
         for victim in range(len(captured)):
             count = int(captured.present[victim].sum())
-            rows = Rows.seen(captured, victim, self.weight, self.bias, cumulative=self.cumulative)
-            layer, biases = (captured.weights[name][victim] for name in (self.weight, self.bias))
-            agreed, rows = rows.peeled(layer, biases, prior) if self.overlapping else (rows.weights[:0], rows)
-            agreed = agreed[:count]
-            others, number = rows.inputs(count - len(agreed), prior)
-            found, clear[victim] = torch.cat([agreed, others]), len(agreed) + number
+            tree = {name: value[victim] for name, value in captured.seen.items()}
+            found, clear[victim] = self.inputs(tree, float(captured.deviation[victim]), count, prior)
             examples[victim, :count] = found.view(count, *captured.shape)
         return examples, clear
+
+    def inputs(self, seen: Tree, deviation: float, count: int, prior: Prior) -> tuple[Tensor, int]:
+        """`count` inputs [count, n] from one gradient with noise of this deviation, and how many rows hold real values."""
+        rows = Rows.of(seen[self.weight], seen[self.bias], deviation, cumulative=self.cumulative)
+        if not self.overlapping:
+            return rows.inputs(count, prior)
+        layer, biases = (self.network.get_parameter(name).detach().to(rows.weights) for name in (self.weight, self.bias))
+        agreed, rows = rows.peeled(layer, biases, prior)
+        others, clear = rows.inputs(max(count - len(agreed), 0), prior)
+        return torch.cat([agreed, others])[:count], len(agreed) + clear
 
 
 class RowAttack(ActiveAttack):

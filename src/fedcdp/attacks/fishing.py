@@ -16,6 +16,7 @@ all records that the client holds.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -23,14 +24,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedcdp.attacks.active import CHANGED_WEIGHTS, ActiveAttack, Stage, closed_form
+from fedcdp.attacks.active import CHANGED_WEIGHTS, ActiveAttack, Stage
 from fedcdp.attacks.analytic import first_dense, invert_dense
-from fedcdp.attacks.leaks import Leaks, told
+from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.linear_head import FeaturePrior, LinearHead, find_last, link_of
 from fedcdp.attacks.objectives import Objective
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.recipe import RECIPES
 from fedcdp.attacks.reconstruct import Progress, reconstruct
+from fedcdp.attacks.scores import rearrange
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Tree
 
@@ -42,6 +44,7 @@ _THRESHOLDS = 20
 _RECORDS_BETWEEN = 0.4  # expected number of records between two thresholds
 _EMPTY = 1e-4  # of one record: a difference below shows nobody
 _ALMOST_ONE = 0.1
+_FIELDS = ("features", "label", "slope", "count", "by_class", "deviation", "aim")
 _CLASS = 0  # the class c of queries by feature
 
 
@@ -75,8 +78,14 @@ class Hook:
         one = torch.linalg.solve(gram + ridge, features.sum(0))
         widest = torch.linalg.eigh(torch.cov(features.T)).eigenvectors[:, -1]
         direction = widest / float((features @ widest).std().clamp(min=1e-12))
-        measured = features @ direction
-        return Hook(last, direction, one, measured if last.bias is not None else measured / (features @ one).clamp(min=1e-6))
+        hook = Hook(last, direction, one, features[:0, 0])
+        return replace(hook, public=hook.measure(inputs))
+
+    def measure(self, inputs: Tensor) -> Tensor:
+        """[n]: the feature of inputs [n, ...]."""
+        features = self.last.features(inputs)
+        measured = features @ self.direction
+        return measured if self.last.bias is not None else measured / (features @ self.one).clamp(min=1e-6)
 
     def by_class(self, label: int) -> Query:
         """The query for the records of a class."""
@@ -128,7 +137,7 @@ class Fishing(ActiveAttack):
         caught = _Caught.first(stage, hook)
         if stage.examples <= _FEW * last.rows:
             for label in range(last.rows):
-                caught.by_class(hook.by_class(label), label)
+                caught.by_class(label)
         caught.by_feature()
         captured, catch = caught.captured, caught.best()
         about: dict[str, Any] = {
@@ -141,14 +150,16 @@ class Fishing(ActiveAttack):
         }
         if captured.noisy:
             about |= caught.stage_at(hook.by_class(_CLASS)).presence()
-        examples, watched = _read(stage, captured, catch, hook, progress)
-        found = closed_form(captured, examples, stage.public, solved=catch.single)
-        visible = stage.scene.visible()
-        leaks = told(
-            stage.scene, self.name, captured, found, stage.observer(captured, visible), time.perf_counter() - started,
-            watched=False,
+        examples, how = _read(stage, captured, catch, hook, progress)
+        one = catch.aim[:, None]
+        aimed = replace(
+            captured, inputs=rearrange(captured.tensor, one), targets=rearrange(captured.targets, one),
+            present=torch.ones_like(one, dtype=torch.bool),
         )  # fmt: skip
-        return replace(leaks, about=leaks.about | about | watched)
+        about["read_by"] = how
+        return stage.result(
+            self.name, aimed, examples, started, about, solved=catch.single, visible=stage.scene.visible()
+        )  # fmt: skip
 
 
 @dataclass
@@ -168,6 +179,8 @@ class Catch:
     by_class: Tensor
     deviation: Tensor
     """[victims]: of the noise on the features."""
+    aim: Tensor
+    """[victims]: the true record that the catch is meant to hold, for scoring alone."""
 
     @property
     def single(self) -> Tensor:
@@ -204,10 +217,12 @@ class _Caught:
         size = captured.expected_batch.double()
         return {name: value.double() * size.view(-1, *(1,) * (value.dim() - 1)) for name, value in captured.seen.items()}
 
-    def by_class(self, query: Query, label: int) -> None:
+    def by_class(self, label: int) -> None:
         """Fish for the records of a class."""
+        query = self.hook.by_class(label)
+        away = (self.captured.targets != label).double()
         seen = {name: -value if name in self._last else value for name, value in self._answer(query).items()}
-        self._keep(seen, query, label, by_class=True)
+        self._keep(seen, query, label, away, by_class=True)
 
     def by_feature(self) -> None:
         """Fish for records between neighbouring thresholds, in the upper tail of the feature, where records lie far apart.
@@ -218,27 +233,34 @@ class _Caught:
         share = (above / max(self.stage.examples, 2 * float(above[-1]))).flip(0)
         usual, spread = self.hook.public.mean(), self.hook.public.std()
         thresholds = usual + spread * torch.special.ndtri(1 - share)
+        measured = torch.stack([self.hook.measure(inputs) for inputs in self.captured.tensor])
         before: Tree | None = None
+        low = -math.inf
         for threshold in thresholds.tolist():
             query = self.hook.above(threshold)
             answer = self._answer(query)
             if before is not None:  # whoever lies between passed before, and does not pass now
-                self._keep({name: answer[name] - before[name] for name in answer}, query, _CLASS, by_class=False)
-            before = answer
+                away = (low - measured).clamp(min=0) + (measured - threshold).clamp(min=0)
+                between = {name: answer[name] - before[name] for name in answer}
+                self._keep(between, query, _CLASS, away.to(self.captured.device), by_class=False)
+            before, low = answer, threshold
 
     @property
     def _last(self) -> tuple[str, ...]:
         last = self.hook.last
         return (last.weight,) if last.bias is None else (last.weight, last.bias)
 
-    def _keep(self, seen: Tree, query: Query, label: int, *, by_class: bool) -> None:
+    def _keep(self, seen: Tree, query: Query, label: int, away: Tensor, *, by_class: bool) -> None:
+        """Keep a catch; `away` [victims, examples] tells which true record it is meant to hold: the nearest."""
         last, captured = self.hook.last, self.captured
         features = seen[last.weight][:, label]
         count = seen[last.bias][:, label] if last.bias is not None else features @ self.hook.one.to(features)
         everyone = torch.ones_like(count)
         noise = captured.deviation * captured.expected_batch * (1.0 if by_class else 2**0.5)
+        which = torch.full_like(count, by_class, dtype=torch.bool)
+        aim = away.masked_fill(~captured.present, math.inf).argmin(1)
         self._catches.append(
-            Catch(seen, features, (everyone * label).long(), everyone * query.slope, count, everyone > 2 - by_class, noise)
+            Catch(seen, features, (everyone * label).long(), everyone * query.slope, count, which, noise, aim)
         )
 
     def best(self) -> Catch:
@@ -255,25 +277,23 @@ class _Caught:
             name: torch.stack([self._catches[at].seen[name][victim] for victim, at in enumerate(chosen)])
             for name in self._catches[0].seen
         }
-        return Catch(seen, *(picked(name) for name in ("features", "label", "slope", "count", "by_class", "deviation")))
+        return Catch(seen, *(picked(name) for name in _FIELDS))
 
 
-def _read(
-    stage: Stage, captured: Captured, catch: Catch, hook: Hook, progress: Progress | None
-) -> tuple[Tensor, dict[str, Any]]:
-    """The input [victims, 1, ...] behind each catch."""
+def _read(stage: Stage, captured: Captured, catch: Catch, hook: Hook, progress: Progress | None) -> tuple[Tensor, str]:
+    """The input [victims, 1, ...] behind each catch, and what it was read from."""
     scene, last = stage.scene, hook.last
     if scene.head is not None:
-        return _from_features(stage, captured, catch, last), {"read_by": "features"}
+        return _from_features(stage, captured, catch, last), "features"
     try:
         weight, bias = first_dense(scene.network, scene.shape)
     except ModelError:
-        return _searched(stage, captured, catch, hook, progress), {"read_by": "search"}
+        return _searched(stage, captured, catch, hook, progress), "search"
     found = [
         invert_dense(catch.seen[weight][victim], None if bias is None else catch.seen[bias][victim], 1).inputs[0]
         for victim in range(len(captured))
     ]
-    return torch.stack(found).view(len(captured), 1, *scene.shape), {"read_by": "first layer"}
+    return torch.stack(found).view(len(captured), 1, *scene.shape), "first layer"
 
 
 def _from_features(stage: Stage, captured: Captured, catch: Catch, last: LinearHead) -> Tensor:

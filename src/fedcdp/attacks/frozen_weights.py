@@ -7,6 +7,7 @@ as at the first round, and a reader averages its releases. Attacks on networks w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 
+_TESTED_RELEASES = 5  # of the presence test, which computes them one by one
 FROZEN = "a training in which the server sends the same weights in every round"
 
 
@@ -80,5 +82,9 @@ class FrozenWeights(ActiveAttack):
         leaks = got.figures(leaks, sightings)
         about: dict[str, Any] = {"changed_network": False, "assumption": CHANGED_WEIGHTS}
         if captured.noisy and stage.look.leak != "type2":
-            about |= stage.presence(releases=max(1, round(leaks.about["releases_mean"])))
+            rounds = leaks.about["releases_mean"]
+            about |= stage.presence(releases=max(1, min(_TESTED_RELEASES, round(rounds))))
+            if about.get("distance_between_worlds") is not None:  # the same gradient in all rounds
+                distance = about["distance_between_worlds"] * math.sqrt(rounds) / float(captured.deviation.mean())
+                about["auc_predicted_all_rounds"] = float(torch.special.ndtr(torch.tensor(distance / math.sqrt(2))))
         return replace(leaks, about=leaks.about | about)

@@ -24,7 +24,8 @@ from fedcdp.attacks.active import Stage, awake
 from fedcdp.attacks.first_layer import Baited, FirstLayer, RowAttack
 from fedcdp.errors import ModelError
 
-_BINS_PER_EXAMPLE, _MOST_BINS = 10, 4096
+_BINS_PER_EXAMPLE, _FEWEST_BINS = 10, 64
+_MOST_VALUES = 2**28  # in the gradients of one client's examples, by default
 _STEP = 1e-4  # height of a bin's step
 
 
@@ -55,7 +56,8 @@ class Imprint(RowAttack):
     def _in_front(self, stage: Stage) -> Baited:
         """A layer with one step per bin in front of the network; behind it, inputs are multiples of the mean input."""
         public, shape = stage.public.tensor, stage.scene.shape
-        size, bins = math.prod(shape), self.bins or min(_MOST_BINS, _BINS_PER_EXAMPLE * stage.examples)
+        size = math.prod(shape)
+        bins = self.bins or max(_FEWEST_BINS, min(_BINS_PER_EXAMPLE * stage.examples, _MOST_VALUES // (size * stage.batch)))
         edges = quantiles(public.flatten(1).double().mean(1), bins)
         widths = torch.cat([edges[1:] - edges[:-1], (edges[-1:] - edges[:1]).clamp(min=1e-3)]).clamp(min=1e-9)
         layer, back = nn.Linear(size, bins), nn.Linear(bins, size, bias=False)

@@ -120,8 +120,8 @@ def find_head(network: nn.Module, shape: tuple[int, ...], link: Link = "softmax"
 
 
 def find_last(network: nn.Module, shape: tuple[int, ...]) -> LinearHead | None:
-    """The last dense layer of a network for inputs of `shape`, whatever else is trained; None if another layer follows it, or
-    if it is not trained."""
+    """The last dense layer of a network for inputs of `shape`, whatever else is trained; None if another layer follows it
+    or it is not trained."""
     name, layer = next(reversed([each for each in network.named_modules() if isinstance(each[1], nn.Linear)]), ("", None))
     if not isinstance(layer, nn.Linear) or not layer.weight.requires_grad:
         return None

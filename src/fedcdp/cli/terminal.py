@@ -186,7 +186,7 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "crafted layer", f"{found['bins']} rows, of which {found['clear_rows_mean']:.3g} show an input on average"
     if found.get("singled_out") is not None:
         alone = f"one of {found['records']:.3g} records is alone for {_percent(found['singled_out'])} of the victims"
-        yield "singled out", f"{alone}, after {_counted(found['queries'], 'query', 'queries')}"
+        yield "singled out", f"{alone}, after {_counted(found['queries'], 'round')}"
     if found.get("source") is not None:
         yield "observed in", f"{found['source']}: {found['releases_mean']:.3g} releases per victim on average"
     if found.get("feature_error_median") is not None:
