@@ -57,3 +57,7 @@ def test_other_networks_and_single_rounds_are_refused(federation: Federation) ->
         leaks_of("frozen-weights", federation, plan_of(), "linear", at_round=1)
     with pytest.raises(ModelError, match="frozen-weights needs unpruned updates"):
         leaks_of("frozen-weights", federation, plan_of(method="dssgd"), "linear")
+    with pytest.raises(
+        ModelError, match="frozen-weights cannot read the sum of a round: it adds up updates that were clipped"
+    ):
+        leaks_of("frozen-weights", federation, plan_of(method="fed-sdp", secure_aggregation=True), "linear")

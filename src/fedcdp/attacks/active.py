@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedcdp.attacks.cohort import in_fast_rounds, reads_sum
 from fedcdp.attacks.leaks import Leaks, Observer, told
-from fedcdp.attacks.observe import Captured, Leak, Look, capture
+from fedcdp.attacks.observe import Captured, Leak, Look, capture, cohort_of
 from fedcdp.attacks.presence import matched_filter
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.scene import Scene
@@ -146,6 +146,8 @@ class ActiveAttack:
     name: ClassVar[str]
     leaks: ClassVar[tuple[Leak, ...]] = ("type0", "type1")
     """Which adversaries can read the answer: the server, and someone who works with it."""
+    unequal: ClassVar[bool] = True
+    """Whether the records of a sum may weigh differently."""
 
     def why_not(self, stage: Stage) -> str | None:
         """Why the attack does not fit the plan and the network; None if it fits."""
@@ -170,6 +172,10 @@ class ActiveAttack:
             return f"is an attack by the server, which reads updates: use leak {' or '.join(self.leaks)}"
         if stage.plan.scaling_noise is not None:
             return "does not know the layer that scales inputs"
+        if stage.reads_sum:
+            reason = cohort_of(stage.simulator, stage.state).why_not_inverted(self.unequal)
+            if reason is not None:
+                return f"cannot read the sum of a round: {reason}"
         return self.why_not(stage)
 
 

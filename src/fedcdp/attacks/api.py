@@ -80,7 +80,9 @@ def attack(
             aggregation, the sum over the clients of a round, which are then one victim.
         attack: The name of an attack (`fedcdp.attacks.ATTACKS`), or a `Recipe` of your own. Default: `best`, which tries the
             attacks that suit the target, returns the strongest, and lists all that it tried. Token ids and dictionaries of
-            inputs cannot be reconstructed: `best` infers labels, presence and membership.
+            inputs cannot be reconstructed: `best` infers labels, presence and membership. It does not try the attacks of
+            active servers, which choose the weights: `imprint`, `trap-weights`, `fishing`, `frozen-weights` and
+            `inconsistent-models`.
         victims: How many clients or examples are attacked. Default: up to 100.
         model: The network. For a run, the untrained one.
         federation: The clients and their data, for a plan.

@@ -54,6 +54,7 @@ class FrozenWeights(ActiveAttack):
 
     name: ClassVar[str] = "frozen-weights"
     leaks: ClassVar[tuple[Leak, ...]] = ("type0", "type1", "type2")
+    unequal: ClassVar[bool] = False
 
     def why_not(self, stage: Stage) -> str | None:
         """It needs a linear head, and all rounds of its training."""

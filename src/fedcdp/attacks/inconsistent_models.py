@@ -47,8 +47,6 @@ class InconsistentModels(ActiveAttack):
         """It needs a secure sum, and a layer for `imprint` that some weights close."""
         if not stage.reads_sum:
             return "is an attack on a secure sum; without secure_aggregation the server reads each update anyway"
-        if stage.plan.local_steps > 1:
-            return "needs updates of one local step"
         try:
             FirstLayer.of(stage.scene.network, stage.scene.shape)
         except ModelError as error:
