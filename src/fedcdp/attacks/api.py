@@ -7,6 +7,7 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
+from fedcdp.attacks.active_servers import ACTIVE
 from fedcdp.attacks.inferred import Inferred
 from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.lira import Lira, lira
@@ -32,7 +33,7 @@ from fedcdp.training.run import Run
 
 ATTACKS = (
     "best", *RECIPES, "analytic", "linear-head", "tableak", "tableak-search", "matched-filter", "presence", "per-layer",
-    "labels", "tokens", "membership", "lira",
+    "labels", "tokens", "membership", "lira", *ACTIVE,
 )  # fmt: skip
 Found = Leaks | Presence | LayerLeaks | Membership | Inferred | Lira
 
@@ -82,7 +83,9 @@ def attack(
             aggregation, the sum over the clients of a round, which are then one victim.
         attack: The name of an attack (`fedcdp.attacks.ATTACKS`), a `Recipe` of your own, or `TabLeak` settings. Default:
             `best`, which tries the attacks that suit the target, returns the strongest, and lists all that it tried. Token
-            ids and dictionaries of inputs cannot be reconstructed: `best` infers labels, presence and membership.
+            ids and dictionaries of inputs cannot be reconstructed: `best` infers labels, presence and membership. It does
+            not try the attacks of active servers, which choose the weights: `imprint`, `trap-weights`, `fishing`,
+            `frozen-weights` and `inconsistent-models`.
         victims: How many clients or examples are attacked. Default: up to 100; for `lira`, all records.
         model: The network. For a run, the untrained one; `lira` needs it, because it trains the plan anew.
         federation: The clients and their data, for a plan.

@@ -77,7 +77,7 @@ class Cohort:
         squares = sum(
             float((promised_deviation(at, "type1") * divisors(at).double()).square().sum()) for at, _ in self.parts
         )
-        return 0.0 if plan.method == "fed-sdp" and plan.noise_at == "server" else float(squares**0.5 / abs(self._divisor))
+        return 0.0 if plan.method == "fed-sdp" and plan.noise_at == "server" else float(squares**0.5 / abs(self.divisor))
 
     def observed(self, noise: Noise, without: int | None = None) -> Tree:
         """The sum that the server reads, in units of a gradient, if client `without` lacks its first record of the round."""
@@ -93,34 +93,38 @@ class Cohort:
         total = received.total_update()
         if plan.sums:
             total = from_integers(total, self.parts[0][0].clip_bound)
-        return {name: value / self._divisor for name, value in total.items()}
+        return {name: value / self.divisor for name, value in total.items()}
 
-    def why_not_inverted(self) -> str | None:
-        """Why records cannot be reconstructed from the sum; None if they can be tried."""
+    def why_not_inverted(self, unequal: bool = False) -> str | None:
+        """Why records cannot be reconstructed from the sum, also by an attack for which they may weigh differently
+        (`unequal`); None if they can be tried."""
         plan = self.simulator.plan
         if plan.local_steps > 1:
             return "it adds up updates of several local steps, and each client took its own way"
+        if self.records > MOST_RECORDS:
+            return f"it holds {self.records:.0f} records of {len(self.clients)} clients, more than {MOST_RECORDS}"
+        if unequal:
+            return None
         if METHODS[plan.method].shared_fraction(plan) < 1:
             return "it adds up updates that each client pruned"
         if plan.method == "fed-sdp":
             return "it adds up updates that were clipped one by one"
-        if self.records > MOST_RECORDS:
-            return f"it holds {self.records:.0f} records of {len(self.clients)} clients, more than {MOST_RECORDS}"
         shares = torch.cat([divisors(at).double() / at.expected_batch for at, _ in self.parts])
         if not plan.sums and float(shares.max() - shares.min()) > _SAME * float(shares.abs().max()):
             return "its records do not weigh the same"
         return None
 
-    def require_inverted(self) -> None:
+    def require_inverted(self, unequal: bool = False) -> None:
         """Raise unless records can be reconstructed from the sum."""
-        if (reason := self.why_not_inverted()) is not None:
+        if (reason := self.why_not_inverted(unequal)) is not None:
             raise ModelError(
                 f"attack: under secure aggregation type0 reads only the sum of a round, from which records are not "
                 f"reconstructed here: {reason}; presence tests the sum for single records, and type1 reads one client"
             )
 
     @property
-    def _divisor(self) -> float:
+    def divisor(self) -> float:
+        """What the sum is divided by to be in units of a gradient."""
         return sum(float(divisors(at).double().sum()) for at, _ in self.parts)
 
     def _first_records(self, draw: Draw) -> Tensor:

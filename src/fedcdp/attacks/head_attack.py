@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.head_solver import Solved, coefficients, shown, solve
+from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.linear_head import FeaturePrior, LinearHead
 from fedcdp.attacks.presence import Candidates
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
@@ -32,6 +33,16 @@ class HeadFound:
     candidates: int
     feature_errors: Tensor
     """[victims, examples]: distance of the recovered features to the true ones, relative to their norm; NaN if absent."""
+
+    def figures(self, leaks: Leaks, sightings: Sightings) -> Leaks:
+        """Add the number and source of the observed releases, the error of the features, and the identification rate."""
+        counts = torch.tensor([float(len(each.seen)) for each in sightings.victims])
+        about = {"source": sightings.source, "releases_mean": float(counts.mean())}
+        if leaks.scores is None:
+            return replace(leaks, about=about)
+        scores = replace(leaks.scores, identified=self.identified & leaks.scores.present, candidates=self.candidates)
+        about |= {"feature_error_median": float(self.feature_errors.nanmedian()), "identified_by_likelihood": True}
+        return replace(leaks, scores=scores, about=about)
 
 
 def attack_head(

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.reconstruct import Reconstruction
+from fedcdp.attacks.scene import Scene
 from fedcdp.attacks.scores import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
-from fedcdp.attacks.table_scores import CellScores
+from fedcdp.attacks.table_scores import CellScores, score_cells
 from fedcdp.attacks.targets import has_classes, recovery
 from fedcdp.data.dataset import Dataset
 from fedcdp.files.disk import write_atomically
@@ -356,6 +357,29 @@ def judged(
         attack, captured, found, scores, last, judge.baselines(), classes, observer.value_range, observer.first_exact,
         observer.snapshots, seconds,
     )  # fmt: skip
+
+
+def told(
+    scene: Scene,
+    attack: str,
+    captured: Captured,
+    found: Reconstruction,
+    observer: Observer,
+    seconds: float,
+    *,
+    watched: bool,
+) -> Leaks:
+    """The result of an attack on a scene, scored if the truth is known; `watched`: the observer followed a search."""
+    if not scene.scored:
+        return unjudged(attack, captured, found, observer, scene.classes, seconds)
+    if not watched:
+        observer(1, torch.arange(len(captured), device=scene.device), found.examples)
+    leaks = judged(attack, captured, found, observer, scene.public_examples(), scene.classes, seconds)
+    cells = None
+    if scene.columns is not None and scene.public is not None:
+        shown = found.examples.expand_as(captured.tensor)  # one dummy may stand for a batch
+        cells = score_cells(shown, captured.tensor, captured.present, scene.columns, scene.public.tensor)
+    return replace(leaks, public=scene.public, names=scene.names(captured), cells=cells)
 
 
 def unjudged(

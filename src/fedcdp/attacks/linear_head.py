@@ -119,6 +119,18 @@ def find_head(network: nn.Module, shape: tuple[int, ...], link: Link = "softmax"
     return None
 
 
+def find_last(network: nn.Module, shape: tuple[int, ...]) -> LinearHead | None:
+    """The last dense layer of a network for inputs of `shape`, whatever else is trained; None if another layer follows it
+    or it is not trained."""
+    name, layer = next(reversed([each for each in network.named_modules() if isinstance(each[1], nn.Linear)]), ("", None))
+    if not isinstance(layer, nn.Linear) or not layer.weight.requires_grad:
+        return None
+    prefix = f"{name}." if name else ""
+    has_bias = layer.bias is not None and layer.bias.requires_grad
+    last = LinearHead(network, layer, f"{prefix}weight", f"{prefix}bias" if has_bias else None)
+    return last if _is_last(last, shape) else None
+
+
 def _is_last(head: LinearHead, shape: tuple[int, ...]) -> bool:
     """Whether the layer's output is the network's: nothing follows it, and it is used once, on vectors."""
     layer = head.layer

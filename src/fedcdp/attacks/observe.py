@@ -213,6 +213,8 @@ class Look:
     """The world without the victim's first example: zeroed out, as in the privacy statement's neighbouring relation."""
     silent: bool = False
     """Without the method's noise: the observation that an adversary who knows the examples expects."""
+    unequal: bool = False
+    """Also observe sums whose records do not weigh the same: for attacks that read each record by itself."""
 
 
 def capture(simulator: Simulator, state: State, look: Look, victims: int | None = None) -> Captured:
@@ -228,7 +230,7 @@ def capture(simulator: Simulator, state: State, look: Look, victims: int | None 
         return replace(_of_cohort(simulator, state, look, victims), task=_task_of(simulator, state))
     parts, found = [], 0
     for clients in _victim_clients(simulator, wanted).split(min(wanted, _clients_at_once(simulator, look))):
-        part = _of_clients(simulator, state, look, clients)
+        part = capture_clients(simulator, state, look, clients)
         if part is not None:
             parts.append(part)
             found += len(part) if look.leak != "type2" else int((part.slot == 0).sum())
@@ -277,7 +279,7 @@ def _clients_at_once(simulator: Simulator, look: Look) -> int:
     return int(max(1, min(1024, _MEMORY.get(simulator.data.device.type, 2**28) // (8 * 4 * values))))
 
 
-def _of_clients(simulator: Simulator, state: State, look: Look, clients: Tensor) -> Captured | None:
+def capture_clients(simulator: Simulator, state: State, look: Look, clients: Tensor) -> Captured | None:
     """The observation of these clients; None if none of them drew a record."""
     table, sizes = simulator.data.records_of(clients)
     at = simulator.moment(state, clients.to(simulator.data.device), sizes)
@@ -332,7 +334,7 @@ def _of_cohort(simulator: Simulator, state: State, look: Look, victims: int | No
     if victims not in (None, 1):
         raise PlanError(f"victims: {victims} is not allowed; under secure aggregation type0 reads one sum a round")
     cohort = cohort_of(simulator, state)
-    cohort.require_inverted()
+    cohort.require_inverted(unequal=look.unequal)
     first = int(cohort.clients[0]) if look.without_example else None
     releases = [
         cohort.observed(noise_of_release(simulator, number, look.silent), first)

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fedcdp.attacks.active import Stage
+from fedcdp.attacks.active_servers import ACTIVE
 from fedcdp.attacks.analytic import first_dense, invert
 from fedcdp.attacks.cohort import reads_sum
-from fedcdp.attacks.head_attack import HeadFound, attack_head
+from fedcdp.attacks.head_attack import attack_head
 from fedcdp.attacks.inferred import Inferred, attack_labels, attack_tokens
-from fedcdp.attacks.leaks import Leaks, Observer, judged, unjudged
+from fedcdp.attacks.leaks import Leaks, Observer, told
 from fedcdp.attacks.linear_head import LinearHead
 from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective, check_reproduces, predicted, prunes
@@ -30,11 +31,10 @@ from fedcdp.attacks.observe import Captured, Look, cohort_of
 from fedcdp.attacks.per_layer import LayerLeaks, layer_by_layer
 from fedcdp.attacks.presence import Presence, matched_filter
 from fedcdp.attacks.recipe import ONE_TENSOR, RECIPES, Recipe
-from fedcdp.attacks.reconstruct import Progress, Reconstruction, reconstruct
+from fedcdp.attacks.reconstruct import Progress, reconstruct
 from fedcdp.attacks.scene import Scene
 from fedcdp.attacks.scores import Criteria
 from fedcdp.attacks.sightings import Sightings, sighted_once, sighted_throughout
-from fedcdp.attacks.table_scores import score_cells
 from fedcdp.attacks.tableak import TabLeak, attack_table
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 
@@ -72,6 +72,8 @@ class Attempts:
     ) -> Leaks | Presence | LayerLeaks | Inferred:
         """Run one attack, by its name, or by a custom recipe or settings."""
         scene = self.scene
+        if name in ACTIVE:
+            return ACTIVE[name].run(self.stage, progress)
         if name != "matched-filter":
             self.check_sum()
         if name == "labels":
@@ -99,6 +101,11 @@ class Attempts:
         assert not isinstance(recipe, TabLeak)
         return self._reconstruct(name, recipe or RECIPES.get(name), progress)
 
+    @property
+    def stage(self) -> Stage:
+        """The target as an active server sees it (`active_servers.fitting` tells which of its attacks fit)."""
+        return Stage(self.scene, self.look, self.victims, self.criteria, self.seed)
+
     def check_sum(self) -> None:
         """Raise if the adversary reads only the sum of a round, and records cannot be reconstructed from it."""
         scene = self.scene
@@ -118,30 +125,15 @@ class Attempts:
                 captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range, public=scene.public,
                 watch=observer, progress=progress,
             )  # fmt: skip
-        return self._told(name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
+        return told(scene, name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
 
     def _table(self, name: str, settings: TabLeak, progress: Progress | None) -> Leaks:
         scene, captured = self.scene, self.captured
         started = time.perf_counter()
         found = attack_table(scene, captured, settings, seed=self.seed, progress=progress)
         observer = Observer(captured, self.criteria, self.visible, scene.value_range)
-        leaks = self._told(name, captured, found, observer, time.perf_counter() - started, watched=False)
+        leaks = told(scene, name, captured, found, observer, time.perf_counter() - started, watched=False)
         return replace(leaks, about=leaks.about | found.figures(captured.present, settings.members, leaks.cells))
-
-    def _told(
-        self, name: str, captured: Captured, found: Reconstruction, observer: Observer, seconds: float, *, watched: bool
-    ) -> Leaks:
-        scene = self.scene
-        if not scene.scored:
-            return unjudged(name, captured, found, observer, scene.classes, seconds)
-        if not watched:
-            observer(1, torch.arange(len(captured), device=scene.device), found.examples)
-        leaks = judged(name, captured, found, observer, scene.public_examples(), scene.classes, seconds)
-        cells = None
-        if scene.columns is not None and scene.public is not None:
-            shown = found.examples.expand_as(captured.tensor)  # one dummy may stand for a batch
-            cells = score_cells(shown, captured.tensor, captured.present, scene.columns, scene.public.tensor, self.seed)
-        return replace(leaks, public=scene.public, names=scene.names(captured), cells=cells)
 
     def _linear_head(self, progress: Progress | None) -> Leaks:
         scene, head = self.scene, self.scene.head
@@ -158,8 +150,8 @@ class Attempts:
             progress=part_of(progress, 1, 2),
         )  # fmt: skip
         observer = Observer(captured, self.criteria, self.visible, scene.value_range)
-        leaks = self._told("linear-head", captured, got.found, observer, time.perf_counter() - started, watched=False)
-        return _with_figures(leaks, sightings, got)
+        leaks = told(scene, "linear-head", captured, got.found, observer, time.perf_counter() - started, watched=False)
+        return got.figures(leaks, sightings)
 
     def _sightings(self, head: LinearHead, progress: Progress | None) -> Sightings:
         course, leak = self.scene.course, self.look.leak
@@ -212,17 +204,6 @@ def infer_all(attempts: Attempts, membership: Callable[[], Membership], progress
         membership=found.get("membership"), refused=refused, names=attempts.scene.names(captured),
         seconds=time.perf_counter() - started, summed_clients=captured.summed_clients,
     )  # fmt: skip
-
-
-def _with_figures(leaks: Leaks, sightings: Sightings, got: HeadFound) -> Leaks:
-    """Add the number and source of the observed releases, the error of the features, and the identification rate."""
-    counts = torch.tensor([float(len(each.seen)) for each in sightings.victims])
-    about = {"source": sightings.source, "releases_mean": float(counts.mean())}
-    if leaks.scores is None:
-        return replace(leaks, about=about)
-    scores = replace(leaks.scores, identified=got.identified & leaks.scores.present, candidates=got.candidates)
-    about |= {"feature_error_median": float(got.feature_errors.nanmedian()), "identified_by_likelihood": True}
-    return replace(leaks, scores=scores, about=about)
 
 
 def part_of(progress: Progress | None, number: int, parts: int) -> Progress | None:

@@ -5,7 +5,7 @@ A scene is a plan, a run, or raw gradients from any source (`raw_gradients.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -111,6 +111,18 @@ class Scene:
             return self.public
         middle = torch.full((1, *self.shape), sum(self.value_range) / 2)
         return Dataset(middle, torch.zeros(1, dtype=torch.int64), self.classes)
+
+    def sent(self, network: nn.Module) -> Scene:
+        """The same after the server has sent this network instead of its own."""
+        if self.simulator is None or self.state is None:
+            raise PlanError("attack: an active server needs a run or a plan; the weights of raw gradients are given")
+        ready = prepare(network, self.plan, self.device)
+        engine = FunctionalEngine(ready, self.loss)
+        weights = {name: p.detach() for name, p in ready.named_parameters() if p.requires_grad}
+        simulator = Simulator.stepwise(self.simulator.data, engine)
+        engine.check(weights, simulator.data.first_batch(), per_example=True)
+        state = State(self.state.round, weights, None, self.state.clip)
+        return replace(self, network=ready, engine=engine, simulator=simulator, state=state, course=None)
 
     @cached_property
     def columns(self) -> InputColumns | None:

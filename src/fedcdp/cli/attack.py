@@ -105,8 +105,9 @@ def attack(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (or presence), analytic, "
-            "linear-head, tableak, tableak-search, per-layer, labels, tokens, membership (with --run), and lira (membership by "
-            "--shadows federations).",
+            "linear-head, tableak, tableak-search, per-layer, labels, tokens, membership (with --run), and lira (membership "
+            "by --shadows federations). By an active server: imprint, trap-weights, fishing, frozen-weights, "
+            "inconsistent-models.",
             rich_help_panel=_HOW,
         ),
     ] = "best",
@@ -214,7 +215,8 @@ def attack(
         experiment, opened = open_experiment(run, given, data_dir=data_dir, quiet=quiet)
         target: Run | Plan = opened
         data: Splits | Federation = opened.federation
-        if name in ("best", "linear-head", "lira"):  # these observe or repeat the training, from the untrained network on
+        # These observe or repeat the training, from the untrained network on.
+        if name in ("best", "linear-head", "frozen-weights", "lira"):
             extra = {"model": network_of(experiment, data)}
     else:
         experiment = assemble(*with_clients_of_file(given))

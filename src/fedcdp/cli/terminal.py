@@ -213,6 +213,13 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if found.get("noise_deviation") is not None:
         noise = f"noise of deviation {found['noise_deviation']:.4g}" if found["noise_deviation"] else "no noise"
         yield "observed", f"{_counted(found['steps'], 'local step')}, {_counted(found['releases'], 'release')}, {noise}"
+    if found.get("assumption") is not None:
+        yield "active server", found["assumption"]
+    if found.get("bins") is not None:
+        yield "crafted layer", f"{found['bins']} rows, of which {found['clear_rows_mean']:.3g} show an input on average"
+    if found.get("singled_out") is not None:
+        alone = f"one of {found['records']:.3g} records is alone for {_percent(found['singled_out'])} of the victims"
+        yield "singled out", f"{alone}, after {_counted(found['queries'], 'round')}"
     if found.get("source") is not None:
         yield "observed in", f"{found['source']}: {found['releases_mean']:.3g} releases per victim on average"
     if found.get("feature_error_median") is not None:
@@ -265,7 +272,8 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ended = f"{found['converged']} converged, {found['diverged']} diverged"
         ended += f", {found['out_of_iterations']} ran out of iterations"
         solved = f"solved for {found['converged']} of {found['victims']}"
-        yield "search", solved if found["attack"] in ("analytic", "linear-head") else f"{median} (median); {ended}"
+        closed = found["attack"] in ("analytic", "linear-head") or found.get("assumption") is not None
+        yield "search", solved if closed else f"{median} (median); {ended}"
     if found.get("clients"):
         yield "clients", "\n".join(_client(each) for each in found["clients"])
     if found.get("tried"):

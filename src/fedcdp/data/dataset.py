@@ -57,10 +57,10 @@ class Dataset:
     """What is predicted."""
     target_range: tuple[float, float] | None = None
     """The public range [low, high], in the target's own unit, that was mapped to −1 … 1; None: targets are unscaled."""
-    benchmark: str | None = field(default=None, repr=False)
-    """The name of the public dataset that `load` read; None: any other data."""
     columns: InputColumns | None = field(default=None, repr=False)
     """The columns of a table that inputs were made of, if they are known; None if other inputs replaced them."""
+    benchmark: str | None = field(default=None, repr=False)
+    """The name of the public dataset that `load` read; None: any other data."""
 
     def __post_init__(self) -> None:
         for name, given in (("inputs", tensors_in(self.inputs)), ("targets", [self.targets])):
