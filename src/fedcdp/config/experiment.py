@@ -76,7 +76,7 @@ class ModelSettings(_Checked):
 
     network: str = option(
         "auto",
-        "cnn, mlp, cpl, small, linear, periodic, fixed-features, auto, oriented-gradients, scattering (a+b: both), or "
+        "cnn, mlp, cpl, small, linear, periodic, fixed-features, auto, scattering, oriented-gradients, both (a+b), or "
         "package.module:factory.",
     )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
