@@ -76,7 +76,8 @@ class ModelSettings(_Checked):
 
     network: str = option(
         "auto",
-        "cnn, mlp, cpl, small, linear, periodic, fixed-features, auto, scattering, oriented-gradients, a+b, or module:factory.",
+        "cnn, mlp, cpl, small, linear, periodic, fixed-features, auto, scattering, oriented-gradients, a+b, or "
+        "module:factory.",
     )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
