@@ -19,7 +19,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train the encoder")
     train.add_argument("--out", type=Path, required=True)
-    train.add_argument("--steps", type=int, default=23_000)
+    train.add_argument("--steps", type=int, default=22_500)
     train.add_argument("--width", type=int, default=96)
     train.add_argument("--batch", type=int, default=training.BATCH)
     train.add_argument("--pool", type=int, default=training.POOL)

@@ -103,8 +103,8 @@ def padded(side: int) -> int:
 def wavelets(height: int, width: int, *, spread: float, frequency: float) -> Tensor:
     """The Fourier transforms [8, height, width] of Morlet wavelets, one for each orientation; they are real.
 
-    A wavelet is a Gaussian times (a wave − a constant), where the constant makes its mean 0. With `spread` of the
-    Gaussian along the wave, and twice that along its crests.
+    A wavelet is a Gaussian times (a wave − a constant), where the constant makes its mean 0. The Gaussian has the
+    standard deviation `spread` along the wave, and twice that along its crests.
     """
     slant = 4 / _ORIENTATIONS
     down, across = (torch.arange(-2 * side, 3 * side, dtype=torch.float64) for side in (height, width))
