@@ -76,8 +76,7 @@ class ModelSettings(_Checked):
 
     network: str = option(
         "auto",
-        "best-features, random-process, scattering, oriented-gradients, a+b, linear, cnn, mlp, auto (more in "
-        "docs/training.md), or module:factory.",
+        "best-features, random-process, scattering, oriented-gradients, a+b, linear, cnn, mlp, auto, or module:factory.",
     )
     activation: str | None = option(None, "relu, tanh or sigmoid. Default: the network's own.")
 
