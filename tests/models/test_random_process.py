@@ -34,13 +34,13 @@ def test_an_image_and_its_mirror_image_have_the_same_features() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 64, 48), (1, 32, 32)])
-def test_other_sizes_and_grey_images_are_accepted(shape: tuple[int, ...]) -> None:
-    assert RandomProcess(channels=shape[0])(images(1, *shape)).shape == (1, 2304)
+def test_other_sizes_and_grey_images_are_accepted(shape: tuple[int, int, int]) -> None:
+    assert RandomProcess(shape)(images(1, *shape)).shape == (1, 2304)
 
 
 def test_other_channels_are_refused() -> None:
     with pytest.raises(ModelError, match="1 or 3 channels, not 4"):
-        RandomProcess(channels=4)
+        RandomProcess((4, 32, 32))
 
 
 def test_the_weights_are_those_of_the_release_and_none_is_trained() -> None:

@@ -77,6 +77,7 @@ def _unpacked(constants: dict[str, Tensor]) -> random_process.RandomProcess:
     """The module with these constants, rounded as they are stored."""
     module = random_process.RandomProcess.__new__(random_process.RandomProcess)
     torch.nn.Module.__init__(module)
+    module.shape = (3, random_process.SIDE, random_process.SIDE)
     for name, value in constants.items():
         module.register_buffer(name, value.half().float())
     return module

@@ -69,7 +69,7 @@ def _mirrored_gradients(shape: tuple[int, int, int]) -> nn.Module:
 IMAGE_FEATURES: dict[str, Callable[[tuple[int, int, int]], nn.Module]] = {
     "oriented-gradients": _oriented_gradients,
     "mirrored-gradients": _mirrored_gradients,
-    "random-process": lambda shape: RandomProcess(channels=shape[0]),
+    "random-process": RandomProcess,
     "scattering": lambda shape: Scattering(height=shape[1], width=shape[2]),
 }
 """For each name: the features of norm at most 1 of images [channels, height, width]."""

@@ -39,19 +39,24 @@ class RandomProcess(nn.Module):
        whitening: directions that vary little count for more, and few rounds suffice.
     5. Divide everything by its norm.
 
-    Guarantees: inputs [examples, 1 or 3, height, width] with values in [0, 1]; outputs [examples, 2304] of norm at most 1,
+    Guarantees: inputs [examples, *shape], of 1 or 3 channels, with values in [0, 1]; outputs [examples, 2304] of norm at most 1,
     each a function of its own example alone.
 
     Raises:
         ModelError: The images have neither one nor three channels.
     """
 
-    def __init__(self, channels: int = 3) -> None:
+    def __init__(self, shape: tuple[int, int, int] = (3, SIDE, SIDE)) -> None:
         super().__init__()
-        if channels not in (1, 3):
-            raise ModelError(f"model: random-process needs images of 1 or 3 channels, not {channels}")
+        if shape[0] not in (1, 3):
+            raise ModelError(f"model: random-process needs images of 1 or 3 channels, not {shape[0]}")
+        self.shape = shape
         for name, value in packed_weights().items():
             self.register_buffer(name.replace(".", "_"), value.float())
+
+    def extra_repr(self) -> str:
+        """The shape of an image, and the weights."""
+        return f"shape={self.shape}, weights={DIGEST[:8]}"
 
     def forward(self, images: Tensor) -> Tensor:
         """The features of each image."""
@@ -63,7 +68,7 @@ class RandomProcess(nn.Module):
     def means(self, images: Tensor) -> list[Tensor]:
         """The mean of each stage's outputs in each quarter of an image [examples, channels, 2, 2]."""
         images = images.expand(-1, 3, -1, -1)
-        if images.shape[2:] != (SIDE, SIDE):
+        if self.shape[1:] != (SIDE, SIDE):
             images = F.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True)
         values, found = self._convolved("stem", 4 * images - 2).relu(), []
         for stage in range(STAGES[-1] + 1):
