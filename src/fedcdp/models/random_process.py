@@ -39,8 +39,8 @@ class RandomProcess(nn.Module):
        whitening: directions that vary little count for more, and few rounds suffice.
     5. Divide everything by its norm.
 
-    Guarantees: inputs [examples, *shape], of 1 or 3 channels, with values in [0, 1]; outputs [examples, 2304] of norm at most 1,
-    each a function of its own example alone.
+    Guarantees: inputs [examples, *shape], of 1 or 3 channels, with values in [0, 1]; outputs [examples, 2304] of norm at
+    most 1, each a function of its own example alone.
 
     Raises:
         ModelError: The images have neither one nor three channels.
