@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine
+from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine, runtime
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Tree
 from fedcdp.mechanism.clipping import clip
@@ -393,3 +393,24 @@ def test_what_has_no_rule_is_named(model, named):
     with pytest.raises(ModelError) as refused:
         BatchedEngine(model, F.cross_entropy)
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", [BatchedEngine, FunctionalEngine])
+@pytest.mark.parametrize("bad", [False, True])
+def test_sums_in_float64_do_not_depend_on_the_parts(
+    engine: type[BatchedEngine | FunctionalEngine], bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Tanh(), nn.Linear(32, CLASSES))
+    batch, weights = batch_of((1, 6, 6), clients=5, examples=7), own_weights(model, 5)
+    if bad:
+        assert isinstance(batch.inputs, Tensor)
+        batch.inputs[2, 3] = math.nan
+    made = engine(model, F.cross_entropy)
+    groups = made.layout.groups("flat")
+    reference = FunctionalEngine(model, F.cross_entropy).per_example_gradients(weights, batch)
+    clipped = clip({name: value.double() for name, value in reference.items()}, groups, 0.5, batch.present).values
+    for piece in (1, 2**18):
+        monkeypatch.setattr(runtime, "_PIECE", piece)
+        found = made.clipped_sum(weights, batch, groups, 0.5, exact=True)
+        assert {value.dtype for value in found.values()} == {torch.float64}
+        assert_same(found, {name: value.sum(1) for name, value in clipped.items()})

@@ -25,12 +25,14 @@ from fedcdp.mechanism.secure_sum import (
     discrete_gaussians,
     from_integers,
     grid,
+    nearest,
     share_deviation,
     to_integers,
 )
 
 LAYOUT = Layout.of(torch.nn.Linear(30, 20))
 WORDS = st.integers(-(2**63), 2**63 - 1)
+HALVES = st.integers(-(2**40), 2**40).map(lambda number: number / 2)
 quick = settings(max_examples=100, deadline=None)
 
 
@@ -47,8 +49,8 @@ def plan_of(**changes: object) -> Plan:
 def test_sums_wrap_around_at_64_bits(pairs: list[tuple[int, int]]) -> None:
     left, right = ({"w": torch.tensor(each)} for each in zip(*pairs, strict=True))
     wrapped = [(a + b + 2**63) % 2**64 - 2**63 for a, b in pairs]
-    assert add(left, right)["w"].tolist() == wrapped
     rows = torch.stack([left["w"], right["w"]])
+    assert add(left, right)["w"].tolist() == wrapped
     assert rows.sum(0).tolist() == wrapped
 
 
@@ -63,6 +65,14 @@ def test_a_value_is_rounded_to_the_nearest_grid_step(bound: float, shares: list[
         assert error <= Fraction(1, 2) + Fraction(1, 2**18)  # and the rounding of a division
     again = from_integers(steps, bound)["w"]
     assert float((again - values["w"]).abs().max()) <= 0.5001 * grid(bound)
+
+
+@quick
+@given(st.lists(st.floats(-(2.0**51), 2.0**51, exclude_min=True, exclude_max=True) | HALVES, min_size=1, max_size=20))
+def test_the_quick_rounding_is_the_usual_one(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float64)
+    assert torch.equal(nearest(values.clone(), 0.0), values.round().long())
+    assert torch.equal(nearest(values.clone(), math.inf), values.round().long())
 
 
 @quick

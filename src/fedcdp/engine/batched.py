@@ -21,10 +21,10 @@ from torch.func import grad, vmap
 
 from fedcdp.config.experiment import EngineName
 from fedcdp.engine.base import Batch, Engine, Loss
-from fedcdp.engine.functional import FunctionalEngine, all_finite, sum_of_finite
+from fedcdp.engine.functional import FunctionalEngine, all_finite, joined, sum_of_finite
 from fedcdp.engine.gradients import Gradients
 from fedcdp.engine.layers import Convolution, Embedding, Linear, Pair, Rule, Scaled, pair_of, without_weights
-from fedcdp.engine.runtime import keep_freed_memory
+from fedcdp.engine.runtime import few_clients, keep_freed_memory
 from fedcdp.engine.traced import Remainder
 from fedcdp.errors import ModelError, PlanError
 from fedcdp.files.tree import Group, Layout, Tree, masked
@@ -69,14 +69,16 @@ class BatchedEngine:
     def clipped_sum(
         self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
     ) -> Tree:
-        """See `Engine`. Norms first, then one weighted sum for each layer; no control flow depends on a value."""
+        """See `Engine`. Norms first, then one weighted sum for each layer."""
         gradients = {each.name: each.ready_to_clip() for each in self._gradients(weights, batch)}
-        if exact:
-            gradients = {name: each.in_float64() for name, each in gradients.items()}
-        norms = norms_of_groups({name: each.squared_norms() for name, each in gradients.items()}, groups)
-        factors = clip_factors(norms, bound, batch.present)
-        of_name = {name: factor for group, factor in zip(groups, factors.of_groups, strict=True) for name in group}
-        return self._in_order({n: each.weighted_sum(of_name[n], factors.usable) for n, each in gradients.items()})
+        if not exact:
+            return self._in_order(_clipped_sum(gradients, groups, bound, batch.present))
+        held, present = sum(each.held for each in gradients.values()), batch.present
+        parts = [
+            _clipped_sum({name: each.in_float64(some) for name, each in gradients.items()}, groups, bound, present[some])
+            for some in few_clients(len(present), held, self.layout.size, present.device)
+        ]
+        return self._in_order(joined(parts))
 
     def _gradients(self, weights: Tree, batch: Batch, real_only: bool = False) -> Iterator[Gradients]:
         """The gradients of every tensor, from the last layer to the first; with `real_only`, zero for an empty slot."""
@@ -87,6 +89,20 @@ class BatchedEngine:
 
     def _in_order(self, tree: Tree) -> Tree:
         return {name: tree[name] for name in self.layout.shapes}
+
+
+def _clipped_sum(gradients: dict[str, Gradients], groups: tuple[Group, ...], bound: float, present: Tensor) -> Tree:
+    """The sum over each client's examples of the clipped gradients, by the name of the tensor."""
+    norms = norms_of_groups({name: each.squared_norms() for name, each in gradients.items()}, groups)
+    factors = clip_factors(norms, bound, present)
+    # A GPU would have to wait for the answer, and a compiled program does not branch on values.
+    finite = present.device.type == "cpu" and not torch.compiler.is_compiling() and all(map(_all_finite, norms))
+    of_name = {name: factor for group, factor in zip(groups, factors.of_groups, strict=True) for name in group}
+    return {name: each.weighted_sum(of_name[name], factors.usable, finite=finite) for name, each in gradients.items()}
+
+
+def _all_finite(norms: Tensor) -> bool:
+    return bool(torch.isfinite(norms).all())
 
 
 def _by_autograd(loss: Loss) -> LossGradients:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedcdp.engine.base import Batch, Loss
+from fedcdp.engine.runtime import few_clients
 from fedcdp.engine.unfused import has_recurrent_layers, unfused
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Group, Inputs, Layout, Tree, each_tensor, first_tensor, masked, tensors_in
@@ -64,10 +65,14 @@ class FunctionalEngine:
     ) -> Tree:
         """See `Engine`."""
         gradients = self.per_example_gradients(weights, batch)
-        if exact:
-            gradients = {name: value.double() for name, value in gradients.items()}
-        clipped = clip(gradients, groups, bound, batch.present).values
-        return {name: value.sum(1) for name, value in clipped.items()}
+        if not exact:
+            return _clipped_sum(gradients, groups, bound, batch.present)
+        held, present = sum(value[0].numel() for value in gradients.values()), batch.present
+        parts = [
+            _clipped_sum({name: value[some].double() for name, value in gradients.items()}, groups, bound, present[some])
+            for some in few_clients(len(present), held, self.layout.size, present.device)
+        ]
+        return joined(parts)
 
     def outputs(self, weights: Tree, inputs: Inputs) -> Tensor:
         """See `Engine`."""
@@ -98,6 +103,15 @@ class FunctionalEngine:
         if losses.dim() != 1:
             raise ValueError(f"the loss of one example has shape {list(losses.shape[1:])}; it must be one number")
         return (losses * present).sum()
+
+
+def _clipped_sum(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tensor) -> Tree:
+    return {name: value.sum(1) for name, value in clip(gradients, groups, bound, present).values.items()}
+
+
+def joined(parts: list[Tree]) -> Tree:
+    """The trees [clients, ...] of some clients after the other."""
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def all_finite(tree: Tree) -> bool:

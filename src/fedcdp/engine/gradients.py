@@ -39,16 +39,24 @@ class Gradients(ABC):
         """The sum over the examples [clients, ...]."""
 
     @abstractmethod
-    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
-        """The sum over the `usable` examples, each scaled by its factor; other examples add nothing, not even a NaN."""
+    def weighted_sum(self, factors: Tensor, usable: Tensor, *, finite: bool = False) -> Tensor:
+        """The sum over the `usable` examples, each scaled by its factor; other examples add nothing, not even a NaN.
+
+        `finite`: all norms are known to be finite, so there is no NaN, not even in an empty slot.
+        """
 
     def ready_to_clip(self) -> Gradients:
         """The same gradients, in a form that gives both norms and weighted sums without repeated work."""
         return self
 
     @abstractmethod
-    def in_float64(self) -> Gradients:
-        """The same gradients in float64, in which norms and weighted sums are then computed."""
+    def in_float64(self, clients: slice) -> Gradients:
+        """The gradients of some clients in float64, in which norms and weighted sums are then computed."""
+
+    @property
+    @abstractmethod
+    def held(self) -> int:
+        """How many values are held for each client."""
 
 
 Shape = Callable[[Tensor], Tensor]
@@ -78,16 +86,21 @@ class Formed(Gradients):
         """See `Gradients`."""
         return self.shape(self.values.sum(1)).contiguous()
 
-    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor, usable: Tensor, *, finite: bool = False) -> Tensor:
         """See `Gradients`."""
-        rows = _finite(self.values).reshape(*self.values.shape[:2], -1)
+        rows = _cleaned(self.values, finite).reshape(*self.values.shape[:2], -1)
         kept = _kept(factors, usable, self.values)
         total = (kept[..., None] * rows).sum(1) if _value_by_value(rows) else kept[:, None] @ rows
         return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:])).contiguous()
 
-    def in_float64(self) -> Formed:
+    def in_float64(self, clients: slice) -> Formed:
         """See `Gradients`."""
-        return replace(self, values=self.values.double())
+        return replace(self, values=self.values[clients].double())
+
+    @property
+    def held(self) -> int:
+        """See `Gradients`."""
+        return self.values[0].numel()
 
 
 @dataclass(frozen=True)
@@ -124,21 +137,27 @@ class Products(Gradients):
         """See `Gradients`. One product over all examples and positions."""
         return self.shape(self.left.flatten(2, 3).mT @ self.right.flatten(2, 3)).contiguous()
 
-    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor, usable: Tensor, *, finite: bool = False) -> Tensor:
         """See `Gradients`. One product over all examples and positions."""
         column = _kept(factors, usable, self.left)[:, None, :, None, None]
         if _value_by_value(self.left):
-            left, right = (_finite(value).flatten(2, 3) for value in (self.left * column, self.right))
+            left, right = (_cleaned(value, finite).flatten(2, 3) for value in (self.left * column, self.right))
             return self.shape((left[..., None] * right[..., None, :]).sum(2)).contiguous()
-        return Products(self.name, _finite(self.left) * column, _finite(self.right), self.shape).summed()
+        left, right = _cleaned(self.left, finite) * column, _cleaned(self.right, finite)
+        return Products(self.name, left, right, self.shape).summed()
 
     def ready_to_clip(self) -> Gradients:
         """See `Gradients`."""
         return self if self.left.shape[3] == 1 else self._formed()
 
-    def in_float64(self) -> Products:
+    def in_float64(self, clients: slice) -> Products:
         """See `Gradients`."""
-        return replace(self, left=self.left.double(), right=self.right.double())
+        return replace(self, left=self.left[clients].double(), right=self.right[clients].double())
+
+    @property
+    def held(self) -> int:
+        """See `Gradients`."""
+        return self.left[0].numel() + self.right[0].numel()
 
     def _formed(self) -> Formed:
         return Formed(self.name, (self.left.mT @ self.right).transpose(1, 2), self.shape)
@@ -168,6 +187,6 @@ def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:
     return torch.where(usable, factors, 0.0).to(like.dtype)
 
 
-def _finite(values: Tensor) -> Tensor:
+def _cleaned(values: Tensor, finite: bool) -> Tensor:
     """The values with zero for NaN and infinities, which a factor of zero would not cancel. Usable examples have none."""
-    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    return values if finite else torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

@@ -6,7 +6,8 @@
 - Interrupts: Ctrl-C takes effect at a safe point (`stop_if_asked`), never inside a function transformed by torch, which
   must not be interrupted half-way.
 - Progress: work that may last minutes before the first round calls `report_work`; `listening` says who hears of it.
-- Memory: `clients_within_budget` bounds how many clients are trained at once, by an upper estimate for one client.
+- Memory: `clients_within_budget` bounds how many clients are trained at once, by an upper estimate for one client, and
+  `few_clients` how many are converted to float64 at once.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ _KEPT = 31 * 2**20  # bytes; just below the limit to which the GNU C library let
 
 _COPIES = 4  # approximate copies of a value: the value itself, one for the backward pass, and temporaries of both
 _WORD = 4
+_PIECE = 2**18  # values; two megabytes in float64
 _VALUES_IN_A_STEP = 16  # for each output of a recurrent layer: its gates, before and after their activations
 _SCORES = 3  # for each pair of positions in attention: scores, masked scores and weights
 
@@ -138,11 +140,23 @@ _SCORES = 3  # for each pair of positions in attention: scores, masked scores an
 def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_example: bool, exact: bool = False) -> int:
     """How many clients, with `slots` examples in a step, fit into the device's memory budget; at least one.
 
-    With `exact`, gradients are summed in float64.
+    With `exact`, gradients are summed in float64 (on a CPU, those of `few_clients`).
     """
-    gradients = Layout.of(model).size * (slots if per_example else 2)
-    a_client = _COPIES * (2 if exact else 1) * _WORD * (gradients + slots * _activations(model, example))
-    return max(1, BUDGET.get(first_tensor(example).device.type, BUDGET["cpu"]) // a_client)
+    device, weights = first_tensor(example).device.type, Layout.of(model).size
+    gradients = weights * (slots if per_example else 2)
+    values = gradients + slots * _activations(model, example)
+    if exact:
+        values += 2 * weights if device == "cpu" else values
+    return max(1, BUDGET.get(device, BUDGET["cpu"]) // (_COPIES * _WORD * values))
+
+
+def few_clients(clients: int, values: int, sums: int, device: torch.device) -> list[slice]:
+    """All clients, in parts whose `values` for each client are converted to float64 and added up to so many `sums`.
+
+    On a CPU a part stays in its cache. Where a client has more sums than values, the parts would not, and there is one.
+    """
+    at_once = max(1, _PIECE // values) if device.type == "cpu" and values > sums else max(1, clients)
+    return [slice(first, first + at_once) for first in range(0, clients, at_once)]
 
 
 def keep_freed_memory() -> None:

@@ -23,8 +23,9 @@ from fedcdp.errors import PlanError
 from fedcdp.files.installation import install_command
 from fedcdp.files.tree import Layout, Tree
 from fedcdp.mechanism.randomness import box_muller, gaussians, normals, philox, stream_key
-from fedcdp.mechanism.secure_sum import discrete_gaussians
+from fedcdp.mechanism.secure_sum import discrete_gaussians, nearest
 
+_TAIL = 16.0  # standard deviations that no draw reaches
 _WHOLE_SUM = 0  # the slot number of a draw for a whole step; single examples are numbered from 1
 
 
@@ -94,7 +95,7 @@ class Noise(ABC):
         The share of a simulation is a rounded Gaussian, drawn anew in every attempt of a round.
         """
         drawn = self._unit("sum-noise", round_, clients, attempt, _WHOLE_SUM, self.layout.size)
-        return self.layout.unflatten((drawn.double() * deviation).round_().long())
+        return self.layout.unflatten(nearest(drawn.double().mul_(deviation), _TAIL * deviation))
 
     def for_moments(self, client: int, records: int, length: int, deviation: float) -> Tensor:
         """One draw for each record of a client [records, length], in float64, for the moments of its inputs."""

@@ -30,6 +30,7 @@ order in which the last sum adds up records does not matter: the bound above hol
 from __future__ import annotations
 
 import math
+import struct
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,8 @@ _LEAST_DEVIATION = 64  # grid steps; the lemma needs s·√2
 _ROUNDED = 2.0**-18  # of norms and of sums, 2^-19 each
 _TAIL = 12.0  # standard deviations of noise that must fit
 _CAPACITY = 2.0**39  # clip bounds; 2^63 grid steps
+_SHIFT = 1.5 * 2.0**52
+(_SHIFT_WORD,) = struct.unpack("<q", struct.pack("<d", _SHIFT))
 
 
 def grid(bound: float) -> float:
@@ -119,8 +122,22 @@ def check_capacity(plan: Plan, *, groups: int, size: int, most_records: int) -> 
 
 
 def to_integers(values: Tree, bound: float) -> Tree:
-    """The values in grid steps, rounded to the nearest whole number (int64)."""
-    return {name: (value.double() / grid(bound)).round().long() for name, value in values.items()}
+    """The values of a client in grid steps, rounded to the nearest whole number (int64).
+
+    `check_capacity` has made sure that none is above 2^16 clip bounds, up to rounding errors.
+    """
+    return {name: nearest(value.double() / grid(bound), 2 * MOST_RECORDS * _STEPS) for name, value in values.items()}
+
+
+def nearest(values: Tensor, most: float) -> Tensor:
+    """The nearest whole numbers (int64; the even one if two are) of float64 values up to ±`most`, which are overwritten.
+
+    Adding 1.5·2^52 to a value below 2^51 rounds it in the same way and leaves the number in the last bits. That takes half
+    the time of rounding and converting.
+    """
+    if most >= 2**51:
+        return values.round_().long()
+    return values.add_(_SHIFT).view(torch.int64).sub_(_SHIFT_WORD)
 
 
 def from_integers(values: Tree, bound: float) -> Tree:
@@ -129,8 +146,8 @@ def from_integers(values: Tree, bound: float) -> Tree:
 
 
 def add(left: Tree, right: Tree) -> Tree:
-    """left + right modulo 2^64: int64 tensors wrap around."""
-    return {name: left[name] + right[name] for name in left}
+    """left + right modulo 2^64: int64 tensors wrap around. The result takes the place of `left`."""
+    return {name: left[name].add_(right[name]) for name in left}
 
 
 def discrete_gaussians(shape: tuple[int, ...], deviation: int) -> Tensor:

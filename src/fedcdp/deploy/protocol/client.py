@@ -31,6 +31,7 @@ from fedcdp.deploy.protocol.local_round import (
     LocalTraining,
     NetworkFunction,
     Round,
+    check_network,
     imported,
     name_of_client,
     network_for,
@@ -121,7 +122,7 @@ class _Client:
             policy = self._policy_of(context)
             if (reason := policy.objection(task)) is not None:  # before importing or reading anything for the task
                 raise RefusedError(reason)
-            number, _ = _number(task, context), self._loss_for(task)
+            number, loss = _number(task, context), self._loss_for(task)
             data, table = records_of(self._data, context, task)
             network = network_for(task, self._network_of(context))
             layout, constants = tensors_of(Layout.of(network)), constants_of(network)
@@ -130,6 +131,8 @@ class _Client:
                 answer = policy.decide(task, facts, ledger)
                 if not answer.accepts:
                     raise RefusedError(answer.reason)
+                if task.digest() not in ledger.tasks:  # version 0.1.0 accepted unused tensors, and such a run may go on
+                    check_network(task, network, data, loss)
                 key = None
                 if task.plan.sums:
                     key = self._summing(context, policy).signed_key(task, Layout.of(network), len(data))

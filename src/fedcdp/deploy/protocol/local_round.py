@@ -28,8 +28,9 @@ from fedcdp.data.table_rules import column_rules
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import TaskName, task_called
 from fedcdp.deploy.protocol.task import Task
-from fedcdp.engine import Engine, Loss
+from fedcdp.engine import Batch, Engine, Loss
 from fedcdp.engine.batched import engines_for
+from fedcdp.engine.reachability import check_all_used
 from fedcdp.errors import DataError, ModelError, RefusedError, WireError
 from fedcdp.files.tree import Layout, Tree, each_tensor
 from fedcdp.mechanism.noise import noise_of
@@ -146,6 +147,24 @@ def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
         if not task.fits(Layout.of(described)):
             raise RefusedError(f"the network {task.network} has other tensors here than in the task, or in another order")
     return _standardising(build(task.network, task.shape, task.classes, task.activation), task)
+
+
+def check_network(task: Task, network: nn.Module, data: Dataset, loss: Loss) -> None:
+    """Refuse to add noise to trainable tensors that no output depends on. Of the data, only shapes and types are read."""
+    if not task.plan.private:
+        return
+    engine = next(iter(engines_for(prepare(network, task.plan, "cpu"), loss).values()))
+    try:
+        check_all_used(engine, first_batch(data, task.plan))
+    except ModelError as error:
+        raise RefusedError(str(error)) from None
+
+
+def first_batch(data: Dataset, plan: Plan) -> Batch:
+    """The first records, as a batch of one client."""
+    width = min(plan.batch_size, len(data))
+    inputs = each_tensor(data.inputs, lambda value: value[None, :width])
+    return Batch(inputs, data.targets[None, :width], torch.ones(1, width, dtype=torch.bool))
 
 
 def _standardising(network: nn.Module, task: Task) -> nn.Module:

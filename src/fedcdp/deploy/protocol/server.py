@@ -41,11 +41,13 @@ from fedcdp.config.plan import SCALING
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.deploy.protocol.first_release import gather_moments
+from fedcdp.deploy.protocol.local_round import first_batch
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
 from fedcdp.deploy.protocol.sum_rounds import SumStrategy
 from fedcdp.deploy.protocol.task import Task, hides_participation
 from fedcdp.engine import Loss
+from fedcdp.engine.reachability import check_all_used
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.tree import Layout
@@ -57,6 +59,7 @@ from fedcdp.training.rundir import Row, RunDirectory, State
 from fedcdp.training.scaling import restore_scaling
 
 _LOG = logging.getLogger("flwr.fedcdp")
+_ROSTER = "clients.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,8 @@ def serve(
         if settings.smallest_records is None:
             settings = replace(settings, smallest_records=dealt.smallest if dealt else experiment.plan.batch_size)
         job = replace(_job(directory, experiment, splits, settings), loss=loss)
+        if job.plan.private and not (directory.path / _ROSTER).exists():  # version 0.1.0 began runs with unused tensors
+            check_all_used(job.engine(), first_batch(splits.train, job.plan))
         # Clients with a part of a benchmark hold the copies that its partition makes; others are assumed to have none.
         copies = dealt.copies if dealt and experiment.data.dataset else 1
         return _Server(grid, directory, experiment, job, splits.validation, dealt, copies, settings).run()
@@ -359,7 +364,7 @@ class _Server:
 
     @property
     def _roster_path(self) -> Path:
-        return self._directory.path / "clients.json"
+        return self._directory.path / _ROSTER
 
     def _load_state(self) -> State:
         """The current state of the run. The first weights are stored as well: a resumed run begins with the same."""
