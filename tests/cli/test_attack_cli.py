@@ -482,3 +482,23 @@ def test_ctrl_c_gives_one_line(start: Callable[..., Any]) -> None:
     *before, last = stderr.splitlines()
     assert last == "fedcdp: stopped"
     assert all(line.startswith("setting: ") for line in before)  # if it had begun
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_table_are_scored_by_cells_beside_guesses(cli: Cli) -> None:
+    row = summary(cli(*TABLE, "--method", "nonprivate", "--attack", "tableak", "--json"))
+    assert (row["cells_right"], row["rows_right"], row["rows_solved"]) == (1.0, 1.0, 1.0)
+    assert set(row["cell_baselines"]) == {"mode", "marginals", "public_rows"}
+    assert len(row["columns_right"]) == 30
+    shown = cli(*TABLE, "--method", "nonprivate", "--attack", "tableak").stdout
+    assert "cells right" in shown
+    assert "public rows" in shown
+    assert "solved for exactly" in shown
+
+
+def test_the_size_of_the_ensemble_is_an_option(cli: Cli) -> None:
+    options = ("--attack", "tableak-search", "--restarts", "2", "--iterations", "5")
+    row = summary(cli(*TABLE, "--method", "nonprivate", *options, "--json"))
+    assert (row["attack"], row["members"], row["iterations_mean"], row["rows_solved"]) == ("tableak-search", 2, 5, 0)

@@ -14,6 +14,7 @@ from fedcdp.attacks.recipe import RECIPES, Recipe, Seed
 from fedcdp.attacks.scores import Criteria
 from fedcdp.attacks.table_scores import CellScores
 from fedcdp.attacks.tableak import TabLeak
+from fedcdp.attacks.text_tokens import TokenGuesses
 
 __all__ = [
     "ATTACKS",
@@ -34,5 +35,6 @@ __all__ = [
     "Recipe",
     "Seed",
     "TabLeak",
+    "TokenGuesses",
     "attack",
 ]

@@ -46,18 +46,11 @@ class WhitenedMetric:
         empty = WhitenedMetric(groups, (), tuple(left), tuple(right), tuple(scale), shared)
         return WhitenedMetric(groups, tuple(empty._measured(seen)), tuple(left), tuple(right), tuple(scale), shared)
 
-    def between(self, shown: Tree, *, scaled: bool = False) -> Tensor:
-        """[problems]: the squared distance to the observed gradient, relative to its own length.
-
-        With `scaled`, the distance to the nearest multiple: the observed gradient was scaled by an unknown factor.
-        """
+    def between(self, shown: Tree) -> Tensor:
+        """[problems]: the squared distance to the observed gradient, relative to its own length."""
         pairs = list(zip(self._measured(shown), self.seen, strict=True))
-        squares = sum(there.square().sum((1, 2)) for _, there in pairs)
-        if scaled:
-            inner = sum((here * there).sum((1, 2)) for here, there in pairs)
-            own = sum(here.square().sum((1, 2)) for here, _ in pairs)
-            return 1 - inner.clamp(min=0).square() / (own * squares).clamp(min=1e-24)  # type: ignore[union-attr]
-        return sum((here - there).square().sum((1, 2)) for here, there in pairs) / squares  # type: ignore[return-value]
+        squares = torch.stack([there.square().sum((1, 2)) for _, there in pairs]).sum(0)
+        return torch.stack([(here - there).square().sum((1, 2)) for here, there in pairs]).sum(0) / squares
 
     def _measured(self, tree: Tree) -> list[Tensor]:
         measured = []

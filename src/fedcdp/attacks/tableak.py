@@ -24,7 +24,7 @@ from fedcdp.attacks.reconstruct import Progress, Reconstruction
 from fedcdp.attacks.scene import Scene
 from fedcdp.attacks.table_metric import WhitenedMetric
 from fedcdp.attacks.table_rows import RowSpace, decode, encode
-from fedcdp.attacks.table_scores import CellScores
+from fedcdp.attacks.table_scores import TOLERANCE, CellScores
 from fedcdp.attacks.table_span import SolvedRows, solve_rows
 from fedcdp.attacks.targets import has_classes
 from fedcdp.data.dataset import Dataset
@@ -257,8 +257,8 @@ class _Loss:
     def __init__(self, many: Captured, labels: Tensor, space: RowSpace) -> None:
         self.many, self.labels, self.space = many, labels, space
         self.metric = None if many.noisy else WhitenedMetric.of(many.seen, shared_only=prunes(many))
-        self.by_method = many.steps > 1 or (many.plan.per_example and not many.noisy)
-        self.scaled = many.plan.method == "fed-sdp"  # the update is clipped as a whole, by an unknown factor
+        clips = many.plan.per_example or many.plan.method == "fed-sdp"
+        self.by_method = many.steps > 1 or (clips and not many.noisy)
 
     def __call__(self, free: Tensor, share: float) -> tuple[Tensor, Tensor]:
         free = free.detach().requires_grad_()
@@ -272,7 +272,7 @@ class _Loss:
         else:
             undecided = (self.space.entropy(own) * present).sum(1)
             beside = (_PRIOR * surprise + _DECIDED * share * undecided) / present.sum(1) / len(self.space.columns)
-            loss = self.metric.between(shown, scaled=self.scaled) + beside
+            loss = self.metric.between(shown) + beside
         (gradient,) = torch.autograd.grad(loss.sum(), free)
         return loss.detach(), gradient
 
@@ -301,7 +301,7 @@ def _pooled(rows: Tensor, losses: Tensor, columns: InputColumns) -> tuple[Tensor
         numbers[column.inputs] = column.is_number
     middle = torch.where(numbers, together.median(0).values, together.mean(0))
     cells, each = decode(middle, columns), decode(together, columns)
-    near = torch.tensor([0.319 if column.is_number else 0.5 for column in columns], device=rows.device)
-    scale = torch.where(near < 0.5, near * each.std((0, 1)).clamp(min=1e-6), near)
-    agreement = ((each - cells).abs() <= scale).float().mean(0)
+    numbers = torch.tensor([column.is_number for column in columns], device=rows.device)
+    near = torch.where(numbers, TOLERANCE * each.std((0, 1)).clamp(min=1e-6), 0.5)
+    agreement = ((each - cells).abs() <= near).float().mean(0)
     return encode(cells, columns), agreement
