@@ -216,13 +216,10 @@ class Kept:
         if key not in part:
             started = time.perf_counter()
             part[key] = compute()
-            self.store()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.known, indent=1) + "\n")
             print(f"{section}: {key}: {part[key]} ({time.perf_counter() - started:.1f} s)", flush=True)
         return part[key]
-
-    def store(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.known, indent=1) + "\n")
 
 
 def finish(row: Row, device: str, commit: str) -> dict[str, Any]:
@@ -359,8 +356,8 @@ def main() -> None:
     torch.set_num_threads(1)
     datasets, kept = given.datasets.split(","), Kept(given.out)
     if given.command == "curator":
-        kept.known["curator"] = curator(given.device, given.commit or clean_commit())
-        kept.store()
+        found = curator(given.device, given.commit or clean_commit())
+        given.out.with_name("curator.json").write_text(json.dumps(found, indent=1) + "\n")
     elif given.command == "run":
         commit, deadline = given.commit or clean_commit(), time.time() + 60 * given.minutes
         run_all(datasets, given.sections.split(","), given.device, commit, deadline, kept)
