@@ -434,7 +434,7 @@ def _reply(content: RecordDict) -> Message:
 TARGETS: dict[str, Callable[[Path], Attempt]] = {
     "deployment.toml": site,
     "policy.toml": policy,
-    "clients.json, failures.json, outcome.json": roster,
+    "clients.json, outcome.json": roster,
     "task": task,
     "node table": node_table,
     "client ledger": client_ledger,
