@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,6 +25,7 @@ from fedcdp.data.table_schema import TableSchema
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.admission import check_size, is_counted
 from fedcdp.deploy.protocol.client_ledger import ClientLedger, Summed
+from fedcdp.deploy.protocol.failures import Failures
 from fedcdp.deploy.protocol.known_nodes import NODE_KEY_BYTES, KnownNodes, read_identity
 from fedcdp.deploy.protocol.local_round import Round, network_for, records_of
 from fedcdp.deploy.protocol.policy import ClientPolicy, Facts
@@ -33,7 +34,7 @@ from fedcdp.deploy.protocol.sum_keys import own_key, sign_key, store_peers, stor
 from fedcdp.deploy.protocol.task import Task, tensors_of
 from fedcdp.deploy.site.directory import Site
 from fedcdp.deploy.site.local_deployment import Follower
-from fedcdp.errors import WireError
+from fedcdp.errors import RunError, WireError
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import build
 from tools.fuzz.mutations import HOSTILE_NUMBERS, HOSTILE_TEXTS, as_json, as_toml, mutate_bytes, mutate_value
@@ -96,9 +97,15 @@ def roster(_place: Path) -> Attempt:
         "clients": [{"number": n, "node": 10**18 + n, "records": 50, "name": f"{n:032x}", "client": "a"} for n in range(3)]
     }
     outcome = {"ended": "done", "rounds": 3, "sentence": "all rounds are done", "warning": "no better than guessing"}
-    experiment = assemble(SMALL)
+    experiment, failures = assemble(SMALL), {"failures": {"0": 1, "12": 2}}
 
     def attempt(case: Random, place: Path) -> None:
+        (place / "failures.json").write_bytes(
+            mutate_bytes(case, as_json(failures)) if case.random() < 0.4 else as_json(mutate_value(case, failures))
+        )
+        with suppress(RunError):
+            if any(type(client) is not int or client < 0 for client in Failures(place / "failures.json").too_many()):
+                raise AssertionError("a client that cannot exist was believed")
         hostile = mutate_bytes(case, as_json(clients)) if case.random() < 0.4 else as_json(mutate_value(case, clients))
         (place / "outcome.json").write_bytes(
             mutate_bytes(case, as_json(outcome)) if case.random() < 0.4 else as_json(mutate_value(case, outcome))

@@ -100,6 +100,20 @@ def test_a_node_that_failed_twice_is_left_out(tmp_path: Path, caplog: pytest.Log
     assert "it is left out from now on" in caplog.text
 
 
+@pytest.mark.parametrize("place", [16, 25])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
+def test_failures_count_after_the_server_was_killed(place: int, when: str, tmp_path: Path) -> None:
+    """Killed in a second attempt, after the first failure of a client, and after the second."""
+    twist = {"client2": silent_in(*((round_, 0) for round_ in range(3)))}
+    killed = LocalGrid(sum_nodes(tmp_path, **twist), fail_at=(place, when))
+    with pytest.raises(Killed):
+        serve(killed, sum_experiment(), tmp_path / "run", settings(**HOW))
+    grid = LocalGrid(sum_nodes(tmp_path, **twist))
+    assert serve(grid, sum_experiment(), tmp_path / "run", settings(**HOW)).ended == "done"
+    assert [(round_, attempt) for round_, attempt, members in charges(tmp_path) if 2 in members] == [(0, 0), (1, 0)]
+    assert clients_of(tmp_path)[2] == 4
+
+
 @pytest.mark.slow
 def test_a_node_that_was_away_comes_back(tmp_path: Path) -> None:
     grid = LocalGrid(sum_nodes(tmp_path))

@@ -1,6 +1,7 @@
 """The server: a Flower ServerApp that publishes a task, waits for subscribers, and trains into a run directory.
 
-The run directory is that of the simulator, with `task.json`, `clients.json` and, once the server has ended, `outcome.json`.
+The run directory is that of the simulator, with `task.json`, `clients.json`, for secure sums `failures.json` and, once the
+server has ended, `outcome.json`.
 Every round is charged in the ledger before a message is sent, and saved before the next round begins. A server killed at any
 point therefore continues the same run when it is started again with the same `out`.
 
@@ -40,6 +41,7 @@ from fedcdp.config.fields import check_types, option
 from fedcdp.config.plan import SCALING
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
+from fedcdp.deploy.protocol.failures import Failures
 from fedcdp.deploy.protocol.first_release import gather_moments
 from fedcdp.deploy.protocol.local_round import first_batch
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
@@ -277,14 +279,7 @@ class _Server:
         budget = Budget(self._experiment, population)
         if not standardised and (failed := self._standardise(roster, releases, budget, fewest)) is not None:
             return self._end(failed[0], state, failed[1])
-        strategy = (SumStrategy if self._job.plan.sums else PlanStrategy)(
-            self._job,
-            roster,
-            releases=releases,
-            state=state,
-            largest_ratio=self._settings.largest_ratio,
-            message_lifetime=self._settings.round_timeout + 60,
-        )
+        strategy = self._strategy(roster, releases, state)
         strategy.summary()
         if self._hidden:
             _LOG.info("every round takes %g s (round-timeout): its duration must not reveal who took part",
@@ -293,6 +288,17 @@ class _Server:
         if isinstance(strategy, SumStrategy):
             strategy.say_ended(self._grid)
         return outcome
+
+    def _strategy(self, roster: Roster, releases: Releases, state: State) -> PlanStrategy:
+        named: dict[str, Any] = {
+            "releases": releases,
+            "state": state,
+            "largest_ratio": self._settings.largest_ratio,
+            "message_lifetime": self._settings.round_timeout + 60,
+        }
+        if not self._job.plan.sums:
+            return PlanStrategy(self._job, roster, **named)
+        return SumStrategy(self._job, roster, failures=Failures(self._directory.path / "failures.json"), **named)
 
     def _standardise(self, roster: Roster, releases: Releases, budget: Budget, fewest: int) -> tuple[str, str] | None:
         """Standardise inputs by a release of all clients; if it is not possible, how the run ends, and why."""

@@ -11,7 +11,6 @@ A skipped round leaves the model as it is. It stays charged; one that nobody was
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from fedcdp.accounting.budget import Allows
 from fedcdp.deploy.protocol import messages
+from fedcdp.deploy.protocol.failures import Failures
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.masks import Words, sum_of
 from fedcdp.deploy.protocol.messages import Update
@@ -35,21 +35,25 @@ from fedcdp.mechanism.secure_sum import check_capacity
 from fedcdp.training.scaling import standardised_by
 
 _LOG = logging.getLogger("flwr.fedcdp")
-_MOST_FAILURES = 2  # a node that failed this often is left out of the rest of the run
 _SECONDS_TO_END = 10.0
 
 
 class SumStrategy(PlanStrategy):
     """A strategy whose rounds are attempts at a secure sum. `run_round` runs one; Flower's own loop cannot.
 
-    Its arguments are those of `PlanStrategy`.
+    Args:
+        job: What is trained.
+        roster: The clients that subscribed.
+        failures: How often clients have failed so far. Default: never, in memory.
+        named: The other arguments of `PlanStrategy`.
     """
 
     supports_sums = True
 
-    def __init__(self, job: Job, roster: Roster, **named: Any) -> None:
+    def __init__(self, job: Job, roster: Roster, *, failures: Failures | None = None, **named: Any) -> None:
         super().__init__(job, roster, **named)
-        self._failures: Counter[int] = Counter()
+        self._failures = failures or Failures()
+        self.gone |= self._failures.too_many()
         self._informed: set[int] = set()
         self._floor = max(job.smallest_cohort, 2, job.plan.colluders + 1)
         layout, plan, records = self.engine.layout, job.plan, [member.records for member in roster]
@@ -163,8 +167,8 @@ class SumStrategy(PlanStrategy):
 
     def _fail(self, member: Member, reason: str, *, final: bool = False) -> None:
         """Count a failure of a client: nobody may stop every round by dropping out of each."""
-        self._failures[member.number] += 1
-        if final or self._failures[member.number] >= _MOST_FAILURES:
+        self._failures.add(member.number)
+        if final or member.number in self._failures.too_many():
             self.gone.add(member.number)
             reason += "; it is left out from now on"
         self._leave_out(member, reason)
