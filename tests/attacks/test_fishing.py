@@ -56,8 +56,8 @@ def test_a_convolutional_network_is_searched(digits: Dataset) -> None:
 
 
 @pytest.mark.parametrize("method", NOISED)
-def test_noise_leaves_nothing(method: str, federation: Federation) -> None:
-    told = leaks_of("fishing", federation, plan_of(100, **METHODS[method])).summary()
+def test_noise_leaves_nothing(method: str, few: Federation) -> None:
+    told = leaks_of("fishing", few, plan_of(**METHODS[method])).summary()
     assert told["success_rate"] == told["recognisable_rate"] == 0
     assert told["distance_mean"] > told["knowing_nothing"]["dataset_mean"]["mse"]
     assert told["auc_interval_99"][0] <= told["auc_predicted"] <= told["auc_interval_99"][1]

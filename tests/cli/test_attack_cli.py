@@ -73,6 +73,19 @@ def test_json_has_the_promised_keys_first_and_no_number_that_json_lacks(cli: Cli
     assert all("success_rate" in each for each in row["tried"])
 
 
+def test_an_active_server_says_what_it_assumes(cli: Cli) -> None:
+    crafted = [*TABLE, "--method", "nonprivate", "--leak", "type0"]
+    row = summary(cli(*crafted, "--attack", "trap-weights", "--json"))
+    assert list(row)[: len(CONTRACT)] == CONTRACT
+    assert (row["attack"], row["bins"], row["changed_network"]) == ("trap-weights", 64, False)
+    shown = words(cli(*crafted, "--attack", "fishing", "--local-steps", "1").stdout)
+    assert "active server" in shown
+    assert "singled out" in shown
+    refused = cli(*TABLE, "--attack", "imprint")
+    assert refused.status == 2
+    assert "imprint is an attack by the server, which reads updates: use leak type0 or type1" in words(refused.stderr)
+
+
 def test_a_table_is_read_without_privacy_and_not_with_fed_cdp(cli: Cli) -> None:
     for method, exact in (("nonprivate", 1), ("fed-cdp", 0)):
         row = summary(cli(*TABLE, "--method", method, "--json"))
