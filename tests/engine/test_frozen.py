@@ -14,7 +14,7 @@ from fedcdp.data.partition import Federation, partition
 from fedcdp.engine import frozen
 from fedcdp.engine.frozen import split
 from fedcdp.models.features import UnitNorm
-from fedcdp.training import rounds, trainer
+from fedcdp.training import feature_cache, rounds, trainer
 from fedcdp.training.simulate import simulate
 
 CPU = torch.device("cpu")
@@ -41,8 +41,8 @@ def test_training_behind_them_is_the_same_as_training_through_them(
 ) -> None:
     plan = Plan(method=method, rounds=3, per_round=4, local_steps=2, batch_size=5, noise_multiplier=0.5, ema=0.5)
     seen: list[nn.Module | None] = []
-    through: Callable[..., Tensor] = frozen.through
-    monkeypatch.setattr(rounds, "through", lambda *given: seen.append(given[0]) or through(*given))
+    of: Callable[..., Tensor] = feature_cache.features_of
+    monkeypatch.setattr(rounds, "features_of", lambda *given: seen.append(given[0]) or of(*given))
     once = simulate(network(), federation, plan, engine=engine)
     assert seen[0] is not None
     monkeypatch.setattr(trainer, "split", lambda model, *_: (None, model))

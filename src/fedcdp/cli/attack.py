@@ -105,8 +105,8 @@ def attack(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter, analytic, linear-head, tableak, "
-            "per-layer, labels, tokens, membership (with --run), lira. By an active server: imprint, trap-weights, fishing, "
-            "frozen-weights, inconsistent-models.",
+            "tableak-search, per-layer, labels, tokens, membership, lira; with an active server imprint, trap-weights, "
+            "fishing, frozen-weights, inconsistent-models.",
             rich_help_panel=_HOW,
         ),
     ] = "best",

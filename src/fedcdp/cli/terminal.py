@@ -97,7 +97,8 @@ def preparation(quiet: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            bar.stop()
+            if bar.live.is_started:  # stopping one that never began prints an empty line
+                bar.stop()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcdp.config.fields import shown
-from fedcdp.data.input_columns import InputColumns
+from fedcdp.data.input_columns import InputColumn, InputColumns
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import LearningTask, TaskName, task_called
 from fedcdp.errors import DataError
@@ -77,6 +77,10 @@ class Dataset:
         for value in tensors_in(self.inputs):
             if value.dtype not in _INPUT_TYPES:
                 raise DataError(f"inputs are {value.dtype}: they must be float32, or int64 for token ids")
+        if self.columns is not None and not (self.columns and all(isinstance(each, InputColumn) for each in self.columns)):
+            raise DataError(f"columns: {shown(self.columns)} are not columns of a table")
+        if self.benchmark is not None and not isinstance(self.benchmark, str):
+            raise DataError(f"benchmark: {shown(self.benchmark)} is not a name")
         if self.columns is not None and self.shape != (self.columns[-1].inputs.stop,):
             object.__setattr__(self, "columns", None)
         object.__setattr__(self, "classes", self.learning_task.check(self.targets, self.classes))
