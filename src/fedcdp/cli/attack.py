@@ -104,8 +104,8 @@ def attack(
         typer.Option(
             "--attack",
             help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
-            "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter, analytic, linear-head, tableak, "
-            "tableak-search, per-layer, labels, tokens, membership, lira; with an active server imprint, trap-weights, "
+            "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (presence), analytic, linear-head, "
+            "tableak, tableak-search, per-layer, labels, tokens, membership, lira; active servers: imprint, trap-weights, "
             "fishing, frozen-weights, inconsistent-models.",
             rich_help_panel=_HOW,
         ),
