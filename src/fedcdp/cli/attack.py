@@ -103,7 +103,7 @@ def attack(
         str,
         typer.Option(
             "--attack",
-            help="best tries the attacks that suit the plan until one recovers everything. Or one of cpl, dlg, idlg, "
+            help="best tries those that suit the plan until one recovers all. Or cpl, dlg, idlg, "
             "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (presence), analytic, linear-head, "
             "tableak, tableak-search, per-layer, labels, tokens, membership, lira; active servers: imprint, trap-weights, "
             "fishing, frozen-weights, inconsistent-models.",
