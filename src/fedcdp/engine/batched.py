@@ -69,7 +69,7 @@ class BatchedEngine:
     def clipped_sum(
         self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
     ) -> Tree:
-        """See `Engine`. Norms first, then one weighted sum for each layer."""
+        """See `Engine`. Norms first, then one weighted sum for each layer; no control flow depends on a value."""
         gradients = {each.name: each.ready_to_clip() for each in self._gradients(weights, batch)}
         if not exact:
             return self._in_order(_clipped_sum(gradients, groups, bound, batch.present))
@@ -95,14 +95,8 @@ def _clipped_sum(gradients: dict[str, Gradients], groups: tuple[Group, ...], bou
     """The sum over each client's examples of the clipped gradients, by the name of the tensor."""
     norms = norms_of_groups({name: each.squared_norms() for name, each in gradients.items()}, groups)
     factors = clip_factors(norms, bound, present)
-    # A GPU would have to wait for the answer, and a compiled program does not branch on values.
-    finite = present.device.type == "cpu" and not torch.compiler.is_compiling() and all(map(_all_finite, norms))
     of_name = {name: factor for group, factor in zip(groups, factors.of_groups, strict=True) for name in group}
-    return {name: each.weighted_sum(of_name[name], factors.usable, finite=finite) for name, each in gradients.items()}
-
-
-def _all_finite(norms: Tensor) -> bool:
-    return bool(torch.isfinite(norms).all())
+    return {name: each.weighted_sum(of_name[name], factors.usable) for name, each in gradients.items()}
 
 
 def _by_autograd(loss: Loss) -> LossGradients:

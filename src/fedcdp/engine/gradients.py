@@ -39,11 +39,8 @@ class Gradients(ABC):
         """The sum over the examples [clients, ...]."""
 
     @abstractmethod
-    def weighted_sum(self, factors: Tensor, usable: Tensor, *, finite: bool = False) -> Tensor:
-        """The sum over the `usable` examples, each scaled by its factor; other examples add nothing, not even a NaN.
-
-        `finite`: all norms are known to be finite, so there is no NaN, not even in an empty slot.
-        """
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+        """The sum over the `usable` examples, each scaled by its factor; other examples add nothing, not even a NaN."""
 
     def ready_to_clip(self) -> Gradients:
         """The same gradients, in a form that gives both norms and weighted sums without repeated work."""
@@ -86,9 +83,9 @@ class Formed(Gradients):
         """See `Gradients`."""
         return self.shape(self.values.sum(1)).contiguous()
 
-    def weighted_sum(self, factors: Tensor, usable: Tensor, *, finite: bool = False) -> Tensor:
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`."""
-        rows = _cleaned(self.values, finite).reshape(*self.values.shape[:2], -1)
+        rows = _finite(self.values).reshape(*self.values.shape[:2], -1)
         kept = _kept(factors, usable, self.values)
         total = (kept[..., None] * rows).sum(1) if _value_by_value(rows) else kept[:, None] @ rows
         return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:])).contiguous()
@@ -137,13 +134,13 @@ class Products(Gradients):
         """See `Gradients`. One product over all examples and positions."""
         return self.shape(self.left.flatten(2, 3).mT @ self.right.flatten(2, 3)).contiguous()
 
-    def weighted_sum(self, factors: Tensor, usable: Tensor, *, finite: bool = False) -> Tensor:
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`. One product over all examples and positions."""
         column = _kept(factors, usable, self.left)[:, None, :, None, None]
         if _value_by_value(self.left):
-            left, right = (_cleaned(value, finite).flatten(2, 3) for value in (self.left * column, self.right))
+            left, right = (_finite(value).flatten(2, 3) for value in (self.left * column, self.right))
             return self.shape((left[..., None] * right[..., None, :]).sum(2)).contiguous()
-        left, right = _cleaned(self.left, finite) * column, _cleaned(self.right, finite)
+        left, right = _finite(self.left) * column, _finite(self.right)
         return Products(self.name, left, right, self.shape).summed()
 
     def ready_to_clip(self) -> Gradients:
@@ -187,6 +184,6 @@ def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:
     return torch.where(usable, factors, 0.0).to(like.dtype)
 
 
-def _cleaned(values: Tensor, finite: bool) -> Tensor:
+def _finite(values: Tensor) -> Tensor:
     """The values with zero for NaN and infinities, which a factor of zero would not cancel. Usable examples have none."""
-    return values if finite else torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
