@@ -77,8 +77,8 @@ class Dataset:
         for value in tensors_in(self.inputs):
             if value.dtype not in _INPUT_TYPES:
                 raise DataError(f"inputs are {value.dtype}: they must be float32, or int64 for token ids")
-        if self.columns is not None and not (self.columns and all(isinstance(each, InputColumn) for each in self.columns)):
-            raise DataError(f"columns: {shown(self.columns)} are not columns of a table")
+        if self.columns is not None and not _are_columns(self.columns):
+            raise DataError(f"columns: {shown(self.columns)} is not a tuple of columns of a table")
         if self.benchmark is not None and not isinstance(self.benchmark, str):
             raise DataError(f"benchmark: {shown(self.benchmark)} is not a name")
         if self.columns is not None and self.shape != (self.columns[-1].inputs.stop,):
@@ -119,6 +119,10 @@ class Dataset:
         for start in range(0, len(self), size):
             some = slice(start, start + size)
             yield each_tensor(self.inputs, lambda value: value[some]), self.targets[some]  # noqa: B023  (used at once)
+
+
+def _are_columns(given: object) -> bool:
+    return isinstance(given, tuple) and len(given) > 0 and all(isinstance(each, InputColumn) for each in given)
 
 
 @dataclass(frozen=True, eq=False)
