@@ -1,11 +1,22 @@
-"""Attack the recommended presets, and write the figures for docs/recommended.md.
+"""Attack every recommended preset as each reader, and write the figures for docs/recommended.md.
 
-python benchmarks/preset_attacks.py        # results/preset_attacks.json, about five minutes on one core
-python -m tools.pages                      # the page
+    python -m benchmarks.preset_attacks --device cuda --workers 6     # results/preset_attacks.json, some minutes on an H200
+    python -m benchmarks.preset_attacks --presets cancer-eps1         # single presets, on the CPU
+    python -m tools.pages                                             # the page
+
+| reader | what it reads | attack |
+| --- | --- | --- |
+| `type2` | the gradient of every record, in all rounds | the default one, which reconstructs and identifies |
+| `type1` | a client's update before it leaves the client, in all rounds | the same |
+| `type0` | what the server receives in all rounds | the same; not for sums of more than 1,000 records |
+| `presence` | what the server receives in as many rounds as the preset has | the matched filter: is a record in there? |
+
+Each cell is one `fedcdp attack` command. Stored cells are not computed again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -13,45 +24,107 @@ import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from clean_tree import clean_commit
+from benchmarks.clean_tree import clean_commit
+from fedcdp.config.presets import RECOMMENDED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "preset_attacks.json"
-
-COMMANDS = {
-    "mnist-eps1/type2/example": "attack --preset mnist-eps1 --leak type2",
-    "mnist-eps1/type2/batch": "attack --preset mnist-eps1 --leak type2 --noise batch",
-    "mnist-eps1/type0/example": "attack --preset mnist-eps1 --leak type0",
-    "mnist-eps1/type0/batch": "attack --preset mnist-eps1 --leak type0 --noise batch",
-    "mnist-eps8/type2/example": "attack --preset mnist-eps8 --leak type2",
-}
+PRESETS = tuple(name for name in RECOMMENDED if not name.startswith("mnist-10k"))
+READERS = ("type2", "type1", "type0", "presence")
+LARGEST_SUM = 1_000  # records of a sum that `fedcdp attack` reconstructs
 
 
-def run() -> None:
-    """Run all commands on a clean tree, one at a time, each in its own process with one thread."""
-    cells: dict[str, Any] = {}
-    told = {"commit": clean_commit("docs/recommended.md"), "machine": _machine(), "cells": cells}
-    for name, command in COMMANDS.items():
-        started = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "fedcdp", *shlex.split(command), "--json"], check=True, capture_output=True, text=True,
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        row = json.loads(done.stdout)
-        cells[name] = {"command": f"fedcdp {command} --json", "wall_seconds": round(time.perf_counter() - started, 1)} | row
-        shown = {key: row[key] for key in ("attack", "label_accuracy", "recognisable_rate", "identified_rate")}
-        print(f"{cells[name]['wall_seconds']:6.0f} s  {name}  {shown}", flush=True)
-        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+@dataclass(frozen=True)
+class Cell:
+    """One attack on one preset."""
+
+    preset: str
+    reader: str
+    options: str = ""
+
+    @property
+    def key(self) -> str:
+        return "/".join((self.preset, self.reader, *self.options.split()[1:]))
+
+    @property
+    def command(self) -> str:
+        words = f"attack --preset {self.preset}"
+        if self.reader == "presence":
+            chosen = RECOMMENDED[self.preset]
+            victims = min(100, chosen.federated.clients)
+            return f"{words} --leak type0 --attack matched-filter --releases {chosen.found.rounds} --victims {victims}"
+        return f"{words} --leak {self.reader} {self.options}".strip()
 
 
-def _machine() -> str:
-    return f"{platform.machine()} CPU, one thread, Python {platform.python_version()}, torch {torch.__version__}"
+def cells(presets: tuple[str, ...]) -> list[Cell]:
+    """Every cell of these presets; noise on the batch alone stands beside the noise of `mnist-eps1`."""
+    found = [Cell(preset, reader) for preset in presets for reader in READERS if _reconstructed(preset, reader)]
+    return found + [Cell("mnist-eps1", leak, "--noise batch") for leak in ("type2", "type0") if "mnist-eps1" in presets]
+
+
+def _reconstructed(preset: str, reader: str) -> bool:
+    chosen = RECOMMENDED[preset]
+    return not (reader == "type0" and chosen.on_sum) or chosen.federated.clients * chosen.federated.records <= LARGEST_SUM
+
+
+def measure(cell: Cell, device: str, origin: dict[str, str]) -> dict[str, Any]:
+    """Run a cell's command in a process of its own."""
+    started = time.perf_counter()
+    words = [sys.executable, "-m", "fedcdp", *shlex.split(cell.command), "--device", device, "--json"]
+    done = subprocess.run(
+        words, check=False, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode:
+        raise RuntimeError(f"{cell.command}: {done.stderr.strip().splitlines()[-1]}")
+    seconds = round(time.perf_counter() - started, 1)
+    command = f"fedcdp {cell.command} --device {device} --json"
+    return origin | {"command": command, "wall_seconds": seconds} | json.loads(done.stdout)
+
+
+def run(wanted: list[Cell], device: str, workers: int, commit: str, out: Path) -> int:
+    """Measure all cells that are not stored, several at a time; the number that failed."""
+    stored = json.loads(out.read_text())["cells"] if out.exists() else {}
+    origin, failed = {"commit": commit, "machine": _machine(device)}, 0
+    with ThreadPoolExecutor(workers) as pool:
+        missing = [cell for cell in wanted if cell.key not in stored]
+        for cell, done in [(cell, pool.submit(measure, cell, device, origin)) for cell in missing]:
+            try:
+                stored[cell.key] = done.result()
+            except RuntimeError as error:
+                failed += 1
+                print(error, flush=True)
+                continue
+            row = stored[cell.key]
+            names = ("attack", "label_accuracy", "recognisable_rate", "identified_rate", "auc", "auc_predicted")
+            print(f"{row['wall_seconds']:6.0f} s  {cell.key}  { ({name: row.get(name) for name in names}) }", flush=True)
+            out.write_text(json.dumps({"cells": dict(sorted(stored.items()))}, indent=1) + "\n")
+    return failed
+
+
+def _machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU, one thread"
+    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="PRESET")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="commands at a time")
+    parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    wanted = cells(tuple(given.presets))
+    sys.exit(1 if run(wanted, given.device, given.workers, given.commit or clean_commit(), given.out) else 0)
 
 
 if __name__ == "__main__":
-    run()
+    main()

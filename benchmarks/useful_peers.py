@@ -285,7 +285,7 @@ def finish_preset(name: str, origin: dict[str, str], device: str) -> dict[str, A
     accuracies = [accuracy(each, device, tuning=False) for each in row.experiments()]
     return {
         "dataset": row.experiment().data.dataset,
-        "epsilon": RECOMMENDED[name][1].epsilon,
+        "epsilon": RECOMMENDED[name].found.epsilon,
         "delta": DELTA,
         "method": "preset",
         "network": row.experiment().model.network,
