@@ -1,26 +1,30 @@
 """Attack every recommended preset as each reader, and write the figures for docs/recommended.md.
 
-    python -m benchmarks.preset_attacks --device cuda --workers 6     # results/preset_attacks.json, some minutes on an H200
-    python -m benchmarks.preset_attacks --presets cancer-eps1         # single presets, on the CPU
-    python -m tools.pages                                             # the page
+    python -m benchmarks.preset_attacks                           # results/preset_attacks.json
+    python -m benchmarks.preset_attacks --presets cancer-eps1     # single presets
+    python -m tools.pages                                         # the page
 
 | reader | what it reads | attack |
 | --- | --- | --- |
 | `type2` | the gradient of every record, in all rounds | the default one, which reconstructs and identifies |
 | `type1` | a client's update before it leaves the client, in all rounds | the same |
 | `type0` | what the server receives in all rounds | the same; not for sums of more than 1,000 records |
-| `presence` | what the server receives in as many rounds as the preset has | the matched filter: is a record in there? |
+| `presence` | what the server receives in the first round | the matched filter: is a record in there? |
 
-Each cell is one `fedcdp attack` command. Stored cells are not computed again.
+Each cell is one `fedcdp attack` command. Stored cells are not computed again. A cell of `presence` also has the AUC over all
+rounds by the formula of the matched filter (`auc_all_rounds`), as if a record changed each round as much as the first. The
+rounds are Gaussian releases, so the distance between the two worlds grows with the square root of their number.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -57,9 +61,7 @@ class Cell:
     def command(self) -> str:
         words = f"attack --preset {self.preset}"
         if self.reader == "presence":
-            chosen = RECOMMENDED[self.preset]
-            victims = min(100, chosen.federated.clients)
-            return f"{words} --leak type0 --attack matched-filter --releases {chosen.found.rounds} --victims {victims}"
+            return f"{words} --leak type0 --attack matched-filter"
         return f"{words} --leak {self.reader} {self.options}".strip()
 
 
@@ -84,8 +86,17 @@ def measure(cell: Cell, device: str, origin: dict[str, str]) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{cell.command}: {done.stderr.strip().splitlines()[-1]}")
     seconds = round(time.perf_counter() - started, 1)
-    command = f"fedcdp {cell.command} --device {device} --json"
-    return origin | {"command": command, "wall_seconds": seconds} | json.loads(done.stdout)
+    found = origin | {"command": f"fedcdp {cell.command} --device {device} --json", "wall_seconds": seconds}
+    found |= json.loads(done.stdout)
+    if cell.reader == "presence":
+        found["auc_all_rounds"] = after(found["auc_predicted"], RECOMMENDED[cell.preset].found.rounds)
+    return found
+
+
+def after(auc: float, releases: int) -> float:
+    """The AUC of a likelihood-ratio test on this many Gaussian releases, from the AUC on one."""
+    normal = statistics.NormalDist()
+    return normal.cdf(math.sqrt(releases) * normal.inv_cdf(auc))
 
 
 def run(wanted: list[Cell], device: str, workers: int, commit: str, out: Path) -> int:
@@ -102,7 +113,7 @@ def run(wanted: list[Cell], device: str, workers: int, commit: str, out: Path) -
                 print(error, flush=True)
                 continue
             row = stored[cell.key]
-            names = ("attack", "label_accuracy", "recognisable_rate", "identified_rate", "auc", "auc_predicted")
+            names = ("attack", "label_accuracy", "recognisable_rate", "identified_rate", "auc", "auc_all_rounds")
             print(f"{row['wall_seconds']:6.0f} s  {cell.key}  { ({name: row.get(name) for name in names}) }", flush=True)
             out.write_text(json.dumps({"cells": dict(sorted(stored.items()))}, indent=1) + "\n")
     return failed
