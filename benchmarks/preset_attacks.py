@@ -2,6 +2,7 @@
 
     python -m benchmarks.preset_attacks                           # results/preset_attacks.json
     python -m benchmarks.preset_attacks --presets cancer-eps1     # single presets
+    python -m benchmarks.preset_attacks --table > results/preset_attacks.md
     python -m tools.pages                                         # the page
 
 | reader | what it reads | attack |
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 
 from benchmarks.clean_tree import clean_commit
+from benchmarks.recommended import multiplier
 from fedcdp.config.presets import RECOMMENDED
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +121,43 @@ def run(wanted: list[Cell], device: str, workers: int, commit: str, out: Path) -
     return failed
 
 
+def allowed(epsilon: float) -> float:
+    """The largest AUC that a Gaussian mechanism of this ε, at the presets' δ, allows."""
+    return statistics.NormalDist().cdf(1 / (multiplier(epsilon, 1, 1) * math.sqrt(2)))
+
+
+def markdown(stored: dict[str, Any]) -> str:
+    """All stored cells as a table."""
+    lines = [
+        "# Attacks on the recommended presets",
+        "",
+        "`python -m benchmarks.preset_attacks` measures the cells, and `--table` writes this page.",
+        "preset_attacks.json has the command, commit and machine of each cell.",
+        "",
+        "- type-2, type-1, type-0, in percent: labels right / recognisable (images) or reconstructed exactly (tables) /",
+        "  identified among the candidates.",
+        "- presence: the server's AUC over all rounds by the formula, and the largest AUC that ε allows.",
+        "",
+        "| preset | type-2 | type-1 | type-0 | presence, server | allowed |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in PRESETS:
+        found = {reader: stored.get(f"{name}/{reader}") for reader in READERS}
+        if not any(found.values()):
+            continue
+        shown = " | ".join(_shares(found[reader]) for reader in READERS[:3])
+        presence = f"{found['presence']['auc_all_rounds']:.3f}" if found["presence"] else "–"
+        lines.append(f"| `{name}` | {shown} | {presence} | {allowed(RECOMMENDED[name].found.epsilon):.3f} |")
+    return "\n".join(lines)
+
+
+def _shares(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "–"
+    seen = cell["success_rate"] if cell["recognisable_rate"] is None else cell["recognisable_rate"]
+    return " / ".join(f"{100 * each:.3g}" for each in (cell["label_accuracy"], seen, cell["identified_rate"]))
+
+
 def _machine(device: str) -> str:
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU, one thread"
     return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
@@ -132,7 +171,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="commands at a time")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="print the stored cells as Markdown")
     given = parser.parse_args()
+    if given.table:
+        print(markdown(json.loads(given.out.read_text())["cells"]))
+        return
     wanted = cells(tuple(given.presets))
     sys.exit(1 if run(wanted, given.device, given.workers, given.commit or clean_commit(), given.out) else 0)
 

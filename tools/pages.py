@@ -14,7 +14,7 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `percent(SOURCE, digits=0)` | a hundred times the value |
 | `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
 | `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
-| `{% if measured(FILE) %}` … `{% endif %}` | a part that appears once `results/FILE` exists |
+| `{% if measured(SOURCE) %}` … `{% endif %}` | a part that appears once SOURCE, or the whole file, is in `results` |
 
 A SOURCE is `FILE.json / step / step …`, a value in `results/FILE.json`, or `account OPTIONS / adversary / unit`, the ε
 that `fedcdp account OPTIONS` prints (for `zero-out`, unless a relation follows). A step is a key, `[key=value; key=value]`
@@ -99,9 +99,17 @@ def bench_table(file: str, section: str) -> str:
     return markdown(content | {"sections": {section: content["sections"][section]}}).strip()
 
 
-def measured(file: str) -> bool:
-    """Whether a result file exists."""
-    return (ROOT / "results" / file).exists()
+def measured(source: str) -> bool:
+    """Whether a result file exists, and has this value."""
+    file, *steps = source.split(" / ")
+    if not (ROOT / "results" / file).exists():
+        return False
+    found: Any = _read(file) if steps else True
+    for step in steps:
+        if not isinstance(found, dict) or found.get(step) is None:
+            return False
+        found = found[step]
+    return True
 
 
 @cache

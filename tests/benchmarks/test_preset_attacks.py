@@ -1,0 +1,45 @@
+"""The campaign of attacks on presets: which cells it has, and its figures for presence."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.preset_attacks import PRESETS, READERS, after, allowed, cells, markdown
+
+
+def test_every_preset_is_attacked_as_every_reader() -> None:
+    keys = {cell.key for cell in cells(PRESETS)}
+    assert {f"{name}/{reader}" for name in PRESETS for reader in READERS if reader != "type0"} <= keys
+    assert "mnist-eps1/type0" in keys
+    assert "cancer-sum-eps1/type0" in keys
+
+
+def test_sums_of_many_records_are_not_reconstructed() -> None:
+    assert "mnist-sum-eps1/type0" not in {cell.key for cell in cells(PRESETS)}
+
+
+def test_commands_and_keys_name_their_options() -> None:
+    found = {cell.key: cell.command for cell in cells(("mnist-eps1",))}
+    assert found["mnist-eps1/type2/batch"] == "attack --preset mnist-eps1 --leak type2 --noise batch"
+    assert found["mnist-eps1/presence"] == "attack --preset mnist-eps1 --leak type0 --attack matched-filter"
+
+
+@pytest.mark.parametrize(("mu", "releases"), [(0.1, 4), (0.03, 100)])
+def test_distances_of_gaussian_releases_add_up_in_squares(mu: float, releases: int) -> None:
+    from statistics import NormalDist
+
+    one = NormalDist().cdf(mu / 2**0.5)
+    assert after(one, releases) == pytest.approx(NormalDist().cdf(mu * releases**0.5 / 2**0.5), rel=1e-9)
+    assert after(0.5, releases) == 0.5
+
+
+def test_the_allowed_auc_is_that_of_the_gaussian_mechanism() -> None:
+    # μ = .26805, .50155 and 1.66603 at δ = 1e-5, computed independently.
+    assert [allowed(epsilon) for epsilon in (1, 2, 8)] == pytest.approx([0.5752, 0.6386, 0.8806], abs=1e-4)
+
+
+def test_cells_that_were_not_measured_are_dashes() -> None:
+    cell = {"label_accuracy": 1.0, "success_rate": 0.5, "recognisable_rate": None, "identified_rate": 0.25}
+    table = markdown({"cancer-eps1/type2": cell})
+    assert "| `cancer-eps1` | 100 / 50 / 25 | – | – | – | 0.575 |" in table
+    assert "adult-eps1" not in table
