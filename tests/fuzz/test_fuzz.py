@@ -48,7 +48,7 @@ def test_the_watch_sees_what_no_input_may_do(watched: tuple[Path, Watch], tmp_pa
         "runs os.system": lambda *_: os.system("true"),
         "control characters": lambda *_: print("\x1b[2J"),
         "KeyError": lambda *_: {}["x"],
-        "took": lambda *_: bytearray(os.urandom(1)) * (600 * 2**20),
+        "took": lambda *_: bytearray(os.urandom(1)) * (1500 * 2**20),
         "imports tools.fuzz.canary": lambda *_: __import__("tools.fuzz.canary"),
     }
     for named, attempt in harmful.items():
