@@ -229,9 +229,9 @@ FOUND = {
 
 FOUND_FOR_SUMS = {
     "mnist": (
-        Found(1, 500, 0.1, 83.4195, 60.0),
-        Found(2, 500, 0.1, 44.5831, 60.0),
-        Found(8, 500, 0.1, 13.4216, 200.0),
+        Found(1, 800, 0.1, 105.5182, 40.0, network=_DIGITS),
+        Found(2, 800, 0.05, 56.3936, 120.0, network=_DIGITS),
+        Found(8, 800, 0.03, 16.9771, 1600.0, network=_DIGITS),
     ),
     "cifar10": (
         Found(1, 200, 0.2, 52.7591, 45.0),
