@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcdp.attacks.head_attack import _likelihood
-from fedcdp.attacks.head_solver import _density, _step, shown
+from fedcdp.attacks.head_solver import _densities, _step, _steps, shown
 from fedcdp.attacks.linear_head import _LEAST_SPREAD, _RIDGES, FeaturePrior, LinearHead, find_head
 from fedcdp.attacks.presence import scores_among_others
 from fedcdp.attacks.sightings import Sighting
@@ -102,13 +102,31 @@ def test_attacks_find_the_same_as_with_every_axis(
     for each in (seen, seen.first()):
         few, all_ = (_step(each, which, guess, labels, noisy) for which in (prior, complete))
         torch.testing.assert_close(few, all_, atol=1e-6, rtol=1e-6)
-        assert _density(each, prior, guess, labels) == pytest.approx(_density(each, complete, guess, labels))
+        alone = replace(each, shares=each.shares.sum(1, keepdim=True))
+        few, all_ = (_densities(alone, which, guess, labels) for which in (prior, complete))
+        torch.testing.assert_close(few, all_, rtol=1e-6, atol=1e-6)
         for tried in (labels, torch.tensor([2, 0, 0])):
             assert _likelihood(each, prior, tried) == pytest.approx(_likelihood(each, complete, tried))
         candidates, theirs = head.features(drawn(20, INPUTS, seed=8)), torch.arange(20) % 2
         few, all_ = (scores_among_others(each, which, labels, candidates, theirs) for which in (prior, complete))
         torch.testing.assert_close(few, all_, rtol=1e-6, atol=1e-6)
         assert float(few.std()) > 0.1
+
+
+def test_rows_are_solved_at_once_as_they_are_one_by_one(head: LinearHead, prior: FeaturePrior) -> None:
+    labels = torch.tensor([1])
+    seen = sighting(labels, head.features(drawn(1, INPUTS, seed=6)))
+    guesses, tried = prior.means + 0.1 * drawn(len(prior.means), FEATURES, seed=7), torch.arange(len(prior.means))
+    moved, densities = _steps(seen, prior, guesses, tried), _densities(seen, prior, guesses, tried)
+    for row, label in enumerate(tried):
+        alone, own = guesses[row : row + 1], label[None]
+        torch.testing.assert_close(moved[row : row + 1], _step(seen, prior, alone, own, noisy=True), rtol=1e-8, atol=1e-8)
+        variance = torch.where(seen.deviation > 0, seen.deviation, 1.0).square()
+        misfit = ((seen.seen - shown(seen, alone, own)).square().sum((1, 2)) / variance).sum()
+        away = alone - prior.typical(own)
+        inside = away @ prior.basis
+        unlikely = (inside.square() / prior.variances).sum() + (away.square().sum() - inside.square().sum()) / prior.rest
+        assert float(densities[row]) == pytest.approx(float(misfit + unlikely), rel=1e-9)
 
 
 def test_very_many_examples_of_very_many_features_are_thinned(

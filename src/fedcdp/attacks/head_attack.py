@@ -58,9 +58,9 @@ def attack_head(
     """Solve every victim for labels and features, map features to inputs, and identify the true example among candidates."""
     captured = sightings.captured
     victims, most = captured.present.shape
-    shape = captured.shape
+    shape, device = captured.shape, captured.device
     truth = captured.tensor[captured.present].cpu()
-    prior = FeaturePrior.of(head, public, shape, truth if scored else truth[:0])
+    prior = FeaturePrior.of(head, public, shape, truth if scored else truth[:0]).to(device)
     batches = any(each.classes and each.shares.shape[1] > 1 for each in sightings.victims)
     if prior.length is None and captured.noisy and batches:
         raise DataError("public: linear-head needs public examples, none of them a victim's, to tell a noisy batch apart")
@@ -69,38 +69,44 @@ def attack_head(
     errors = torch.full((victims, most), torch.nan, dtype=torch.float64)
     features = torch.zeros(victims, most, head.layer.in_features, dtype=torch.float64)
     residuals = torch.zeros(victims)
-    pool = None if public is None or not scored else Candidates(head, public, candidates, seed)
+    pool = None if public is None or not scored else Candidates(head, public, candidates, seed, device)
     identified = torch.zeros(victims, most, dtype=torch.bool)
     for victim, kept in enumerate(sightings.victims):
-        sighting = kept.in_float64()
-        count = sighting.shares.shape[1]
-        if sighting.classes:
-            solved = solve(sighting, prior, None if count == 1 else count_labels(sighting, prior))
-        else:  # the examples of a batch differ only by their classes: without any, all are taken to be the same
-            together = solve(replace(sighting, shares=sighting.shares.sum(1, keepdim=True)), prior)
-            solved = replace(together, features=together.features.expand(count, -1),
-                             labels=together.labels.expand(count, -1))  # fmt: skip
-        features[victim, :count] = solved.features
-        labels[victim, :count] = solved.labels.reshape(labels[victim, :count].shape).to(labels)
-        examples[victim, :count] = prior.inputs(solved.features, solved.labels).float()
-        residuals[victim] = solved.residual
-        if scored:
-            own, own_labels = captured.tensor[victim, :count].cpu(), captured.targets[victim, :count].cpu()
-            actual = head.features(own)
-            _check_reproduces(sighting, actual, own_labels)
-            errors[victim, :count] = _feature_errors(solved, actual)
-            if pool is not None:
-                identified[victim, :count] = pool.picks(sighting, prior, solved, own, actual, own_labels)
+        with device:  # all that is created here
+            sighting = kept.in_float64(device)
+            count = sighting.shares.shape[1]
+            solved = _solve_all(sighting, prior)
+            features[victim, :count] = solved.features
+            labels[victim, :count] = solved.labels.reshape(labels[victim, :count].shape).to(labels)
+            examples[victim, :count] = prior.inputs(solved.features, solved.labels).float()
+            residuals[victim] = solved.residual
+            if scored:
+                own, own_labels = captured.tensor[victim, :count], captured.targets[victim, :count]
+                actual = head.features(own).to(device)
+                _check_reproduces(sighting, actual, own_labels)
+                errors[victim, :count] = _feature_errors(solved, actual)
+                if pool is not None:
+                    identified[victim, :count] = pool.picks(sighting, prior, solved, own, actual, own_labels)
         if progress is not None:
             progress(victim + 1, victims)
     once = torch.ones(victims, dtype=torch.int64)
     outcome = torch.where(residuals < _FITS, Reconstruction.CONVERGED, 0)
-    device = captured.device
     here, start = examples.to(device), torch.zeros_like(examples, device=device)
     found = Reconstruction(
         here, here, start, labels.to(device), residuals.to(device), once.to(device), outcome.to(device), victims, features
     )
     return HeadFound(found, identified.to(device), 1 if pool is None else 1 + len(pool), errors)
+
+
+def _solve_all(sighting: Sighting, prior: FeaturePrior) -> Solved:
+    """The labels and features of all examples behind the observation."""
+    count = sighting.shares.shape[1]
+    if sighting.classes:
+        return solve(sighting, prior, None if count == 1 else count_labels(sighting, prior))
+    # The examples of a batch differ only by their classes: without any, all are taken to be the same.
+    together = solve(replace(sighting, shares=sighting.shares.sum(1, keepdim=True)), prior)
+    several = {"features": together.features.expand(count, -1), "labels": together.labels.expand(count, -1)}
+    return replace(together, **several)
 
 
 def _check_reproduces(sighting: Sighting, features: Tensor, labels: Tensor) -> None:
@@ -139,7 +145,7 @@ def count_labels(sighting: Sighting, prior: FeaturePrior) -> Tensor:
     matrix = torch.stack(columns, dim=1)
     scale = torch.where(sighting.deviation > 0, sighting.deviation, 1.0)[:, None, None]
     weight = (torch.ones_like(seen) / scale).flatten()
-    wanted, _ = nnls((matrix * weight[:, None]).numpy(), (seen.flatten() * weight).numpy())
+    wanted, _ = nnls((matrix * weight[:, None]).cpu().numpy(), (seen.flatten() * weight).cpu().numpy())
     wanted = wanted * examples / max(wanted.sum(), 1e-12)
     labels = []
     for _ in range(examples):  # assign one example at a time to the class with the largest remaining count

@@ -84,37 +84,65 @@ def _solved(sighting: Sighting, features: Tensor, labels: Tensor) -> Solved:
 
 
 def _likeliest(sighting: Sighting, prior: FeaturePrior) -> Solved:
-    """Under noise: maximise the posterior density over features for each label, and choose the best label."""
+    """Under noise: maximise the posterior density over features for all labels at once, and choose the best label."""
+    labels = torch.arange(len(prior.means), device=sighting.seen.device)
+    densities, features = _climbed(sighting, prior, prior.means, labels, _TRIAL)
+    best = densities.argmin()[None]
+    _, features = _climbed(sighting, prior, features[best], labels[best], _SINGLE)
+    return _solved(sighting, features, labels[best])
 
-    def climbed(label: int, features: Tensor, steps: int) -> tuple[float, int, Tensor]:
-        """The best point on the way: over many rounds a step may overshoot, and is then halved."""
-        labels = torch.tensor([label])
-        best = _density(sighting, prior, features, labels)
-        for _ in range(steps):
-            move = _step(sighting, prior, features, labels, noisy=True) - features
-            for shorter in _SHORTER:
-                found = _density(sighting, prior, features + shorter * move, labels)
-                if found < best:
-                    best, features = found, features + shorter * move
-                    break
-            else:
+
+def _climbed(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """For each row, the best point on the way, and its density: over many rounds a step may overshoot, and is shortened."""
+    densities, climbing = _densities(sighting, prior, features, labels), torch.ones_like(labels, dtype=torch.bool)
+    for _ in range(steps):
+        moves = _steps(sighting, prior, features, labels) - features
+        waiting = climbing.clone()
+        for shorter in _SHORTER:
+            rows = waiting.nonzero()[:, 0]
+            if not len(rows):
                 break
-        return best, label, features
+            points = features[rows] + shorter * moves[rows]
+            found = _densities(sighting, prior, points, labels[rows])
+            better = found < densities[rows]
+            features, densities = features.clone(), densities.clone()
+            features[rows[better]], densities[rows[better]] = points[better], found[better]
+            waiting[rows[better]] = False
+        climbing = climbing & ~waiting
+        if not bool(climbing.any()):
+            break
+    return densities, features
 
-    tried = [climbed(label, prior.means[label : label + 1], _TRIAL) for label in range(len(prior.means))]
-    _, label, features = min(tried, key=lambda each: each[0])
-    _, label, features = climbed(label, features, _SINGLE)
-    return _solved(sighting, features, torch.tensor([label]))
 
+def _densities(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor) -> Tensor:
+    """−2 log of the posterior density of each row's features as the one example behind the observation, up to a constant.
 
-def _density(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor) -> float:
-    """−2 log of the posterior density, up to a constant."""
+    |G − g|² is computed as |G|² − 2⟨G, g⟩ + |g|², g = c ⊗ f: no array of the observation's size is formed.
+    """
+    whole = torch.cat([features, features.new_ones(len(features), 1)], dim=1) if sighting.has_bias else features
+    scaled = coefficients(sighting, features, labels) * sighting.shares[:, :1, None]  # [releases, rows, classes]
+    along = torch.einsum("rkd,bd->rbk", sighting.seen, whole)
+    moved = (scaled.square() * whole.square().sum(1)[:, None] - 2 * along * scaled).sum(2)
+    misfits = ((moved + sighting.energies[:, None]) / _squared_deviation(sighting)[:, None]).sum(0)
     away = features - prior.typical(labels)
-    along = away @ prior.basis
-    unlikely = float((along.square() / prior.variances).sum())
+    inside = away @ prior.basis
+    unlikely = (inside.square() / prior.variances).sum(1)
     if prior.others:
-        unlikely += float(away.square().sum() - along.square().sum()) / prior.rest
-    return _misfit(sighting, features, labels) + unlikely
+        unlikely = unlikely + (away.square().sum(1) - inside.square().sum(1)) / prior.rest
+    found: Tensor = misfits + unlikely
+    return found
+
+
+def _steps(sighting: Sighting, prior: FeaturePrior, features: Tensor, labels: Tensor) -> Tensor:
+    """`_step` under noise for each row by itself, as the one example behind the observation."""
+    weighted = coefficients(sighting, features, labels) * sighting.shares[:, :1, None]
+    weighted, variance = weighted.transpose(1, 2), _squared_deviation(sighting)[:, None, None]
+    values = (weighted.square() / variance).sum((0, 1))[:, None]
+    means, size = prior.typical(labels), features.shape[1]
+    wanted = (weighted / variance).flatten(0, 1).T @ sighting.seen.flatten(0, 1)
+    turned = wanted[:, :size] - values * means
+    found: Tensor = means + prior.weighted(turned, 1 / (values + 1 / prior.variances), 1 / (values + 1 / prior.rest))
+    return found
 
 
 def _without_classes(sighting: Sighting, prior: FeaturePrior, noisy: bool) -> Solved:
@@ -127,11 +155,11 @@ def _without_classes(sighting: Sighting, prior: FeaturePrior, noisy: bool) -> So
     if noisy:
         features = prior.means[:1]
         labels = _targets_of(sighting, features)
-        best, chosen = _density(sighting, prior, features, labels), features
+        best, chosen = float(_densities(sighting, prior, features, labels)), features
         for _ in range(_SINGLE):
-            features = _step(sighting, prior, features, labels, noisy=True)
+            features = _steps(sighting, prior, features, labels)
             labels = _targets_of(sighting, features)
-            if (found := _density(sighting, prior, features, labels)) < best:
+            if (found := float(_densities(sighting, prior, features, labels))) < best:
                 best, chosen = found, features
         return _solved(sighting, chosen, _targets_of(sighting, chosen))
     rows = sighting.seen[..., :size].reshape(-1, size)
@@ -242,7 +270,9 @@ def _batch(sighting: Sighting, prior: FeaturePrior, labels: Tensor, noisy: bool)
     features, (releases, rows, _) = prior.typical(labels), sighting.seen.shape
     if releases * max(1, rows - 1) >= len(labels):
         generator = torch.Generator().manual_seed(0)
-        draws = torch.randn(len(labels), len(prior.variances), generator=generator, dtype=torch.float64)
+        draws = torch.randn(len(labels), len(prior.variances), generator=generator, dtype=torch.float64, device="cpu").to(
+            features.device
+        )
         spread = torch.where(prior.variances.isfinite(), prior.variances, 1.0).sqrt()
         features = features + (draws * spread) @ prior.basis.T
     best, least = features, float("inf")

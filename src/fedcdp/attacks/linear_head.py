@@ -11,7 +11,7 @@ features within each class, and the map from features to inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -192,8 +192,9 @@ class FeaturePrior:
             flat = torch.full((size,), torch.inf, dtype=torch.float64)
             basis = torch.eye(size, dtype=torch.float64)
             return FeaturePrior(nothing, basis, flat, torch.inf, None, nothing, None, shape, scaling_of(head.network))
-        features, inputs = head.features(public.tensor), public.tensor.flatten(1).double()
-        groups = groups_of(public.targets, head.classes)
+        device = head.layer.weight.device  # here for the large products alone
+        features, inputs = head.features(public.tensor).to(device), public.tensor.flatten(1).double().to(device)
+        groups = groups_of(public.targets, head.classes).to(device)
         means, centred = _by_class(features, groups, head.classes)
         input_means, centred_inputs = _by_class(inputs, groups, head.classes)
         variances, basis = _axes(centred)
@@ -201,9 +202,16 @@ class FeaturePrior:
         kept = variances > rest
         length = float(features.norm(dim=1).quantile(0.5))
         inverse = None if plain else _ridge(centred, centred_inputs)
-        return FeaturePrior(
+        found = FeaturePrior(
             means, basis[:, kept], variances[kept], rest, length, input_means, inverse, shape, scaling_of(head.network),
         )  # fmt: skip
+        return found.to(torch.device("cpu"))
+
+    def to(self, device: torch.device) -> FeaturePrior:
+        """The same on a device."""
+        inverse = None if self.inverse is None else self.inverse.to(device)
+        moved = {name: getattr(self, name).to(device) for name in ("means", "basis", "variances", "input_means")}
+        return replace(self, inverse=inverse, **moved)
 
     @property
     def others(self) -> int:
@@ -231,7 +239,7 @@ class FeaturePrior:
 
 def groups_of(targets: Tensor, classes: int) -> Tensor:
     """The class of each target [n, ...]; 0 for all if there are no classes."""
-    return targets.reshape(len(targets)).long() if classes > 1 else torch.zeros(len(targets), dtype=torch.int64)
+    return targets.reshape(len(targets)).long() if classes > 1 else targets.new_zeros(len(targets), dtype=torch.int64)
 
 
 def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:
@@ -268,7 +276,7 @@ def _axes(centred: Tensor) -> tuple[Tensor, Tensor]:
 
 def _ridge(features: Tensor, inputs: Tensor) -> Tensor:
     """Linear regression of inputs on features, with the ridge that performs best on a held-out fifth of the examples."""
-    held_out = torch.arange(len(features)) % 5 == 0
+    held_out = torch.arange(len(features), device=features.device) % 5 == 0
     wide = len(features) < features.shape[1]
 
     def products(some: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,7 +285,7 @@ def _ridge(features: Tensor, inputs: Tensor) -> Tensor:
         return (rows @ rows.T, inputs[some]) if wide else (rows.T @ rows, rows.T @ inputs[some])
 
     def fitted(gram: Tensor, wanted: Tensor, rows: Tensor, ridge: float) -> Tensor:
-        more = torch.eye(len(gram), dtype=gram.dtype) * (ridge * float(gram.trace()) + 1e-12)
+        more = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) * (ridge * float(gram.trace()) + 1e-12)
         solution: Tensor = torch.linalg.solve(gram + more, wanted)
         return rows.T @ solution if wide else solution
 

@@ -253,11 +253,13 @@ _LEAST = 1e-18
 class Candidates:
     """Public examples among which a victim's own example is searched."""
 
-    def __init__(self, head: LinearHead, public: Dataset, candidates: int, seed: int) -> None:
+    def __init__(
+        self, head: LinearHead, public: Dataset, candidates: int, seed: int, device: torch.device | str = "cpu"
+    ) -> None:
         order = numpy_generator(seed, "candidates").permutation(len(public))[: candidates - 1]
         some = public.take(torch.from_numpy(order))
-        self._rows, self._labels = _rows(some.tensor), some.targets.cpu()
-        self._features = head.features(some.tensor)
+        self._rows, self._labels = _rows(some.tensor), some.targets.to(device)
+        self._features = head.features(some.tensor).to(device)
         self._at: tuple[Tensor, Tensor, Tensor] | None = None
         self._errors = torch.empty(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,9 +59,15 @@ class Sighting:
         names = ("seen", "weights", "biases", "deviation", "bound", "shares")
         return replace(self, **{name: getattr(self, name)[:1] for name in names})
 
-    def in_float64(self) -> Sighting:
-        """The same in float64 for computing; storing float32 takes half the memory."""
-        return replace(self, seen=self.seen.double(), weights=self.weights.double(), biases=self.biases.double())
+    @cached_property
+    def energies(self) -> Tensor:
+        """[releases]: the squared norm of each release."""
+        return self.seen.square().sum((1, 2))
+
+    def in_float64(self, device: torch.device | str = "cpu") -> Sighting:
+        """The same on a device, in float64 for computing; storing float32 takes half the memory."""
+        names = ("seen", "weights", "biases", "deviation", "bound", "shares")
+        return replace(self, **{name: getattr(self, name).to(device).double() for name in names})
 
 
 @dataclass(frozen=True)
