@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ def run(wanted: list[Cell], device: str, workers: int, commit: str, out: Path) -
     origin, failed = {"commit": commit, "machine": _machine(device)}, 0
     with ThreadPoolExecutor(workers) as pool:
         missing = [cell for cell in wanted if cell.key not in stored]
-        for cell, done in [(cell, pool.submit(measure, cell, device, origin)) for cell in missing]:
+        running = {pool.submit(measure, cell, device, origin): cell for cell in missing}
+        for done in as_completed(running):
+            cell = running[done]
             try:
                 stored[cell.key] = done.result()
             except RuntimeError as error:
