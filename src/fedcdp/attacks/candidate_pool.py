@@ -8,8 +8,9 @@ label, and where a search should start.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ POOL = 1000
 LEAST_NOISE = 1e-3
 """The least standard deviation that a likelihood assumes: rounding errors, and examples that are only like public ones."""
 _AT_ONCE = 100
+_SURPRISING, _AT_MOST = 6.0, 0.9  # in standard deviations of the measured noise; as a share of the promised noise
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,11 @@ class CandidatePool:
     """[victims, candidates], up to a constant for each victim; zeros if candidates cannot be compared one by one."""
 
     @staticmethod
-    def of(public: Dataset, observations: Sequence[Observation], victims: int, seed: int, single: bool) -> CandidatePool:
+    def of(
+        public: Dataset, observations: Sequence[Observation], victims: int, seed: int, *, single: bool, size: int = POOL
+    ) -> CandidatePool:
         """Draw candidates and compare them with the observations, if these are of single examples."""
-        order = numpy_generator(seed, "candidate-pool").permutation(len(public))[:POOL]
+        order = numpy_generator(seed, "candidate-pool").permutation(len(public))[:size]
         some = public.take(torch.from_numpy(order))
         device = observations[0].captured.device
         inputs, targets = some.tensor.to(device), some.targets.to(device)
@@ -83,12 +87,10 @@ class CandidatePool:
 
 def log_likelihoods(observations: Sequence[Observation], victims: int, inputs: Inputs, targets: Tensor) -> Tensor:
     """[victims, candidates]: the log-likelihood of candidates over all observations, up to a constant for each victim."""
-    device = observations[0].captured.device
-    total = torch.zeros(victims, len(targets), dtype=torch.float64, device=device)
+    total = torch.zeros(victims, len(targets), dtype=torch.float64, device=observations[0].captured.device)
     for each in observations:
         stop_if_asked()
-        variance = each.captured.deviation.double().clamp(min=LEAST_NOISE).square()[:, None]
-        total.index_add_(0, each.who, matched_filters(each.captured, inputs, targets) / variance)
+        total.index_add_(0, each.who, matched_filters(each.captured, inputs, targets) / _variance(each.captured)[:, None])
     return total
 
 
@@ -97,10 +99,37 @@ def own_log_likelihoods(observations: Sequence[Observation], inputs: Inputs, tar
     total = torch.zeros(len(targets), dtype=torch.float64, device=observations[0].captured.device)
     for each in observations:
         mine = each_tensor(inputs, lambda value: value[each.who])  # noqa: B023
-        variance = each.captured.deviation.double().clamp(min=LEAST_NOISE).square()
         shown, seen = _shown(each.captured, mine, targets[each.who]), _flat(each.captured)
-        total.index_add_(0, each.who, ((seen - shown / 2) * shown * _compared(each.captured)).sum(1) / variance)
+        filtered = ((seen - shown / 2) * shown * _compared(each.captured)).sum(1)
+        total.index_add_(0, each.who, filtered / _variance(each.captured))
     return total
+
+
+def _variance(captured: Captured) -> Tensor:
+    return captured.deviation.double().clamp(min=LEAST_NOISE).square()
+
+
+def measured(observations: Sequence[Observation], pool: CandidatePool) -> tuple[list[Observation], int]:
+    """The observations with the noise that they carry, where this is clearly less than promised; and how many these are.
+
+    The noise on thousands of coordinates shows how large it is. What is left of an observation after the likeliest candidate
+    is subtracted is noise, up to the difference to the true example. A round without noise would otherwise be weighed as if
+    it had some.
+    """
+    likeliest = pool.scores.argmax(1)
+    found, quiet = [], 0
+    for each in observations:
+        captured, mine = each.captured, likeliest[each.who]
+        seen = _flat(captured)
+        left = seen
+        if captured.most == 1:
+            left = (seen - _shown(captured, pool.inputs[mine], pool.targets[mine])) * _compared(captured)
+        spread = left.square().mean(1).sqrt()
+        surprising = 1 - _SURPRISING / math.sqrt(2 * seen.shape[1])
+        less = spread < captured.deviation * min(surprising, _AT_MOST)
+        quiet += int(less.sum())
+        found.append(replace(each, captured=replace(captured, deviation=torch.where(less, spread, captured.deviation))))
+    return found, quiet
 
 
 def matched_filters(captured: Captured, inputs: Inputs, targets: Tensor) -> Tensor:

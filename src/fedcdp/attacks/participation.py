@@ -149,7 +149,7 @@ class Spy:
                 yield Release(
                     [(names[c], r) for c, r in zip(client.tolist(), used.tolist(), strict=True)], at, client.tolist(),
                     {name: value[client, slot] for name, value in told[0].items()},
-                    {name: value[client] for name, value in local.weights.items()}, step == 0,
+                    _at_victims(state.weights, local.weights, client, step), step == 0,
                     used[None, :, None], torch.ones_like(used, dtype=torch.bool)[None, :, None],
                 )  # fmt: skip
             if step + 1 < len(draw.positions):
@@ -162,11 +162,17 @@ class Spy:
         ]
         update = take_part(METHODS[at.plan.method], state.weights, batches, at).update
         clients = at.clients.tolist()
-        weights = {name: value.expand(len(clients), *value.shape) for name, value in state.weights.items()}
         return Release(
-            [(client, -1) for client in clients], at, list(range(len(clients))), as_gradient(update, at), weights, True,
-            draw.positions, draw.present,
+            [(client, -1) for client in clients], at, list(range(len(clients))), as_gradient(update, at),
+            _at_victims(state.weights, state.weights, at.clients, 0), True, draw.positions, draw.present,
         )  # fmt: skip
+
+
+def _at_victims(state: Tree, local: Tree, clients: Tensor, step: int) -> Tree:
+    """The weights [victims, ...] at which local step `step` begins for the victims of these clients: first, those sent."""
+    if step == 0:
+        return {name: value.expand(len(clients), *value.shape) for name, value in state.items()}
+    return {name: value[clients] for name, value in local.items()}
 
 
 def keys_of(leak: Leak, victims: list[tuple[int, list[int]]]) -> list[Key]:

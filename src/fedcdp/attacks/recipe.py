@@ -72,6 +72,8 @@ class Recipe:
     components: int = 60
     iterations: int = 300
     """Maximum number of iterations; one iteration is one optimiser step of up to `inner` evaluations."""
+    rounds: Literal["one", "all"] = "one"
+    """Attack what was seen in one round, or in all rounds of a training (`accumulated_attack`)."""
     restarts: int = 1
     """Number of seeds to try for each victim; the adversary keeps the best fit."""
 
@@ -134,4 +136,6 @@ RECIPES: dict[str, Recipe] = {
     "averaging": Recipe(labels="counts", dummies="all", knows="method", space="components", restarts=3),
     # Maximum a posteriori within a class, from the posterior mean over public candidates.
     "class-prior": CLASS_PRIOR,
+    # The same over all rounds of a training; each evaluation computes every round.
+    "accumulated": CLASS_PRIOR.but(rounds="all", iterations=40, restarts=1),
 }
