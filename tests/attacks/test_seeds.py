@@ -100,7 +100,7 @@ def test_drawing_a_seed_leaves_torchs_own_generator_alone() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kind": "stripes"}, "seed: 'stripes' is not one of pattern, uniform, normal, zeros"),
+        ({"kind": "stripes"}, "seed: 'stripes' is not one of pattern, uniform, normal, zeros, posterior"),
         ({"tiles": 0}, "tiles: 0 is not allowed; it must be at least 1"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedcdp.attacks.recipe import Pixels, Subspace
+from fedcdp.attacks.spaces import Pixels, Subspace
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError
 

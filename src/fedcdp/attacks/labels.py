@@ -9,6 +9,7 @@ features of the examples that have this label, positive along all others.
 | `agnostic` | three classes | the row with the most negative inner products with all others: features of any sign |
 | `negative-sum` | features ≥ 0 | the row with the most negative sum (iDLG; Zhao et al., 2020) |
 | `counts` | their number | how often each label occurs, from the network's outputs on the seeds; also in which step |
+| `posterior` | public examples | one label, from the likelihood of public candidates (`candidate_pool`); else as `counts` |
 | `known` | the truth | the labels of an adversary who knows them |
 | `joint` | nothing | labels are optimised with the examples (DLG; Zhu et al., 2019) |
 
@@ -18,6 +19,7 @@ Targets without classes are not inferred here: see `targets.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Literal, get_args
 
@@ -25,13 +27,14 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.objectives import Knows, predicted
+from fedcdp.attacks.observations import Observation
 from fedcdp.attacks.observe import Captured
 from fedcdp.errors import ModelError, PlanError
-from fedcdp.files.tree import Inputs, Layout, Tree, first_tensor
+from fedcdp.files.tree import Inputs, Layout, Tree, each_tensor, first_tensor
 
 _FEW = 16  # largest number of examples for which every pair is tried
 
-LabelRule = Literal["gradient", "agnostic", "negative-sum", "counts", "known", "joint"]
+LabelRule = Literal["gradient", "agnostic", "negative-sum", "counts", "posterior", "known", "joint"]
 
 
 def last_layer(layout: Layout, classes: int) -> tuple[str, str | None]:
@@ -55,14 +58,22 @@ def _rows(captured: Captured, classes: int) -> int:
     return 1 if captured.task == "binary" else classes
 
 
-def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Inputs, knows: Knows = "gradient") -> Tensor:
+def infer_labels(
+    captured: Captured,
+    rule: LabelRule,
+    classes: int,
+    seeds: Inputs,
+    knows: Knows = "gradient",
+    observations: Sequence[Observation] = (),
+) -> Tensor:
     """The labels [victims, examples] that an adversary assigns to its dummies, which start from the seeds.
 
-    An adversary that knows the method refines the counts of several examples by simulating it. The label of a single example
-    follows from the signs of the observation (under noise, of its rank-one part); a seed in its place could only mislead.
+    An adversary that knows the method refines the counts of several examples by simulating it, in all `observations`. The
+    label of a single example follows from the signs of the observation (under noise, of its rank-one part); a seed in its
+    place could only mislead.
     """
     victims, examples = first_tensor(seeds).shape[:2]
-    if rule not in get_args(LabelRule) or rule == "joint":
+    if rule not in get_args(LabelRule) or rule in ("joint", "posterior"):
         raise PlanError(f"labels: {rule!r} is not one of {', '.join(get_args(LabelRule))}")
     if rule == "known":
         return known_targets(captured, examples)
@@ -76,7 +87,7 @@ def infer_labels(captured: Captured, rule: LabelRule, classes: int, seeds: Input
         scores = _single_scores(captured.seen, weight, bias, rule, classes, noisy=captured.noisy)
         labels = scores.argmin(1)[:, None].expand(victims, examples)
     if rule == "counts" and knows == "method" and (examples > 1 or captured.steps > 1):
-        return refine_labels(captured, labels, classes, seeds)
+        return refine_labels(captured, labels, classes, seeds, observations)
     return labels
 
 
@@ -157,28 +168,39 @@ def _counted(captured: Captured, weight: str, bias: str | None, seeds: Inputs) -
     return torch.stack(labels, dim=1)
 
 
-def refine_labels(captured: Captured, labels: Tensor, classes: int, examples: Inputs) -> Tensor:
+def refine_labels(
+    captured: Captured, labels: Tensor, classes: int, examples: Inputs, observations: Sequence[Observation] = ()
+) -> Tensor:
     """Improve labels: change one at a time, then swap, as long as this brings the simulated last-layer gradient closer.
 
     The examples (or seeds in their place) are run through the method's own code and compared with the observation of the
-    last layer. If a method clips, or the network learns over several steps, counts alone are not enough. Once the examples
-    are known, this determines which of them has which label.
+    last layer, in one observation or in all of several. If a method clips, or the network learns over several steps, counts
+    alone are not enough. Once the examples are known, this determines which of them has which label.
     """
     weight, bias = last_layer(captured.engine.layout, _rows(captured, classes))
     names = [weight] if bias is None else [weight, bias]
 
     def misfit(tried: Tensor) -> Tensor:
+        if not observations:
+            return distance(captured, examples, tried)
+        total = torch.zeros(len(tried), device=captured.device)
+        for each in observations:
+            mine = each_tensor(examples, lambda value: value[each.who])  # noqa: B023
+            total.index_add_(0, each.who, distance(each.captured, mine, tried[each.who]))
+        return total
+
+    def distance(part: Captured, inputs: Inputs, tried: Tensor) -> Tensor:
         with torch.no_grad():
-            tree = predicted(captured, "method", examples, tried, captured.present)
-        return torch.stack([(tree[name] - captured.seen[name]).flatten(1).square().sum(1) for name in names]).sum(0)
+            tree = predicted(part, "method", inputs, tried, part.present)
+        return torch.stack([(tree[name] - part.seen[name]).flatten(1).square().sum(1) for name in names]).sum(0)
 
     best = misfit(labels)
 
     def kept_if_better(tried: Tensor) -> None:
         nonlocal labels, best
-        distance = misfit(tried)
-        labels = torch.where((distance < best)[:, None], tried, labels)
-        best = torch.minimum(distance, best)
+        found = misfit(tried)
+        labels = torch.where((found < best)[:, None], tried, labels)
+        best = torch.minimum(found, best)
 
     places = range(labels.shape[1])
     for place in places:

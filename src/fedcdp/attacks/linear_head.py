@@ -182,7 +182,7 @@ class FeaturePrior:
         size = head.layer.in_features
         plain = _are_inputs(head, shape)
         if public is not None:
-            public = _without(public, victims)
+            public = without_victims(public, victims)
         if public is not None and min(len(public), size) > _MOST:
             public = public.take(torch.arange(_MOST) * len(public) // _MOST)
         if public is None or len(public) < _FEWEST:
@@ -250,7 +250,7 @@ def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:
     return features.shape == wanted.shape and torch.allclose(features, wanted, rtol=1e-6, atol=1e-6)
 
 
-def _without(public: Dataset, victims: Tensor) -> Dataset | None:
+def without_victims(public: Dataset, victims: Tensor) -> Dataset | None:
     """The public examples without the victims': a federation without public data only has its own. None: all are victims."""
     mine = {row.tobytes() for row in victims.flatten(1).float().cpu().numpy()}
     theirs = public.tensor.flatten(1).float().cpu().numpy()

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fedcdp.attacks.accumulated_attack import attack_accumulated
+from fedcdp.attacks.accumulation import observe_throughout
 from fedcdp.attacks.active import Stage
 from fedcdp.attacks.active_servers import ACTIVE
 from fedcdp.attacks.analytic import first_dense, invert
@@ -24,7 +26,7 @@ from fedcdp.attacks.cohort import reads_sum
 from fedcdp.attacks.head_attack import attack_head
 from fedcdp.attacks.inferred import Inferred, attack_labels, attack_tokens
 from fedcdp.attacks.leaks import Leaks, Observer, told
-from fedcdp.attacks.linear_head import LinearHead
+from fedcdp.attacks.linear_head import LinearHead, without_victims
 from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective, check_reproduces, predicted, prunes
 from fedcdp.attacks.observe import Captured, Look, cohort_of
@@ -36,6 +38,7 @@ from fedcdp.attacks.scene import Scene
 from fedcdp.attacks.scores import Criteria
 from fedcdp.attacks.sightings import Sightings, sighted_once, sighted_throughout
 from fedcdp.attacks.tableak import TabLeak, attack_table
+from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError, FedcdpError, ModelError, PlanError
 
 ONCE = "a single look"
@@ -99,7 +102,10 @@ class Attempts:
             given = recipe if isinstance(recipe, TabLeak) else TabLeak(exact=name == "tableak")
             return self._table(name, given, progress)
         assert not isinstance(recipe, TabLeak)
-        return self._reconstruct(name, recipe or RECIPES.get(name), progress)
+        recipe = recipe or RECIPES.get(name)
+        if recipe is not None and recipe.rounds == "all":
+            return self._accumulated(name, recipe, progress)
+        return self._reconstruct(name, recipe, progress)
 
     @property
     def stage(self) -> Stage:
@@ -121,11 +127,37 @@ class Attempts:
                 captured, scene.network, scene.classes, seed=self.seed, public=scene.public, progress=progress
             )  # fmt: skip
         else:
+            public = self._others(captured) if recipe.seed.kind == "posterior" else scene.public
             found = reconstruct(
-                captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range, public=scene.public,
+                captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range, public=public,
                 watch=observer, progress=progress,
             )  # fmt: skip
         return told(scene, name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
+
+    def _accumulated(self, name: str, recipe: Recipe, progress: Progress | None) -> Leaks:
+        scene, started = self.scene, time.perf_counter()
+        if scene.course is None or not self.throughout:
+            raise PlanError(
+                "attack: accumulated reads all rounds of a training: give the untrained model, and no round, step, steps or "
+                "releases"
+            )
+        seen = observe_throughout(
+            scene.course, scene.engine, self.look.leak, self.victims, self.captured.task, part_of(progress, 0, 2)
+        )
+        observer = Observer(seen.captured, self.criteria, self.visible, scene.value_range)
+        got = attack_accumulated(
+            seen, recipe, self._others(seen.captured), scene.classes, candidates=self.criteria.candidates,
+            value_range=scene.value_range, seed=self.seed, watch=observer, progress=part_of(progress, 1, 2),
+        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        return got.figures(told(scene, name, seen.captured, got.found, observer, seconds, watched=True), seen)
+
+    def _others(self, captured: Captured) -> Dataset | None:
+        """Public examples without the victims' own: a federation without public data only has its own."""
+        public = self.scene.public
+        if public is None or not self.scene.scored:
+            return public
+        return without_victims(public, captured.tensor[captured.present].cpu())
 
     def _table(self, name: str, settings: TabLeak, progress: Progress | None) -> Leaks:
         scene, captured = self.scene, self.captured

@@ -1,13 +1,12 @@
 """Recipes: a reconstruction attack as seed × labels × adversary knowledge × objective × optimiser × space.
 
-A point [victims, D] of a `Space` stands for examples [victims, examples, ...]: pixels, or principal components of public
-examples. A `Seed` draws the starting examples. Its choice decides how often an attack succeeds (Wei et al., ESORICS 2020).
+A `Seed` draws the starting examples. Its choice decides how often an attack succeeds (Wei et al., ESORICS 2020).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,107 +14,17 @@ from torch import Tensor
 from fedcdp.attacks.labels import LabelRule
 from fedcdp.attacks.objectives import Knows, Objective
 from fedcdp.attacks.optimisers import LBFGS, Adam
-from fedcdp.data.dataset import Dataset
-from fedcdp.errors import DataError, PlanError
+from fedcdp.errors import PlanError
 from fedcdp.mechanism.randomness import normals, stream_key, words
 
-
-class Space(Protocol):
-    """Represents examples as points, with a prior over the points and the set of allowed ones."""
-
-    has_prior: bool
-
-    def points(self, examples: Tensor) -> Tensor:
-        """The points nearest to examples [victims, examples, ...]."""
-        ...
-
-    def examples(self, points: Tensor) -> Tensor:
-        """The examples [victims, examples, ...] that points stand for."""
-        ...
-
-    def penalty(self, points: Tensor) -> Tensor:
-        """[victims]: negative log-likelihood of the points, up to a constant."""
-        ...
-
-    def project(self, points: Tensor) -> Tensor:
-        """The nearest allowed points."""
-        ...
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """Each coordinate is free; with a `box`, within these bounds."""
-
-    shape: tuple[int, ...]
-    box: tuple[float, float] | None = None
-    has_prior = False
-
-    def points(self, examples: Tensor) -> Tensor:
-        """See `Space`."""
-        return self.project(examples.flatten(1))
-
-    def examples(self, points: Tensor) -> Tensor:
-        """See `Space`."""
-        return points.view(len(points), -1, *self.shape)
-
-    def penalty(self, points: Tensor) -> Tensor:
-        """See `Space`."""
-        return points.new_zeros(len(points))
-
-    def project(self, points: Tensor) -> Tensor:
-        """See `Space`."""
-        return points if self.box is None else points.clamp(*self.box)
-
-
-@dataclass(frozen=True)
-class Subspace:
-    """Principal components of public examples, with the Gaussian prior fitted to them."""
-
-    shape: tuple[int, ...]
-    mean: Tensor
-    basis: Tensor
-    """[components, size]: orthogonal directions, each one standard deviation long."""
-    has_prior = True
-
-    @staticmethod
-    def of(public: Dataset, components: int, device: torch.device) -> Subspace:
-        """The leading components of the public examples."""
-        flat = public.tensor.flatten(1).to(device)
-        if len(flat) <= components:
-            raise DataError(f"public: {len(flat)} examples are too few for {components} principal components")
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(0)
-            _, deviations, directions = torch.pca_lowrank(flat, q=min(components, flat.shape[1]), niter=4)
-        scaled = directions.T * (deviations / (len(flat) - 1) ** 0.5)[:, None]
-        return Subspace(public.shape, flat.mean(0), scaled)
-
-    def points(self, examples: Tensor) -> Tensor:
-        """See `Space`."""
-        centred = examples.flatten(2) - self.mean
-        return (centred @ (self.basis / self.basis.square().sum(1, keepdim=True).clamp(min=1e-12)).T).flatten(1)
-
-    def examples(self, points: Tensor) -> Tensor:
-        """See `Space`."""
-        coefficients = points.view(len(points), -1, len(self.basis))
-        flat = self.mean + coefficients @ self.basis
-        return flat.view(*flat.shape[:2], *self.shape)
-
-    def penalty(self, points: Tensor) -> Tensor:
-        """See `Space`."""
-        return points.square().sum(1) / 2
-
-    def project(self, points: Tensor) -> Tensor:
-        """See `Space`."""
-        return points
-
-
-SeedKind = Literal["pattern", "uniform", "normal", "zeros"]
+SeedKind = Literal["pattern", "uniform", "normal", "zeros", "posterior"]
 
 
 @dataclass(frozen=True)
 class Seed:
     """`pattern` tiles a uniform [0, 1) patch `tiles` times a side (the paper's "patterned random" is 2); `uniform` is
-    [0, 1) and `normal` N(0, 1) in every coordinate."""
+    [0, 1) and `normal` N(0, 1) in every coordinate. `posterior` starts from public examples (`candidate_pool`); the
+    pattern that is drawn here only serves to infer labels."""
 
     kind: SeedKind = "pattern"
     tiles: int = 2
@@ -134,7 +43,7 @@ class Seed:
             return torch.zeros(*lead, *shape, device=victims.device)
         if self.kind == "normal":
             return normals(key, victims, restart, 0, examples * size).view(*lead, *shape)
-        tiles = self.tiles if self.kind == "pattern" else 1
+        tiles = 1 if self.kind == "uniform" else self.tiles
         sides = min(2, len(shape))  # tile both height and width of an image, or the length of a vector
         patch = [*shape[:-sides], *(-(-side // tiles) for side in shape[-sides:])]
         # A float32 below 1 holds 24 bits; with more bits, the largest value would round to 1.
@@ -157,11 +66,14 @@ class Recipe:
     """Treat the observation as a plain gradient, or run the method's own code on the dummies, without its noise."""
     objective: Objective = field(default_factory=Objective)
     optimiser: LBFGS | Adam = field(default_factory=LBFGS)
-    space: Literal["free", "box", "components"] = "free"
-    """Any values; values an input can have; or principal components of public examples, with their prior."""
+    space: Literal["free", "box", "components", "class-components"] = "free"
+    """Any values; values an input can have; principal components of public examples, or of those of each class, with their
+    prior."""
     components: int = 60
     iterations: int = 300
     """Maximum number of iterations; one iteration is one optimiser step of up to `inner` evaluations."""
+    rounds: Literal["one", "all"] = "one"
+    """Attack what was seen in one round, or in all rounds of a training (`accumulated_attack`)."""
     restarts: int = 1
     """Number of seeds to try for each victim; the adversary keeps the best fit."""
 
@@ -183,6 +95,19 @@ CPL = Recipe()
 
 KNOWING = CPL.but(labels="counts", dummies="all", knows="method", objective=Objective(shared_only=True))
 """An adversary that knows the method: fits its clipped gradients, and the update over all its local steps."""
+
+CLASS_PRIOR = Recipe(
+    seed=Seed("posterior"),
+    labels="posterior",
+    dummies="all",
+    knows="method",
+    objective=Objective(shared_only=True),
+    space="class-components",
+    components=150,
+    iterations=60,
+    restarts=2,
+)
+"""An adversary that knows how examples of each class are distributed."""
 
 ONE_TENSOR = CPL.but(iterations=100)
 """For attacks on one tensor at a time, which run many searches."""
@@ -209,4 +134,8 @@ RECIPES: dict[str, Recipe] = {
     "unrolled": KNOWING.but(objective=Objective(shared_only=True, total_variation=0.02)),
     # Maximum a posteriori in a subspace of likely images, from the mean of many releases.
     "averaging": Recipe(labels="counts", dummies="all", knows="method", space="components", restarts=3),
+    # Maximum a posteriori within a class, from the posterior mean over public candidates.
+    "class-prior": CLASS_PRIOR,
+    # The same over all rounds of a training; each evaluation computes every round.
+    "accumulated": CLASS_PRIOR.but(rounds="all", iterations=40, restarts=1),
 }

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fedcdp.attacks.candidate_pool import LEAST_NOISE, CandidatePool
 from fedcdp.attacks.labels import infer_labels, known_targets
 from fedcdp.attacks.objectives import predicted, total_variation
+from fedcdp.attacks.observations import Observation, among
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.optimisers import LBFGS
-from fedcdp.attacks.recipe import Pixels, Recipe, Space, Subspace
+from fedcdp.attacks.recipe import Recipe
+from fedcdp.attacks.spaces import ClassComponents, Pixels, Space, Subspace
 from fedcdp.attacks.targets import FreeTarget, has_classes
 from fedcdp.data.dataset import Dataset
 from fedcdp.engine.cuda_graphs import Graphed, record
@@ -22,7 +25,6 @@ from fedcdp.mechanism.randomness import stream_key
 
 _FITS = 1e-12  # of the loss of a zero prediction: nothing is left to gain
 _LOST = 1e6  # size of a coordinate, in units of the input range, beyond which a search has diverged
-_LEAST_NOISE = 1e-3  # a prior needs some noise; without noise it has no weight
 _WORTH_KEEPING = 0.6  # share of a recording's victims that must be live to keep the recording
 _MEMORY = {"cpu": 2 * 2**30, "cuda": 32 * 2**30}  # bytes for one chunk of victims
 
@@ -64,15 +66,19 @@ def reconstruct(
     seed: int = 0,
     value_range: tuple[float, float] = (0.0, 1.0),
     public: Dataset | None = None,
+    observations: Sequence[Observation] = (),
+    pool: CandidatePool | None = None,
     watch: Watch | None = None,
     progress: Progress | None = None,
 ) -> Reconstruction:
-    """Search for the examples behind an observation.
+    """Search for the examples behind an observation, or behind several `observations` of the same victims.
 
-    `public` are examples like the victims' that anyone can have; the recipe may need them for principal components. Of the
-    victims' own examples, only their number is used.
+    `public` are examples like the victims' that anyone can have; the recipe may need them for principal components, and for
+    the `pool` of candidates, unless that is given. Of the victims' own examples, only their number is used.
     """
-    space = _space(captured, recipe, value_range, public)
+    observations = observations or [Observation.alone(captured)]
+    space = _space(captured, recipe, classes, value_range, public)
+    pool = pool or _pool(captured, observations, recipe, seed, public)
     everyone = torch.arange(len(captured), device=captured.device)
     chunks = everyone.split(_victims_at_once(captured, recipe))
     total = len(chunks) * recipe.restarts * recipe.iterations
@@ -83,7 +89,11 @@ def reconstruct(
             stop_if_asked()
             before = (restart * len(chunks) + number) * recipe.iterations
             with deferred_interrupts():
-                found = _attack(captured, who, recipe, space, classes, seed, restart, watch, progress, before, total, public)
+                mine = pool if pool is None else pool.take(who)
+                found = _attack(
+                    captured, among(observations, who), who, recipe, space, mine, classes, seed, restart, watch, progress,
+                    before, total, public,
+                )  # fmt: skip
                 parts.append(found)
         found = _join(parts)
         best = found if best is None else _better(best, found)
@@ -96,9 +106,11 @@ def reconstruct(
 
 def _attack(
     captured: Captured,
+    observations: list[Observation],
     who: Tensor,
     recipe: Recipe,
     space: Space,
+    pool: CandidatePool | None,
     classes: int,
     seed: int,
     restart: int,
@@ -117,7 +129,10 @@ def _attack(
         free = FreeTarget.of(part, classes, public)
     shape = free.shape if free is not None and free.shape else (1,)
     values = recipe.seed.draw(who, dummies, shape, stream_key(seed, "labels"), restart)
-    problem = Problem(part, recipe, space, classes, seeds, values, free)
+    targets = None if free is not None else _targets(part, observations, recipe, pool, classes, seeds)
+    if pool is not None and recipe.seed.kind == "posterior":
+        seeds = pool.start(targets, who, dummies, seed, restart)
+    problem = Problem(part, recipe, space, seeds, targets, values, free, observations)
     state = recipe.optimiser.begin(problem.start)
     count = len(who)
     best, best_loss = problem.start.clone(), torch.full_like(state.loss, torch.inf)
@@ -169,21 +184,19 @@ class Problem:
     """The objective of every victim of a chunk, as a function of points."""
 
     def __init__(
-        self, captured: Captured, recipe: Recipe, space: Space, classes: int, seeds: Tensor, values: Tensor,
-        free: FreeTarget | None,
+        self, captured: Captured, recipe: Recipe, space: Space, seeds: Tensor, targets: Tensor | None, values: Tensor,
+        free: FreeTarget | None, observations: Sequence[Observation] = (),
     ) -> None:  # fmt: skip
-        """With `free`, targets start at `values` and are optimised with the examples."""
-        self._all, self._recipe, self._space, self._free = captured, recipe, space, free
+        """With `free`, targets start at `values` and are optimised with the examples. By default `captured` is all."""
+        self._recipe, self._free, self._targets = recipe, free, targets
+        self._all = list(observations) or [Observation.alone(captured)]
         self._present = captured.present if recipe.dummies == "all" else captured.present[:, :1]
-        self.start = space.points(seeds)
+        self._space = space
+        self._labels = torch.zeros_like(self._present, dtype=torch.int64) if targets is None else targets
+        self.start = space.within(self._labels).points(seeds)
         self._size = self.start.shape[1]
-        self._targets: Tensor | None = None
         if free is not None:
             self.start = torch.cat([self.start, values.flatten(1)], dim=1)
-        elif recipe.labels == "known":
-            self._targets = known_targets(captured, seeds.shape[1])
-        else:
-            self._targets = infer_labels(captured, recipe.labels, classes, seeds, recipe.knows)
         nothing = {name: torch.zeros_like(value) for name, value in captured.seen.items()}
         self.scale = recipe.objective.between(nothing, captured.seen)
         if space.has_prior:  # its minimum is not known
@@ -199,15 +212,18 @@ class Problem:
         self._who = who
         if self._graph is not None and len(who) > _WORTH_KEEPING * len(self._recorded):
             return  # a new recording would cost more than computing a few finished victims
-        self._part = self._all.take(who)
+        self._parts = among(self._all, who)
         self._recorded, self._graph = who, None
         if self._can_record:
-            self._graph = record(lambda points: self._evaluate(points, self._part, who), self.start[who])
+            self._graph = record(lambda points: self._evaluate(points, self._parts, who), self.start[who])
             self._can_record = self._graph is not None
 
     def examples(self, points: Tensor) -> Tensor:
-        """The examples that the points stand for."""
-        return self._space.examples(points[:, : self._size])
+        """The examples that points of the victims in focus stand for."""
+        return self._examples(points, self._who)
+
+    def _examples(self, points: Tensor, names: Tensor) -> Tensor:
+        return self._space.within(self._labels[names]).examples(points[:, : self._size])
 
     def labels(self, points: Tensor) -> Tensor:
         """The targets of the dummies [victims, dummies, ...]."""
@@ -228,23 +244,37 @@ class Problem:
         if self._graph is not None:
             return self._graph(points, torch.searchsorted(self._recorded, names))
         everyone = len(names) == len(self._recorded)
-        return self._evaluate(points, self._part if everyone else self._all.take(names), names)
+        return self._evaluate(points, self._parts if everyone else among(self._all, names), names)
 
-    def _evaluate(self, points: Tensor, part: Captured, names: Tensor) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, points: Tensor, parts: list[Observation], names: Tensor) -> tuple[Tensor, Tensor]:
         points = points.detach().requires_grad_()
-        examples = self.examples(points)
+        examples = self._examples(points, names)
         targets = self._free.soft(self._values(points)) if self._free is not None else self.labels(points)[names]
-        shown = predicted(part, self._recipe.knows, examples, targets, self._present[names])
-        if self._space.has_prior:  # −log of the posterior density, up to a constant
+        losses: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for number, seen in enumerate(parts):  # one at a time: each holds the memory of a whole backward pass
+            loss = self._misfit(seen, examples, targets, self._present[names])
+            if number == 0 and self._space.has_prior:  # −log of the posterior density, up to a constant
+                loss = loss + self._space.penalty(points[:, : self._size])
+            if number == 0 and self._recipe.objective.total_variation:
+                loss = loss + self._recipe.objective.total_variation * total_variation(examples)
+            losses.append(loss.detach())
+            gradients += torch.autograd.grad(loss.sum(), points, retain_graph=number + 1 < len(parts))
+        return sum(losses[1:], start=losses[0]), sum(gradients[1:], start=gradients[0])
+
+    def _misfit(self, seen: Observation, examples: Tensor, targets: Tensor, present: Tensor) -> Tensor:
+        """[victims]: how far the prediction for the examples is from what was seen; 0 for those not seen."""
+        part, count = seen.captured, len(examples)
+        everyone = len(seen.who) == count
+        if not everyone:
+            examples, targets, present = (each[seen.who] for each in (examples, targets, present))
+        shown = predicted(part, self._recipe.knows, examples, targets, present)
+        if self._space.has_prior:
             misfit = self._recipe.objective.misfit(shown, part.seen)
-            variance = part.deviation.to(misfit).clamp(min=_LEAST_NOISE).square()
-            loss = misfit / (2 * variance) + self._space.penalty(points[:, : self._size])
+            loss = misfit / (2 * part.deviation.to(misfit).clamp(min=LEAST_NOISE).square())
         else:
             loss = self._recipe.objective.between(shown, part.seen)
-        if self._recipe.objective.total_variation:
-            loss = loss + self._recipe.objective.total_variation * total_variation(examples)
-        (gradient,) = torch.autograd.grad(loss.sum(), points)
-        return loss.detach(), gradient
+        return loss if everyone else loss.new_zeros(count).index_add(0, seen.who, loss)
 
     def _values(self, points: Tensor) -> Tensor:
         """The free values of the targets [victims, dummies, ...]."""
@@ -253,13 +283,42 @@ class Problem:
         return points[:, self._size :].reshape(len(points), dummies, *self._free.shape)
 
 
-def _space(captured: Captured, recipe: Recipe, value_range: tuple[float, float], public: Dataset | None) -> Space:
-    shape = captured.shape
-    if recipe.space != "components":
-        return Pixels(shape, value_range if recipe.space == "box" else None)
+def _targets(
+    captured: Captured, observations: list[Observation], recipe: Recipe, pool: CandidatePool | None, classes: int,
+    seeds: Tensor,
+) -> Tensor:  # fmt: skip
+    """The targets of the dummies [victims, dummies, ...], inferred before the search."""
+    if recipe.labels == "known":
+        return known_targets(captured, seeds.shape[1])
+    if recipe.labels != "posterior":
+        return infer_labels(captured, recipe.labels, classes, seeds, recipe.knows)
+    if pool is not None and seeds.shape[1] == 1:
+        return pool.labels(classes)
+    return infer_labels(captured, "counts", classes, seeds, recipe.knows, observations)
+
+
+def _space(
+    captured: Captured, recipe: Recipe, classes: int, value_range: tuple[float, float], public: Dataset | None
+) -> Space:
+    if recipe.space in ("free", "box"):
+        return Pixels(captured.shape, value_range if recipe.space == "box" else None)
     if public is None:
         raise DataError("public: this attack needs public examples for its principal components, and there are none")
-    return Subspace.of(public, recipe.components, captured.device)
+    if recipe.space == "components":
+        return Subspace.of(public, recipe.components, captured.device)
+    grouped = has_classes(captured.task) and recipe.labels != "joint"
+    return ClassComponents.of(public, recipe.components, classes if grouped else 1, captured.device)
+
+
+def _pool(
+    captured: Captured, observations: Sequence[Observation], recipe: Recipe, seed: int, public: Dataset | None
+) -> CandidatePool | None:
+    if recipe.seed.kind != "posterior" and recipe.labels != "posterior":
+        return None
+    if public is None:
+        raise DataError("public: this attack needs public examples as candidates, and there are none")
+    single = captured.most == 1
+    return CandidatePool.of(public, observations, len(captured), seed, single=single)
 
 
 def _victims_at_once(captured: Captured, recipe: Recipe) -> int:

@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from fedcdp.attacks.cohort import Cohort, reads_sum
-from fedcdp.attacks.gradient_units import as_gradient, promised_deviation, step_weights, weights_of
+from fedcdp.attacks.gradient_units import promised_deviation, step_weights, weights_of
 from fedcdp.attacks.linear_head import LinearHead, Link
 from fedcdp.attacks.observe import Captured, Leak
+from fedcdp.attacks.participation import Release, Spy, choose_victims, keys_of
 from fedcdp.attacks.replay import Course
 from fedcdp.config.plan import Plan
-from fedcdp.engine.base import Batch
 from fedcdp.errors import PlanError
-from fedcdp.files.tree import Tree, repeat
-from fedcdp.mechanism.randomness import numpy_generator
-from fedcdp.mechanism.sampling import Draw, choose_clients, choose_records_of_steps
-from fedcdp.methods import METHODS, Local, Moment, take_part
-from fedcdp.methods.base import Tap
+from fedcdp.files.tree import Tree
+from fedcdp.methods import Moment
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
-
-_USUAL, _USUAL_EXAMPLES = 100, 1000  # default victims; for updates, at most so many examples in total, but two victims
 
 
 @dataclass(frozen=True)
@@ -132,12 +127,14 @@ def sighted_throughout(
     simulator, state = course.begin()
     if reads_sum(course.plan, leak):
         return _sums_throughout(course, simulator, state, head, victims, progress)
-    spy = _Spy(simulator, head, leak, _victims(course, simulator, leak, victims))
+    wanted = choose_victims(course, simulator, leak, victims)
+    spy, notes = Spy(simulator, leak, wanted), _Notes(simulator, head, leak, wanted)
     for at, (now, chosen) in enumerate(course.states(simulator, state)):
-        spy.look(now, chosen)
+        for release in spy.look(now, chosen):
+            notes.add(release)
         if progress is not None:
             progress(at + 1, course.rounds)
-    return spy.told(course.source, victims)
+    return notes.told(course.source, victims)
 
 
 def _sums_throughout(
@@ -153,133 +150,40 @@ def _sums_throughout(
         raise PlanError(f"victims: {victims} is not allowed; under secure aggregation type0 reads one sum a round")
     table, sizes = simulator.data.records_of(torch.arange(course.federation.clients))
     everything = torch.cat([row[:size] for row, size in zip(table, sizes.tolist(), strict=True)]).unique()
-    spy = _Spy(simulator, head, "type0", [(-1, everything.tolist())])
+    notes = _Notes(simulator, head, "type0", [(-1, everything.tolist())])
     for at, (now, chosen) in enumerate(course.states(simulator, state)):
         cohort = Cohort(simulator, now, chosen)
         cohort.require_inverted()
-        spy.look_at_sum(cohort, everything)
+        notes.add_sum(cohort, everything)
         if progress is not None:
             progress(at + 1, course.rounds)
-    return spy.told(course.source, victims)
+    return notes.told(course.source, victims)
 
 
-def _victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | None) -> list[tuple[int, list[int]]]:
-    """Participating clients in a random order, each with the records that are victims (for updates: all of them)."""
-    clients = course.federation.clients
-    took_part = {int(c) for r in range(course.rounds) for c in choose_clients(simulator.data.draws, clients, r)}
-    order = [int(c) for c in numpy_generator(course.plan.seed, "victims").permutation(clients) if int(c) in took_part]
-    table, sizes = simulator.data.records_of(torch.tensor(order))
-    records = [row[:size].tolist() for row, size in zip(table, sizes.tolist(), strict=True)]
-    usual = _USUAL if leak == "type2" else max(2, min(_USUAL, _USUAL_EXAMPLES // max(map(len, records))))
-    count = usual if wanted is None else wanted
-    if leak != "type2":
-        return list(zip(order, records, strict=True))[:count]
-    if not _all_drawn(course, max(map(len, records))):
-        drawn = _drawn(course, simulator, order[:count], count)
-        order, records = list(drawn), list(drawn.values())
-    places = [(client, number) for number in range(max(map(len, records))) for client in range(len(order))]
-    places = [(client, number) for client, number in places if number < len(records[client])][:count]
-    return [
-        (order[client], [records[client][number] for one, number in places if one == client])
-        for client in dict.fromkeys(client for client, _ in places)
-    ]
-
-
-def _all_drawn(course: Course, records: int) -> bool:
-    """Whether a client uses all of its records in every round."""
-    plan = course.plan
-    return plan.record_sampling == "partition" and plan.batch_size * plan.local_steps >= records
-
-
-def _drawn(course: Course, simulator: Simulator, clients: list[int], wanted: int) -> dict[int, list[int]]:
-    """Records of these clients that some local step draws; stops once every client has one and `wanted` are known."""
-    found: dict[int, dict[int, None]] = {client: {} for client in clients}
-    for round_ in range(course.rounds):
-        chosen = choose_clients(simulator.data.draws, course.federation.clients, round_).tolist()
-        mine = torch.tensor([client for client in clients if client in set(chosen)], dtype=torch.int64)
-        if len(mine):
-            table, sizes = simulator.data.records_of(mine)
-            drawn = choose_records_of_steps(simulator.data.draws, mine.to(simulator.data.device), sizes, round_)
-            for at, client in enumerate(mine.tolist()):
-                used = table[at][drawn.positions[:, at][drawn.present[:, at]]]
-                found[client] |= dict.fromkeys(used.tolist())
-        if all(found.values()) and sum(map(len, found.values())) >= wanted:
-            break
-    return {client: list(records) for client, records in found.items() if records}
-
-
-@dataclass(frozen=True)
-class _EachAlone(Moment):
-    """A moment whose slots are victims of one client, each noised as in a slot of its client's own batch."""
-
-    units: Tensor | None = None
-
-    @property
-    def slot_noise(self) -> Tensor | None:
-        """See `Moment`."""
-        return self.units
-
-
-class _Spy:
-    """Observes the victims' clients in every round."""
+class _Notes:
+    """What is kept of the victims' releases: the gradient of the head, and the weights at which it was taken."""
 
     def __init__(self, simulator: Simulator, head: LinearHead, leak: Leak, victims: list[tuple[int, list[int]]]) -> None:
         self._simulator, self._head, self._leak = simulator, head, leak
         self._records = dict(victims)
-        keys = [(c, r) for c, records in victims for r in records] if leak == "type2" else [(c, -1) for c, _ in victims]
-        self._releases: dict[tuple[int, int], list[dict[str, Tensor | float]]] = {key: [] for key in keys}
+        self._releases: dict[tuple[int, int], list[dict[str, Tensor | float]]] = {key: [] for key in keys_of(leak, victims)}
 
-    def look(self, state: State, chosen: Tensor) -> None:
-        """Observe one round."""
-        mine = torch.tensor([c for c in chosen.tolist() if c in self._records], dtype=torch.int64)
-        for clients in mine.split(self._simulator.chunk) if len(mine) else ():
-            table, sizes = self._simulator.data.records_of(clients)
-            at = self._simulator.moment(state, clients.to(self._simulator.data.device), sizes)
-            draw = self._simulator.data.draw(at, table, sizes)
-            (self._examples if self._leak == "type2" else self._updates)(state, at, draw)
+    def add(self, release: Release) -> None:
+        """Keep a release."""
+        seen, (weights, biases) = self._head.gradient(release.seen), self._head.weights(release.weights)
+        for victim, (key, place) in enumerate(zip(release.keys, release.places, strict=True)):
+            shares = torch.ones(1, dtype=torch.float64)
+            if self._leak != "type2":
+                steps = torch.tensor(
+                    step_weights(release.at.plan, release.at.round, len(release.records)), dtype=torch.float64
+                )
+                records, used = release.records[:, victim].cpu(), release.used[:, victim].cpu()
+                counts = [((records == record) & used).sum(1).double() @ steps for record in self._records[key[0]]]
+                shares = torch.stack(counts) / int(release.at.expected_batch[place])
+            self._keep(key, release.at, place, seen[victim], weights[victim], biases[victim], shares)
 
-    def _examples(self, state: State, at: Moment, draw: Draw) -> None:
-        plan, method = self._simulator.plan, METHODS[at.plan.method]
-        names = at.clients.tolist()
-        records = [self._records[client] for client in names]
-        most = max(map(len, records))
-        mine = torch.tensor([each + [-1] * (most - len(each)) for each in records], device=at.clients.device)
-        before = repeat(state.weights, len(names))
-        local = Local(before, start=before)
-        units = None if at.slot_noise is None else at.slot_noise[:, :1].expand(-1, most)
-        for step, (positions, filled) in enumerate(zip(draw.positions, draw.present, strict=True)):
-            there = ((positions[:, :, None] == mine[:, None]) & filled[:, :, None]).any(1)
-            if bool(there.any()):
-                told: list[Tree] = []
-                alone = _EachAlone(
-                    plan.but(batch_size=most, slots=most), at.engine, at.noise, at.round, at.clients, at.expected_batch,
-                    step=step, tap=_kept_in(told), current_clip=at.current_clip, units=units,
-                )  # fmt: skip
-                method.gradient_sum(local.weights, self._simulator.data.examples.batch(mine.clamp(min=0), there), alone)
-                seen, (weights, biases) = self._head.gradient(told[0]), self._head.weights(local.weights)
-                for client, slot in there.nonzero().tolist():
-                    key = (names[client], int(mine[client, slot]))
-                    shares = torch.ones(1, dtype=torch.float64)
-                    self._keep(key, at, client, seen[client, slot], weights[client], biases[client], shares)
-            if step + 1 < len(draw.positions):
-                batch = self._simulator.data.examples.batch(positions, filled)
-                local = method.local_step(local, batch, replace(at, step=step))
-
-    def _updates(self, state: State, at: Moment, draw: Draw) -> None:
-        batches: list[Batch] = [
-            self._simulator.data.examples.batch(*each) for each in zip(draw.positions, draw.present, strict=True)
-        ]
-        update = take_part(METHODS[at.plan.method], state.weights, batches, at).update
-        seen, (weights, biases) = self._head.gradient(as_gradient(update, at)), self._head.weights(state.weights)
-        steps = torch.tensor(step_weights(at.plan, at.round, len(batches)), dtype=torch.float64)
-        for place, client in enumerate(at.clients.tolist()):
-            positions, present = draw.positions[:, place].cpu(), draw.present[:, place].cpu()
-            counts = [((positions == record) & present).sum(1).double() @ steps for record in self._records[client]]
-            shares = torch.stack(counts) / int(at.expected_batch[place])
-            self._keep((client, -1), at, place, seen[place], weights, biases, shares)
-
-    def look_at_sum(self, cohort: Cohort, everything: Tensor) -> None:
-        """Observe the sum of one round; `everything` lists the records of all clients, in ascending order."""
+    def add_sum(self, cohort: Cohort, everything: Tensor) -> None:
+        """Keep the sum of one round; `everything` lists the records of all clients, in ascending order."""
         seen = self._head.gradient(cohort.observed(self._simulator.noise))
         weights, biases = self._head.weights(cohort.state.weights)
         counts = torch.zeros(len(everything), dtype=torch.float64)
@@ -344,11 +248,6 @@ class _Spy:
             task="binary" if found[0].link == "sigmoid" and found[0].classes else train.task,
             summed_clients=simulator.plan.per_round if reads_sum(simulator.plan, self._leak) else 0,
         )  # fmt: skip
-
-
-def _kept_in(told: list[Tree]) -> Tap:
-    """A tap that keeps what a type-2 adversary sees."""
-    return lambda reader, _, tree: told.append(tree) if reader == "type2" else None
 
 
 def _sighting(releases: list[dict[str, Tensor | float]], head: LinearHead) -> Sighting:
