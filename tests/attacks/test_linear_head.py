@@ -15,6 +15,7 @@ import fedcdp
 from fedcdp.attacks import Leaks
 from fedcdp.attacks.linear_head import find_head
 from fedcdp.attacks.replay import FRESH, PLAN, REPLAYED, Course
+from fedcdp.attacks.sightings import sighted_throughout
 from fedcdp.config.experiment import assemble
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
@@ -186,6 +187,24 @@ def test_digits_are_recognised_by_their_scattering_features(name: str) -> None:
 
 
 # What is a linear head, and what is not -------------------------------------------------------------------------------
+
+
+def test_fewer_victims_are_taken_where_they_fill_the_memory(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = network(bias=False, zero=True), plan_of()
+    assert attacked(plan, model=model, federation=federation).summary()["victims"] == 8
+    monkeypatch.setattr("fedcdp.attacks.sightings._MOST_VALUES", 3 * plan.rounds * CLASSES * 20)
+    assert attacked(plan, model=model, federation=federation).summary()["victims"] == 3
+    assert attacked(plan, model=model, federation=federation, victims=5).summary()["victims"] == 5
+
+
+def test_weights_that_all_victims_share_are_kept_once(federation: Federation) -> None:
+    model = network(bias=True, zero=True)
+    head, course = find_head(model, (SIZE,)), Course(model, federation, plan_of(), torch.device("cpu"), F.cross_entropy)
+    assert head is not None
+    one, *others = sighted_throughout(course, head, "type2", None).victims
+    assert len(others) == 7
+    assert all(each.weights is one.weights for each in others)
+    assert not torch.equal(one.weights[0], one.weights[1])
 
 
 def test_every_preset_that_is_recommended_has_a_linear_head() -> None:

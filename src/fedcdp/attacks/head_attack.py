@@ -105,8 +105,8 @@ def _solve_all(sighting: Sighting, prior: FeaturePrior) -> Solved:
         return solve(sighting, prior, None if count == 1 else count_labels(sighting, prior))
     # The examples of a batch differ only by their classes: without any, all are taken to be the same.
     together = solve(replace(sighting, shares=sighting.shares.sum(1, keepdim=True)), prior)
-    several = {"features": together.features.expand(count, -1), "labels": together.labels.expand(count, -1)}
-    return replace(together, **several)
+    features, labels = (value.expand(count, -1) for value in (together.features, together.labels))
+    return replace(together, features=features, labels=labels)
 
 
 def _check_reproduces(sighting: Sighting, features: Tensor, labels: Tensor) -> None:

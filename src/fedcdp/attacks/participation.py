@@ -51,15 +51,20 @@ class Release:
     """[steps, victims, slots]: whether the slot was filled."""
 
 
-def choose_victims(course: Course, simulator: Simulator, leak: Leak, wanted: int | None) -> list[tuple[int, list[int]]]:
-    """Participating clients in a random order, each with the records that are victims (for updates: all of them)."""
+def choose_victims(
+    course: Course, simulator: Simulator, leak: Leak, wanted: int | None, *, most: int = _USUAL
+) -> list[tuple[int, list[int]]]:
+    """Participating clients in a random order, each with the records that are victims (for updates: all of them).
+
+    `wanted` is the number of victims; without it, up to 100, but at most `most`.
+    """
     clients = course.federation.clients
     took_part = {int(c) for r in range(course.rounds) for c in choose_clients(simulator.data.draws, clients, r)}
     order = [int(c) for c in numpy_generator(course.plan.seed, "victims").permutation(clients) if int(c) in took_part]
     table, sizes = simulator.data.records_of(torch.tensor(order))
     records = [row[:size].tolist() for row, size in zip(table, sizes.tolist(), strict=True)]
     usual = _USUAL if leak == "type2" else max(2, min(_USUAL, _USUAL_EXAMPLES // max(map(len, records))))
-    count = usual if wanted is None else wanted
+    count = min(usual, most) if wanted is None else wanted
     if leak != "type2":
         return list(zip(order, records, strict=True))[:count]
     if not _all_drawn(course, max(map(len, records))):

@@ -23,6 +23,8 @@ from fedcdp.methods import Moment
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 
+_MOST_VALUES = 2**30  # of all victims' gradients in all rounds, four gigabytes; more victims only if they are asked for
+
 
 @dataclass(frozen=True)
 class Sighting:
@@ -127,7 +129,8 @@ def sighted_throughout(
     simulator, state = course.begin()
     if reads_sum(course.plan, leak):
         return _sums_throughout(course, simulator, state, head, victims, progress)
-    wanted = choose_victims(course, simulator, leak, victims)
+    values = course.rounds * course.plan.local_steps * head.rows * head.layer.in_features
+    wanted = choose_victims(course, simulator, leak, victims, most=max(2, _MOST_VALUES // values))
     spy, notes = Spy(simulator, leak, wanted), _Notes(simulator, head, leak, wanted)
     for at, (now, chosen) in enumerate(course.states(simulator, state)):
         for release in spy.look(now, chosen):
@@ -167,10 +170,12 @@ class _Notes:
         self._simulator, self._head, self._leak = simulator, head, leak
         self._records = dict(victims)
         self._releases: dict[tuple[int, int], list[dict[str, Tensor | float]]] = {key: [] for key in keys_of(leak, victims)}
+        self._sent: tuple[int, Tensor, Tensor] | None = None  # the last round, and what the server sent in it
+        self._stacked: dict[tuple[int, ...], Tensor] = {}
 
     def add(self, release: Release) -> None:
         """Keep a release."""
-        seen, (weights, biases) = self._head.gradient(release.seen), self._head.weights(release.weights)
+        seen, weights = self._head.gradient(release.seen), self._weights(release)
         for victim, (key, place) in enumerate(zip(release.keys, release.places, strict=True)):
             shares = torch.ones(1, dtype=torch.float64)
             if self._leak != "type2":
@@ -180,7 +185,17 @@ class _Notes:
                 records, used = release.records[:, victim].cpu(), release.used[:, victim].cpu()
                 counts = [((records == record) & used).sum(1).double() @ steps for record in self._records[key[0]]]
                 shares = torch.stack(counts) / int(release.at.expected_batch[place])
-            self._keep(key, release.at, place, seen[victim], weights[victim], biases[victim], shares)
+            self._keep(key, release.at, place, seen[victim], *weights[victim], shares)
+
+    def _weights(self, release: Release) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias for each victim of a release. Those that all victims of a round share are kept once."""
+        if not release.shared:
+            weights, biases = self._head.weights(release.weights)
+            return list(zip(weights, biases, strict=True))
+        if self._sent is None or self._sent[0] != release.at.round:
+            weights, biases = self._head.weights({name: value[0] for name, value in release.weights.items()})
+            self._sent = release.at.round, weights.float(), biases
+        return [self._sent[1:]] * len(release.keys)
 
     def add_sum(self, cohort: Cohort, everything: Tensor) -> None:
         """Keep the sum of one round; `everything` lists the records of all clients, in ascending order."""
@@ -214,10 +229,26 @@ class _Notes:
             raise PlanError(
                 f"victims: {wanted or 1} is not allowed; {self._leak} has at most {len(seen)} here, of those taking part"
             )
-        found = [_sighting(releases, self._head) for releases in seen.values()]
-        records = [[r] if r >= 0 else self._records[c] for c, r in seen]
-        own = [float(releases[0]["weight"]) for releases in seen.values()]
-        return Sightings(self._captured(found, records, [client for client, _ in seen], own), found, source)
+        keys, found, own = list(seen), [], []
+        del seen
+        for key in keys:
+            releases = self._releases.pop(key)  # each is freed once it has been copied
+            own.append(float(releases[0]["weight"]))
+            found.append(self._sighting(releases))
+        records = [[r] if r >= 0 else self._records[c] for c, r in keys]
+        return Sightings(self._captured(found, records, [client for client, _ in keys], own), found, source)
+
+    def _sighting(self, releases: list[dict[str, Tensor | float]]) -> Sighting:
+        def stacked(name: str) -> Tensor:
+            return torch.stack([torch.as_tensor(each[name]) for each in releases])
+
+        same = tuple(id(each["weights"]) for each in releases)
+        if same not in self._stacked:
+            self._stacked[same] = stacked("weights")
+        return Sighting(
+            stacked("seen"), self._stacked[same], stacked("biases"), stacked("deviation").double(),
+            stacked("bound").double(), stacked("shares"), self._head.bias is not None, self._head.link,
+        )  # fmt: skip
 
     def _captured(
         self, found: list[Sighting], records: list[list[int]], clients: list[int], client_weights: list[float]
@@ -248,13 +279,3 @@ class _Notes:
             task="binary" if found[0].link == "sigmoid" and found[0].classes else train.task,
             summed_clients=simulator.plan.per_round if reads_sum(simulator.plan, self._leak) else 0,
         )  # fmt: skip
-
-
-def _sighting(releases: list[dict[str, Tensor | float]], head: LinearHead) -> Sighting:
-    def stacked(name: str) -> Tensor:
-        return torch.stack([torch.as_tensor(each[name]) for each in releases])
-
-    return Sighting(
-        stacked("seen"), stacked("weights"), stacked("biases"), stacked("deviation").double(), stacked("bound").double(),
-        stacked("shares"), head.bias is not None, head.link,
-    )  # fmt: skip
