@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Fed-CDP": {"method": "fed-cdp"},
 }
 SHORT = {"iterations": 100}
+_CLIP = 4.0  # the paper's C
 ROUGH = {"total_variation": 0.0}
 
 
@@ -47,16 +48,17 @@ class Cell:
     recipe: dict[str, Any] = field(default_factory=dict)
     look: dict[str, Any] = field(default_factory=dict)
     victims: int = 100
+    data: dict[str, Any] = field(default_factory=dict)
 
     def experiment(self, device: str) -> Experiment:
         network = "auto" if self.network == "paper" else self.network
-        changes = {"plan": self.plan, "model": {"network": network}, "run": {"device": device}}
+        changes = {"plan": self.plan, "data": self.data, "model": {"network": network}, "run": {"device": device}}
         return assemble(preset(self.dataset), changes)
 
     def command(self) -> str:
         """The command line for the same attack."""
         flags = {"learning_rate": "lr"} | {key: key.replace("_", "-") for key in self.look}
-        given = self.plan | self.recipe | self.look
+        given = self.data | self.plan | self.recipe | self.look
         told = "".join(f" --{flags.get(key, key.replace('_', '-'))} {value}" for key, value in given.items())
         where = f"--network {self.network} --leak {self.leak} --attack {self.attack} --victims {self.victims}"
         return f"fedcdp attack --preset {self.dataset}{told} {where} --device cuda"
@@ -65,7 +67,8 @@ class Cell:
 def cells() -> list[Cell]:
     """All cells."""
     return [
-        *_presets(), *_clipping(), *_filter(), *_trained_network(), *_averaging(), *_tables(), *_steps(),
+        *_presets(), *_clipping(), *_filter(), *_trained_network(), *_averaging(), *_prior(), *_accumulated(), *_tables(),
+        *_steps(),
     ]  # fmt: skip
 
 
@@ -124,6 +127,42 @@ def _averaging() -> list[Cell]:
             made.append(
                 Cell(f"averaging/{releases}/{name}", "mnist", plan, attack=name, look=look, victims=20, recipe=SHORT)
             )
+    return made
+
+
+def _prior() -> list[Cell]:
+    """Single examples under little noise: the deviation of the noise, which is σC, names the cell."""
+    made = []
+    for deviation in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
+        plan = METHODS["Fed-CDP"] | {"noise_multiplier": deviation / _CLIP, "batch_size": 1}
+        for name in ("averaging", "class-prior"):
+            made.append(Cell(f"prior/{deviation:g}/{name}", "mnist", plan, attack=name, victims=20))
+    return made
+
+
+def _accumulated() -> list[Cell]:
+    """All rounds of a training in which every client takes part with one record; the cell is σ/rounds/leak/attack.
+
+    One round by `class-prior` is the same observation as the first round of a training.
+    """
+    made = []
+    plan = METHODS["Fed-CDP"] | {"batch_size": 1, "local_steps": 1, "per_round": 20, "learning_rate": 0.01}
+    plan |= {"record_sampling": "partition"}
+    data = {"partition": "iid", "clients": 20, "records": 1}
+    common: dict[str, Any] = {"attack": "accumulated", "victims": 20}
+    for sigma, several in ((0.05, (1, 5, 20)), (0.1, (1, 5, 20)), (0.5, (20, 100)), (6.0, (1, 20, 100))):
+        for rounds in several:
+            here = plan | {"noise_multiplier": sigma, "rounds": rounds}
+            made.append(Cell(f"accumulated/{sigma:g}/{rounds}/type2", "mnist", here, data=data, **common))
+    here = plan | {"noise_multiplier": 0.1, "rounds": 20}
+    made.append(Cell("accumulated/0.1/20/type1", "mnist", here, "type1", data=data, **common))
+    here = plan | {"noise_multiplier": 6.0, "rounds": 100}
+    made.append(Cell("accumulated/6/100/cnn", "mnist", here, network="paper", data=data, **common))
+    several_steps = plan | {"record_sampling": "fixed", "local_steps": 5, "batch_size": 5, "rounds": 100}
+    data = {"partition": "iid", "clients": 100, "records": 25}
+    for sigma in (0.1, 6.0):
+        here = several_steps | {"noise_multiplier": sigma}
+        made.append(Cell(f"accumulated/{sigma:g}/100/sampled", "mnist", here, data=data, **common))
     return made
 
 
@@ -239,6 +278,8 @@ GROUPS = {
     "cnn": "The network that the paper trains, at initialisation (MNIST)",
     "filter": "Matched filter on single examples (MNIST, the paper's CNN at initialisation)",
     "averaging": "Averaging R releases of the same example, σ = 6, C = 4 (MNIST, CPL network)",
+    "prior": "Priors under little noise: deviation of the noise on a coordinate (MNIST, CPL network, C = 4)",
+    "accumulated": "All rounds of a training: σ/rounds/what (MNIST, CPL network; `cnn`: the paper's network; C = 4)",
     "steps": "Updates of several local steps × batch size (MNIST, non-private)",
     "tables": "Tables: closed form (paper's network), dataset/batch size",
 }

@@ -87,9 +87,20 @@ def test_clipping_alone_does_not_look_like_a_defence(images: Federation) -> None
 def test_under_noise_every_attack_that_was_tried_is_told_with_its_rate(images: Federation) -> None:
     plan = plan_of(method="fed-cdp", clip=4.0, noise_multiplier=6.0)
     row = fedcdp.attack(plan, model=build("small", SHAPE, 10), federation=images, victims=2).summary()
-    assert [each["attack"] for each in row["tried"]] == ["clip-aware", "averaging", "matched-filter"]
+    assert [each["attack"] for each in row["tried"]] == [
+        "clip-aware", "class-prior", "accumulated", "averaging", "matched-filter",
+    ]  # fmt: skip
     assert all(0 <= each["success_rate"] <= 1 for each in row["tried"])
-    assert row["attack"] in ("clip-aware", "averaging")
+    assert row["attack"] in ("clip-aware", "class-prior", "accumulated", "averaging")
+
+
+@pytest.mark.slow
+def test_all_rounds_are_left_out_where_they_take_too_long(images: Federation) -> None:
+    plan = plan_of(method="fed-cdp", noise_multiplier=6.0, rounds=200)
+    row = fedcdp.attack(plan, model=build("small", SHAPE, 10), federation=images, victims=2).summary()
+    (left,) = [each for each in row["tried"] if each["attack"] == "accumulated"]
+    assert "more than best spends" in left["refused"]
+    assert "ask for accumulated by name" in left["refused"]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedcdp.attacks.spaces import Pixels, Subspace
+from fedcdp.attacks.spaces import ClassComponents, Pixels, Subspace
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import DataError
 
@@ -95,3 +95,53 @@ def test_too_few_public_examples_are_refused_in_a_sentence(public: Dataset) -> N
     few = public.take(torch.arange(5))
     with pytest.raises(DataError, match=r"^public: 5 examples are too few for 5 principal components$"):
         Subspace.of(few, 5, CPU)
+
+
+@pytest.fixture(scope="module")
+def classes() -> Dataset:
+    """Two classes about means of their own, which vary in two directions each, by 4 and 2, and elsewhere by 0.1."""
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.arange(6000) % 2
+    turns = [torch.linalg.qr(torch.randn(12, 12, generator=generator))[0] for _ in range(2)]
+    scale = torch.tensor([4.0, 2.0, *[0.1] * 10])
+    varied = torch.randn(6000, 12, generator=generator) * scale
+    inputs = torch.stack([row @ turns[label].T + 10 * label for row, label in zip(varied, targets.tolist(), strict=True)])
+    return Dataset(inputs, targets, 2)
+
+
+def test_every_example_has_a_point_within_its_class(classes: Dataset) -> None:
+    labels = torch.tensor([[0, 1], [1, 0]])
+    space = ClassComponents.of(classes, 2, 2, CPU).within(labels)
+    examples = 100 * torch.randn(2, 2, 12)
+    points = space.points(examples)
+    assert points.shape == (2, 24)
+    torch.testing.assert_close(space.examples(points), examples, rtol=1e-3, atol=1e-2)
+
+
+def test_points_of_a_class_are_independent_unit_normals(classes: Dataset) -> None:
+    for label in (0, 1):
+        mine = classes.inputs[classes.targets == label][:, None]
+        space = ClassComponents.of(classes, 2, 2, CPU).within(torch.full((len(mine), 1), label))
+        points = space.points(mine)
+        torch.testing.assert_close(points.mean(0), torch.zeros(12), rtol=0, atol=0.05)
+        torch.testing.assert_close(points.T.cov(), torch.eye(12), rtol=0, atol=0.1)
+        torch.testing.assert_close(space.penalty(points), points.square().sum(1) / 2)
+
+
+def test_a_class_with_few_examples_has_its_mean_and_the_axes_of_all(classes: Dataset) -> None:
+    few = torch.cat([(classes.targets == 0).nonzero()[:, 0], (classes.targets == 1).nonzero()[:2, 0]])
+    space = ClassComponents.of(classes.take(few), 2, 2, CPU)
+    torch.testing.assert_close(space.means[1], classes.inputs[few[-2:]].mean(0))
+    overlap = (space.axes[0] @ space.axes[1].T).abs()
+    torch.testing.assert_close(overlap, torch.eye(2), rtol=0, atol=0.05)
+
+
+def test_without_classes_all_examples_are_one_group(classes: Dataset) -> None:
+    space = ClassComponents.of(classes, 2, 1, CPU)
+    assert space.means.shape == (1, 12)
+    assert space.within(torch.tensor([[0.3], [7.0]])).means.shape == (2, 1, 12)
+
+
+def test_too_few_public_examples_give_no_prior(classes: Dataset) -> None:
+    with pytest.raises(DataError, match=r"^public: 9 examples are too few for a prior; it needs 10$"):
+        ClassComponents.of(classes.take(torch.arange(9)), 2, 2, CPU)

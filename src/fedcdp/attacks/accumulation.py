@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedcdp.attacks.candidate_pool import POOL
 from fedcdp.attacks.cohort import reads_sum
 from fedcdp.attacks.gradient_units import promised_deviation, weights_of
 from fedcdp.attacks.observations import Observation
 from fedcdp.attacks.observe import Captured, Leak, join
-from fedcdp.attacks.participation import Key, Release, Spy, choose_victims, keys_of
 from fedcdp.attacks.reconstruct import Progress
+from fedcdp.attacks.releases import Key, Release, Spy, choose_victims, keys_of
 from fedcdp.attacks.replay import Course
 from fedcdp.data.tasks import TaskName
 from fedcdp.engine import Engine
@@ -29,6 +30,7 @@ MOST_ROUNDS = 100
 """The most rounds that are accumulated; of a longer training, this many are observed, evenly spaced."""
 _MOST_STEPS = 10  # local steps of an update through which a search goes
 _MOST_EXAMPLES = 16  # records of a client that its updates are searched for
+_EVALUATIONS = 150  # of each victim, in a typical search
 _MEMORY = {"cpu": 2**30, "cuda": 2**34}  # bytes for all that is seen
 
 
@@ -68,6 +70,14 @@ def why_not_accumulated(course: Course | None, leak: Leak) -> str | None:
     if leak != "type2" and course.plan.local_steps > _MOST_STEPS:
         return f"it searches through at most {_MOST_STEPS} local steps of an update; this plan has {course.plan.local_steps}"
     return None
+
+
+def work(course: Course, leak: Leak, victims: int) -> float:
+    """About how many gradients of single examples an attack on all rounds computes: training, candidates and search."""
+    plan, seen = course.plan, min(course.rounds, MOST_ROUNDS)
+    trained = course.rounds * plan.per_round * plan.local_steps * plan.batch_size
+    pools = victims if leak == "type2" and plan.local_steps > 1 else 1
+    return trained + seen * (pools * POOL + victims * _EVALUATIONS * (1 if leak == "type2" else plan.batch_size))
 
 
 def observe_throughout(
@@ -163,15 +173,9 @@ class _Assembly:
         at, single = release.at, self._leak == "type2"
         places = torch.tensor(release.places, device=rows.device)[rows]
         records, used = release.records[:, rows], release.used[:, rows]
-        uses = torch.stack(
-            [
-                torch.searchsorted(self._records[number], records[:, row].contiguous()).clamp(
-                    max=len(self._records[number]) - 1
-                )
-                for row, number in enumerate(numbers.tolist())
-            ],
-            dim=1,
-        )
+        own = [self._records[number] for number in numbers.tolist()]
+        uses = [torch.searchsorted(mine, records[:, row].contiguous()) for row, mine in enumerate(own)]
+        uses = [place.clamp(max=len(mine) - 1) for place, mine in zip(uses, own, strict=True)]  # a slot may be empty
         one = torch.ones_like(numbers)
         weights = {name: value[:1].expand(len(rows), *value.shape[1:]) if release.shared else value[rows]
                    for name, value in release.weights.items()}  # fmt: skip
@@ -179,7 +183,7 @@ class _Assembly:
             leak=self._leak, plan=self._simulator.plan, engine=self._engine, round=at.round,
             seen={name: value[rows] for name, value in release.seen.items()}, weights=weights,
             weights_shared=release.shared, inputs=self._inputs[numbers], targets=self._targets[numbers],
-            present=self._present[numbers], uses=uses, used=used,
+            present=self._present[numbers], uses=torch.stack(uses, dim=1), used=used,
             expected_batch=one if single else at.expected_batch[places],
             client_weight=one.float() if single else weights_of(at)[places],
             deviation=promised_deviation(at, self._leak)[places], releases=1, current_clip=at.current_clip,

@@ -27,7 +27,7 @@ POOL = 1000
 """How many public examples are compared with an observation."""
 LEAST_NOISE = 1e-3
 """The least standard deviation that a likelihood assumes: rounding errors, and examples that are only like public ones."""
-_AT_ONCE = 100
+_AT_ONCE = {"cpu": 100, "cuda": 500}  # candidates
 _SURPRISING, _AT_MOST = 6.0, 0.9  # in standard deviations of the measured noise; as a share of the promised noise
 
 
@@ -139,7 +139,8 @@ def matched_filters(captured: Captured, inputs: Inputs, targets: Tensor) -> Tens
     if not _alike(captured):
         groups = list(groups[0].split(1))
     found = torch.zeros(len(captured), len(targets), dtype=torch.float64, device=captured.device)
-    for some in torch.arange(len(targets), device=captured.device).split(_AT_ONCE):
+    at_once = _AT_ONCE.get(captured.device.type, 100)
+    for some in torch.arange(len(targets), device=captured.device).split(at_once):
         for mine in groups:
             alike = captured.take(mine[:1].expand(len(some)))
             shown = _shown(alike, each_tensor(inputs, lambda value: value.to(captured.device)[some]), targets[some])  # noqa: B023

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fedcdp.attacks.accumulated_attack import attack_accumulated
-from fedcdp.attacks.accumulation import observe_throughout
+from fedcdp.attacks.accumulation import observe_throughout, why_not_accumulated, work
 from fedcdp.attacks.active import Stage
 from fedcdp.attacks.active_servers import ACTIVE
 from fedcdp.attacks.analytic import first_dense, invert
@@ -247,6 +247,7 @@ def part_of(progress: Progress | None, number: int, parts: int) -> Progress | No
 
 _FITS = 1e-3  # of the squared norm of the observation: a misfit below this explains it
 _MOST_SEARCHED = 16  # largest batch to search, in examples
+_MOST_WORK = {"cpu": 3e4, "cuda": 1e7}  # gradients of single examples: a minute or two
 _MOST = 8  # maximum number of attacks, for the progress display
 _FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc")
 
@@ -262,6 +263,9 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
         for name in names:
             if results and _recovered_all(results[-1]):
                 return
+            if (reason := _too_long(attempts, name)) is not None:
+                tried.append({"attack": name, "success_rate": None, "refused": reason})
+                continue
             try:
                 found = attempts.run(name, progress=part_of(progress, len(tried), _MOST))
             except (ModelError, DataError) as error:
@@ -305,10 +309,30 @@ def searches(attempts: Attempts) -> list[str]:
     captured = attempts.captured
     single = captured.most == 1 and captured.steps == 1
     if captured.noisy:
-        return ["clip-aware" if single else "batch", "averaging"]
+        return ["clip-aware" if single else "batch", "class-prior", *accumulations(attempts), "averaging"]
     if captured.plan.per_example or prunes(captured) or captured.steps > 1:
         return ["clip-aware", "cpl", "inverting-gradients"] if single else ["unrolled", "clip-aware", "batch"]
     return ["cpl", "clip-aware", "inverting-gradients"] if single else ["batch", "unrolled"]
+
+
+def accumulations(attempts: Attempts) -> list[str]:
+    """The attack on all rounds of a training, if there are several; a linear head is read in all rounds in closed form."""
+    scene, leak = attempts.scene, attempts.look.leak
+    if scene.course is None or scene.course.rounds < 2 or scene.head is not None or not attempts.throughout:
+        return []
+    return [] if why_not_accumulated(scene.course, leak) else ["accumulated"]
+
+
+def _too_long(attempts: Attempts, name: str) -> str | None:
+    """Why the default attack leaves out an attack that it could run; None if it runs it."""
+    course = attempts.scene.course
+    if name != "accumulated" or course is None:
+        return None
+    needed = work(course, attempts.look.leak, len(attempts.captured))
+    most = _MOST_WORK.get(attempts.scene.device.type, _MOST_WORK["cpu"])
+    if needed <= most:
+        return None
+    return f"all rounds take about {needed:.0e} gradients, more than best spends ({most:.0e}); ask for accumulated by name"
 
 
 def filters(attempts: Attempts) -> list[str]:

@@ -267,7 +267,7 @@ class Problem:
         part, count = seen.captured, len(examples)
         everyone = len(seen.who) == count
         if not everyone:
-            examples, targets, present = (each[seen.who] for each in (examples, targets, present))
+            examples, targets, present = (each.index_select(0, seen.who) for each in (examples, targets, present))
         shown = predicted(part, self._recipe.knows, examples, targets, present)
         if self._space.has_prior:
             misfit = self._recipe.objective.misfit(shown, part.seen)
@@ -325,7 +325,8 @@ def _victims_at_once(captured: Captured, recipe: Recipe) -> int:
     dummies = captured.most if recipe.dummies == "all" else 1
     size = dummies * captured.tensor[0, 0].numel()
     history = recipe.optimiser.history if isinstance(recipe.optimiser, LBFGS) else 2
-    a_victim = 4 * (2 * history * size + 16 * dummies * captured.steps * captured.engine.layout.size)
+    prior = 3 * recipe.components * size if recipe.space == "class-components" else 0
+    a_victim = 4 * (2 * history * size + prior + 16 * dummies * captured.steps * captured.engine.layout.size)
     return max(1, min(512, _MEMORY.get(captured.device.type, 2**30) // a_victim))
 
 

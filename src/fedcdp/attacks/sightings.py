@@ -14,7 +14,7 @@ from fedcdp.attacks.cohort import Cohort, reads_sum
 from fedcdp.attacks.gradient_units import promised_deviation, step_weights, weights_of
 from fedcdp.attacks.linear_head import LinearHead, Link
 from fedcdp.attacks.observe import Captured, Leak
-from fedcdp.attacks.participation import Release, Spy, choose_victims, keys_of
+from fedcdp.attacks.releases import Release, Spy, choose_victims, keys_of
 from fedcdp.attacks.replay import Course
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError

@@ -118,6 +118,7 @@ class Subspace:
 
 
 _LEAST_DEVIATION = 1e-3  # of the range of public values: no direction is treated as impossible
+_FEWEST = 10  # public examples
 _HELD_OUT = 5  # every fifth example of a class tells how far examples stray from its components
 
 
@@ -142,10 +143,11 @@ class ClassComponents:
 
     @staticmethod
     def of(public: Dataset, components: int, classes: int, device: torch.device) -> ClassComponents:
-        """Learn the distribution of public examples; with `classes` = 1, that of all of them."""
+        """Learn the distribution of public examples; with `classes` = 1, that of all of them. Few examples give few axes."""
         flat = public.tensor.flatten(1).to(device, torch.float64)
-        if len(flat) <= components:
-            raise DataError(f"public: {len(flat)} examples are too few for {components} principal components")
+        if len(flat) < _FEWEST:
+            raise DataError(f"public: {len(flat)} examples are too few for a prior; it needs {_FEWEST}")
+        components = min(components, len(flat) // 2)
         targets = public.targets.to(device).reshape(len(flat)) if classes > 1 else torch.zeros(len(flat), device=device)
         members = [(targets == label).nonzero()[:, 0] for label in range(classes)]
         overall = flat.mean(0)

@@ -57,7 +57,7 @@ def attack(
         Path | None,
         typer.Option(
             "--run",
-            help="Attack this run: its trained weights, or all its rounds if only a linear head was trained.",
+            help="Attack this run: its trained weights; all its rounds by linear-head and accumulated.",
             rich_help_panel=_OBSERVED,
         ),
     ] = None,
@@ -104,9 +104,9 @@ def attack(
         typer.Option(
             "--attack",
             help="best tries those that suit the plan until one recovers all. Or cpl, dlg, idlg, "
-            "inverting-gradients, clip-aware, batch, unrolled, averaging, matched-filter (presence), analytic, linear-head, "
-            "tableak, tableak-search, per-layer, labels, tokens, membership, lira; active servers: imprint, trap-weights, "
-            "fishing, frozen-weights, inconsistent-models.",
+            "inverting-gradients, clip-aware, batch, unrolled, averaging, class-prior, accumulated (all rounds), "
+            "matched-filter (presence), analytic, linear-head, tableak, tableak-search, per-layer, labels, tokens, "
+            "membership, lira; active servers: imprint, trap-weights, fishing, frozen-weights, inconsistent-models.",
             rich_help_panel=_HOW,
         ),
     ] = "best",
@@ -142,14 +142,17 @@ def attack(
     seed_image: Annotated[
         str | None,
         typer.Option(
-            "--seed-image", help="Starting point: pattern, uniform, normal or zeros.", rich_help_panel=_HOW, hidden=True
+            "--seed-image",
+            help="Starting point: pattern, uniform, normal, zeros or posterior.",
+            rich_help_panel=_HOW,
+            hidden=True,
         ),
     ] = None,
     labels: Annotated[
         str | None,
         typer.Option(
             "--labels",
-            help="How labels are inferred: gradient, agnostic, negative-sum, counts, known or joint.",
+            help="How labels are inferred: gradient, agnostic, negative-sum, counts, posterior, known or joint.",
             rich_help_panel=_HOW,
             hidden=True,
         ),
@@ -215,7 +218,7 @@ def attack(
         target: Run | Plan = opened
         data: Splits | Federation = opened.federation
         # These observe or repeat the training, from the untrained network on.
-        if name in ("best", "linear-head", "frozen-weights", "lira"):
+        if name in ("best", "linear-head", "accumulated", "frozen-weights", "lira"):
             extra = {"model": network_of(experiment, data)}
     else:
         experiment = assemble(*with_clients_of_file(given))

@@ -1,4 +1,4 @@
-"""Participation: what was released of the victims in every round of a training, by the method's own code.
+"""Releases: what was released of the victims in every round of a training, by the method's own code.
 
 A type-2 adversary sees an example's gradient in every local step that draws it. A type-1 or type-0 adversary sees every
 update of a client. The adversary knows the weights of each round, and on the client those of each local step. It also knows
