@@ -197,7 +197,7 @@ def run(given: argparse.Namespace) -> int:
     origin = {"commit": given.commit or clean_commit(), "machine": _machine(given.device)}
     given.store.parent.mkdir(parents=True, exist_ok=True)
     stored = torch.load(given.store, weights_only=True) if given.store.exists() else {"ours": {}, "answers": {}}
-    wanted = [name for name in cells() if name.startswith(tuple(given.only.split(",")))]
+    wanted = [name for name in cells() if name.startswith(tuple(given.only))]
     todo = list(tasks(stored, wanted, given.victims, given.device, given.iterations))
     print(f"{len(todo)} tasks", flush=True)
     started, failed, saved = time.perf_counter(), 0, time.perf_counter()
@@ -293,9 +293,9 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         "`make breaching` measures and writes this page; breaching.json has the commit and the machine of each row.",
         "LFW faces, 3×32×32 pixels, 62 people. All iterations of each configuration; one code scores all.",
-        "*Exact*: MSE < 1e-3; *recognisable*: PSNR of 15 dB or more and closer than the class mean; *identified*: nearest of",
-        "1000. fedcdp attacks all victims at once, `breaching` one after the other: seconds a victim are those of one process",
-        "of many on a machine.",
+        "*Exact*: MSE < 1e-3; *recognisable*: PSNR of 15 dB or more and closer than the class mean; *identified*: nearest",
+        "of 1000. fedcdp attacks all victims at once, `breaching` one after the other: seconds a victim are those of one",
+        "process of many on a machine.",
     ]
     for case in found["cases"].values():
         lines += ["", f"## {case['title']}, network `{case['network']}`, `breaching`: {case['breaching_labels']}", ""]
@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--victims", type=int, default=VICTIMS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no task starts after this many seconds")
-    parser.add_argument("--only", default="", help="prefixes of cells, separated by commas")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="only cells whose names start so")
     parser.add_argument("--iterations", type=int, help="fewer iterations, for a test of this program")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
     parser.add_argument("--store", type=Path, default=STORE, help="reconstructions of finished victims")
