@@ -18,7 +18,7 @@ import platform
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -62,19 +62,22 @@ class Case:
     tells_labels: bool = False
     """Whether `breaching` is told the labels: it infers them from the gradient of a last bias, without noise."""
     ours: tuple[str, ...] = ("best", "cpl", "dlg", "inverting-gradients")
-    peers: tuple[str, ...] = field(default=tuple(PEERS)[:4])
+    peers: tuple[str, ...] = tuple(PEERS)[:4]
 
 
 _CLEAN, _CDP = {"method": "nonprivate"}, {"method": "fed-cdp", "clip": 4.0, "noise_multiplier": 6.0}
+_LESS_SMOOTH = tuple(PEERS)[:5]
 _BATCH_OURS = ("best", "batch", "dlg", "inverting-gradients")
 CASES = {
     case.name: case
     for case in (
-        Case("single", "one example, undefended (type-2)", _CLEAN),
+        Case("single", "one example, undefended (type-2)", _CLEAN, peers=tuple(PEERS)),
         Case("clipped", "one example, clipped, without noise (type-2)", _CDP | {"noise_multiplier": 0.0},
              ours=("best", "cpl", "clip-aware", "inverting-gradients")),
-        Case("batch", "update of three examples, undefended (type-0 and type-1)", _CLEAN, "type1", ours=_BATCH_OURS),
-        Case("cnn", "one example, undefended, the paper's CNN (type-2)", _CLEAN, network="cnn", tells_labels=True),
+        Case("batch", "update of three examples, undefended (type-0 and type-1)", _CLEAN, "type1", ours=_BATCH_OURS,
+             peers=_LESS_SMOOTH),
+        Case("cnn", "one example, undefended, the paper's CNN (type-2)", _CLEAN, network="cnn", tells_labels=True,
+             peers=_LESS_SMOOTH),
         Case("fed-cdp", "one example, Fed-CDP σ = 6, C = 4 (type-2)", _CDP, tells_labels=True),
     )
 }  # fmt: skip
