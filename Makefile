@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages
+.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -131,6 +131,28 @@ peers: build/integrations/.installed
 	build/integrations/bin/python -m benchmarks.useful_peers run --device $(DEVICE) --features --methods opacus privatefl
 	build/integrations/bin/python -m benchmarks.useful_peers opacus --device $(DEVICE) --features --datasets mnist
 	build/integrations/bin/python -m benchmarks.useful_peers account
+
+# The attacks of breaching, by its own code, and fedcdp's on the same gradients; made for a GPU, some minutes there. The folder
+# has only Python: another interpreter can use it. The program goes on where the last one stopped.
+BREACHING_SITE := \
+	'antlr4-python3-runtime==4.9.3' \
+	'breaching==0.1.2' \
+	'hydra-core==1.3.2' \
+	'omegaconf==2.3.0' \
+	'pyyaml==6.0.3'
+build/breaching_site/.installed: .venv/.installed
+	$(PIP) --no-deps --no-compile --target build/breaching_site $(BREACHING_SITE)
+	touch $@
+
+breaching: build/breaching_site/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.breaching_peer --device $(DEVICE) $(BREACHING)
+	$(BIN)/python -m benchmarks.breaching_peer --table > results/breaching.md
+
+# Method × attack × trust model: about ten minutes of a GPU with many cores. WORKERS=12 DEVICE=cuda
+WORKERS ?= 1
+matrix: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attack_matrix --device $(DEVICE) --workers $(WORKERS)
+	$(BIN)/python -m benchmarks.attack_matrix --table > results/attack_matrix.md
 
 rogue: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.rogue --sequences $(SEQUENCES) --out results/reliability/rogue_server.json
