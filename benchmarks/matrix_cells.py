@@ -71,7 +71,7 @@ _COLUMNS = (
            f"--leak type0 --attack presence {_DIGITS} {_FOUR} --records 5 --batch-size 5 --victims 4",
            "--leak type0 --attack presence", weight=2),
     Column("imprint", _MALICIOUS_MODEL, _CLOSED, "success_rate",
-           f"--leak type0 --attack imprint {_SMALL} --batch-size 40 --victims 100",
+           f"--leak type0 --attack imprint {_DIGITS} --clients 62 --per-round 62 --records 64 --batch-size 64 --victims 62",
            f"--leak type0 --attack imprint {_DIGITS} {_FOUR} --records 16 --batch-size 16",
            "--leak type0 --attack imprint", "--network mlp --victims 5", weight=3),
     Column("trap-weights", _MALICIOUS_WEIGHTS, _CLOSED, "success_rate",
@@ -79,7 +79,8 @@ _COLUMNS = (
            f"--leak type0 --attack trap-weights --network mlp {_DIGITS} {_FOUR} --records 4 --batch-size 4",
            "--leak type0 --attack trap-weights --network mlp", "--victims 5", weight=3),
     Column("fishing", _MALICIOUS_WEIGHTS, _CLOSED, "success_rate",
-           f"--leak type0 --attack fishing --network mlp {_SMALL} --batch-size 40 --victims 100",
+           f"--leak type0 --attack fishing --network mlp {_DIGITS} --clients 10 --per-round 10 --records 400 "
+           "--batch-size 400 --victims 10",
            f"--leak type0 --attack fishing --network mlp {_DIGITS} {_FOUR} --records 100 --batch-size 100",
            "--leak type0 --attack fishing", "--victims 5", weight=5),
     Column("frozen-weights", _MALICIOUS_WEIGHTS, "analytics- and prior-based reconstruction", "recognisable_rate",
@@ -91,7 +92,7 @@ _COLUMNS = (
            f"--leak type0 --attack inconsistent-models --network mlp {_DIGITS} {_FOUR} --records 8 --batch-size 8",
            "--leak type0 --attack inconsistent-models --network mlp", weight=2),
     Column("tableak", _CURIOUS, "analytics-based reconstruction of tables", "cells_right",
-           "--leak type0 --attack tableak --dataset adult --clients 100 --per-round 100 --batch-size 8 --local-steps 1 "
+           "--leak type0 --attack tableak --dataset adult --clients 100 --per-round 100 --batch-size 32 --local-steps 1 "
            "--record-sampling partition --victims 20",
            f"--leak type0 --attack tableak --dataset adult {_FOUR} --records 4 --batch-size 4 --local-steps 1 "
            "--record-sampling partition", "--leak type0 --attack tableak", "--victims 2", weight=9),
