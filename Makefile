@@ -139,6 +139,7 @@ BREACHING_SITE := \
 	'breaching==0.1.2' \
 	'hydra-core==1.3.2' \
 	'omegaconf==2.3.0' \
+	'packaging==25.0' \
 	'pyyaml==6.0.3'
 build/breaching_site/.installed: .venv/.installed
 	$(PIP) --no-deps --no-compile --target build/breaching_site $(BREACHING_SITE)

@@ -252,6 +252,7 @@ def report(stored: dict[str, Any]) -> dict[str, Any]:
                 theirs[peer] = _short(summary, answers[min(answers)])
                 theirs[peer] |= {key: round(summary[f"{key}_of_breaching"], 1) for key in ("iterations", "evaluations")}
                 theirs[peer]["changes"] = list(PEERS[peer].changes)
+                theirs[peer]["recorded"] = sum(bool(each["recorded"]) for each in answers.values())
         if found or theirs:
             told_labels = "labels told" if case.tells_labels else "labels inferred"
             cases[name] = {"title": case.title, "network": case.network, "breaching_labels": told_labels, "fedcdp": found,

@@ -8,6 +8,7 @@ longer to launch than to run. A replay must give the value and the gradient of `
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -62,6 +63,8 @@ class Answer:
     iterations: int
     evaluations: int
     seconds: float
+    recorded: bool = False
+    """Whether its evaluations were replays of a CUDA graph."""
 
 
 class _Metadata(SimpleNamespace):
@@ -83,6 +86,7 @@ def load_breaching() -> Any:
     except ImportError as error:
         raise SystemExit(f"breaching cannot be imported ({error}); `make breaching` builds build/breaching_site") from error
     logging.getLogger("breaching").setLevel(logging.WARNING)
+    torch._C._jit_set_texpr_fuser_enabled(False)  # compiling its scripted sums takes longer than they do
     return breaching
 
 
@@ -123,9 +127,8 @@ def attack_gradient(
     attacker = breaching.attacks.prepare_attack(
         network, nn.CrossEntropyLoss(), settings, {"dtype": torch.float, "device": device}
     )
+    recordings = _record_evaluations(attacker) if record and device.type == "cuda" else []
     counter = _count_evaluations(attacker)
-    if record and device.type == "cuda":
-        _record_evaluations(attacker)
     about = _Metadata(shape=shape, modality="vision", task="classification", classes=classes)
     told = None if labels is None or not peer.infers_labels else labels.to(device)
     server = {"parameters": list(network.parameters()), "buffers": None, "metadata": about}
@@ -136,7 +139,7 @@ def attack_gradient(
     seconds = time.perf_counter() - started
     return Answer(
         found["data"].detach().cpu(), found["labels"].detach().cpu(), len(stats["Trial_0_Val"]), counter["evaluations"],
-        seconds,
+        seconds, any(recordings),
     )  # fmt: skip
 
 
@@ -161,13 +164,13 @@ def _count_evaluations(attacker: Any) -> dict[str, int]:
 # Recorded evaluations ------------------------------------------------------------------------------------------------
 
 
-def _record_evaluations(attacker: Any) -> None:
-    """Replace the attack's evaluations by replays of one, recorded by its own function at its own tensors' copies."""
+def _record_evaluations(attacker: Any) -> list[_Recording | None]:
+    """Replace the attack's evaluations by replays of one; the list gets it once it is made, or None if it cannot be."""
     optim = attacker.cfg.optim
-    if optim.langevin_noise > 0 or optim.grad_clip is not None or optim.signed == "soft":
-        return  # an evaluation depends on more than the point
-    made, joint = attacker._compute_objective, attacker.cfg.attack_type == "joint-optimization"
     recordings: list[_Recording | None] = []
+    if optim.langevin_noise > 0 or optim.grad_clip is not None or optim.signed == "soft":
+        return recordings  # an evaluation depends on more than the point
+    made, joint = attacker._compute_objective, attacker.cfg.attack_type == "joint-optimization"
 
     def recorded(candidate: Tensor, labels: Tensor, models: Any, optimizer: Any, shared: Any, iteration: int) -> Any:
         own = made(candidate, labels, models, optimizer, shared, iteration)
@@ -180,6 +183,7 @@ def _record_evaluations(attacker: Any) -> None:
         return own if recording is None else lambda: recording.evaluate(attacker, moving)
 
     attacker._compute_objective = recorded
+    return recordings
 
 
 class _Recording:
@@ -196,8 +200,13 @@ class _Recording:
         self._graph = torch.cuda.CUDAGraph()
         for each in inputs:
             each.grad = None
-        with torch.cuda.graph(self._graph):
-            self._objective = closure().detach()
+        gc.collect()  # an earlier recording must not be freed during this one
+        gc.disable()
+        try:
+            with torch.cuda.graph(self._graph):
+                self._objective = closure().detach()
+        finally:
+            gc.enable()
         self._task_loss = attacker.current_task_loss
 
     @staticmethod
