@@ -1,7 +1,7 @@
 """The attacks for judging a defence, beyond the paper's own (those are in `fedcdp reproduce attacks`).
 
-    python benchmarks/attacks.py run --device cuda --workers 12 --out results/attacks.json
-    python benchmarks/attacks.py table results/attacks.json > results/attacks.md
+    python -m benchmarks.attacks run --device cuda --workers 12 --out results/attacks.json
+    python -m benchmarks.attacks table results/attacks.json > results/attacks.md
 
 `run --list` names the cells, `run --only PREFIX` runs some of them. Cells in the result file are not run again.
 Many processes share a GPU well only under CUDA's multi-process service (`nvidia-cuda-mps-control -d`).
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.clean_tree import clean_commit
 from fedcdp.attacks import RECIPES, attack
 from fedcdp.config.experiment import Experiment, assemble
 from fedcdp.config.presets import preset
@@ -221,7 +222,7 @@ def _machine(device: str) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def run(out: Path, device: str, workers: int, only: str, limit: float) -> None:
+def run(out: Path, device: str, workers: int, only: str, limit: float, commit: str) -> None:
     """Run all cells that are not in the result file yet, in parallel."""
     stored: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"cells": {}}
     todo = [cell for cell in cells() if cell.name.startswith(tuple(only.split(","))) and cell.name not in stored["cells"]]
@@ -237,7 +238,7 @@ def run(out: Path, device: str, workers: int, only: str, limit: float) -> None:
             for done in wait(waiting, return_when=FIRST_COMPLETED).done:
                 cell = waiting.pop(done)
                 try:
-                    row = done.result()
+                    row = {"commit": commit} | done.result()
                 except Exception as error:
                     print(f"{cell.name}: {type(error).__name__}: {error}", flush=True)
                     continue
@@ -258,7 +259,7 @@ def table(stored: dict[str, Any]) -> str:
     found = stored["cells"]
     parts = [
         "# Leakage attacks beyond the paper's: what was measured",
-        "`python benchmarks/attacks.py run`; the command and the machine of every cell are in `attacks.json`. MSE and RMSE "
+        "`python -m benchmarks.attacks run`; the command and the machine of every cell are in `attacks.json`. MSE and RMSE "
         "are of the example clamped to [0, 1], over the pixels that the network can see; "
         "*exact*: MSE < 1e-3; *recognisable*: PSNR of 15 dB or more and closer than the class mean; *identified*: the true "
         "example is the nearest of 1000. Iterations are those until exact, else until the search ended; one is up to 20 "
@@ -338,6 +339,7 @@ def main() -> None:
     runs.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     runs.add_argument("--only", default="", help="Prefixes of names, separated by commas.")
     runs.add_argument("--limit", type=float, default=float("inf"), help="Seconds after which no new cell is started.")
+    runs.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
     runs.add_argument("--list", action="store_true")
     tables = commands.add_parser("table")
     tables.add_argument("results", type=Path)
@@ -348,7 +350,7 @@ def main() -> None:
     if given.list:
         print("\n".join(cell.name for cell in cells() if cell.name.startswith(tuple(given.only.split(",")))))
         return
-    run(given.out, given.device, given.workers, given.only, given.limit)
+    run(given.out, given.device, given.workers, given.only, given.limit, given.commit or clean_commit())
 
 
 if __name__ == "__main__":
