@@ -70,9 +70,9 @@ def attack(
     | a `Plan` | round 0, or round `at_round`, up to which the training is simulated | `model`, `federation` |
     | raw gradients | the gradients of your own training loop | `model`, and `truth` or `input_shape` |
 
-    The adversary's observations come from the method's own code. If the network trains only its last layer, the attack
-    `linear-head` reads all rounds of the plan or run. For a run it replays them from the seed, which needs the untrained
-    `model`. With `at_round` it reads a single round.
+    The adversary's observations come from the method's own code. The attack `accumulated` reads all rounds of the plan or
+    run; so does `linear-head`, if the network trains only its last layer. For a run both replay the rounds from the seed,
+    which needs the untrained `model`. With `at_round`, `linear-head` reads a single round.
 
     Args:
         target: The run, plan or raw gradients. Raw gradients are given by parameter name, or in the order of

@@ -99,8 +99,7 @@ def own_log_likelihoods(observations: Sequence[Observation], inputs: Inputs, tar
     total = torch.zeros(len(targets), dtype=torch.float64, device=observations[0].captured.device)
     for each in observations:
         mine = each_tensor(inputs, lambda value: value[each.who])  # noqa: B023
-        shown, seen = _shown(each.captured, mine, targets[each.who]), _flat(each.captured)
-        filtered = ((seen - shown / 2) * shown * _compared(each.captured)).sum(1)
+        filtered = own_matched_filters(each.captured, mine, targets[each.who])
         total.index_add_(0, each.who, filtered / _variance(each.captured))
     return total
 
@@ -132,21 +131,35 @@ def measured(observations: Sequence[Observation], pool: CandidatePool) -> tuple[
     return found, quiet
 
 
-def matched_filters(captured: Captured, inputs: Inputs, targets: Tensor) -> Tensor:
-    """[victims, candidates]: ⟨observation, noiseless release of the candidate⟩ − |the latter|² / 2."""
-    seen, compared = _flat(captured), _compared(captured)
+def matched_filters(captured: Captured, inputs: Inputs, targets: Tensor, seen: Tensor | None = None) -> Tensor:
+    """[victims, candidates]: ⟨observation, noiseless release of the candidate⟩ − |the latter|² / 2.
+
+    Instead of the captured observations, those in `seen` [victims, coordinates] are compared.
+    """
+    seen, compared = _flat(captured) if seen is None else seen, _compared(captured)
     groups = [torch.arange(len(captured), device=captured.device)]
     if not _alike(captured):
         groups = list(groups[0].split(1))
     found = torch.zeros(len(captured), len(targets), dtype=torch.float64, device=captured.device)
     at_once = _AT_ONCE.get(captured.device.type, 100)
-    for some in torch.arange(len(targets), device=captured.device).split(at_once):
+    for some in torch.arange(len(targets)).split(at_once):
+        few = each_tensor(inputs, lambda value: value[some.to(value.device)].to(captured.device))  # noqa: B023
         for mine in groups:
             alike = captured.take(mine[:1].expand(len(some)))
-            shown = _shown(alike, each_tensor(inputs, lambda value: value.to(captured.device)[some]), targets[some])  # noqa: B023
+            shown = _shown(alike, few, targets[some.to(targets.device)])
             squares = (compared[mine] if compared.shape[0] > 1 else compared) @ shown.square().T
-            found[mine[:, None], some] = seen[mine] @ shown.T - squares / 2
+            found[mine[:, None], some.to(found.device)] = seen[mine] @ shown.T - squares / 2
     return found
+
+
+def own_matched_filters(captured: Captured, inputs: Inputs, targets: Tensor, seen: Tensor | None = None) -> Tensor:
+    """[victims]: as `matched_filters`, of one candidate for each victim."""
+    seen, found = _flat(captured) if seen is None else seen, []
+    for some in torch.arange(len(captured), device=captured.device).split(_AT_ONCE.get(captured.device.type, 100)):
+        part = captured.take(some)
+        shown = _shown(part, each_tensor(inputs, lambda value: value[some]), targets[some])  # noqa: B023
+        found.append(((seen[some] - shown / 2) * shown * _compared(part)).sum(1))
+    return torch.cat(found)
 
 
 def _alike(captured: Captured) -> bool:

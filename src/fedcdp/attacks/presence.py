@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedcdp.attacks.candidate_pool import matched_filters, own_matched_filters
 from fedcdp.attacks.cohort import in_fast_rounds, reads_sum
 from fedcdp.attacks.head_solver import Solved, coefficients
 from fedcdp.attacks.linear_head import FeaturePrior, LinearHead
 from fedcdp.attacks.membership import Estimate, area_under_curve
-from fedcdp.attacks.objectives import predicted
 from fedcdp.attacks.observe import Captured, Leak, Look, capture, cohort_of, noise_of_release
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.sightings import Sighting
@@ -37,7 +37,6 @@ from fedcdp.mechanism.randomness import numpy_generator
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
 
-_CANDIDATES_AT_ONCE = 100
 _USUAL_IN_SUM = 20  # clients whose record is tested; each takes two rounds of all clients
 
 
@@ -217,34 +216,18 @@ def _identify(there: Captured, seen: Tensor, public: Dataset, candidates: int) -
     ones)."""
     order = numpy_generator(there.plan.seed, "candidates").permutation(len(public))[: candidates - 1]
     pool = public.take(torch.from_numpy(order))
-    scores = [_likelihood(there, seen, pool.take(who)) for who in _chunks(len(pool))]
     first = each_tensor(there.inputs, lambda value: value[:, 0].cpu())
     pairs = zip(tensors_in(first), tensors_in(pool.inputs), strict=True)
     same = torch.stack([_equal_rows(mine, theirs) for mine, theirs in pairs]).all(0).to(seen.device)
-    best = torch.cat(scores, dim=1).masked_fill(same, -torch.inf).amax(1)
-    victims = replace(pool, inputs=first, targets=there.targets[:, 0].cpu())
-    own = torch.cat([_likelihood(there, seen, victims.take(who))[who].diagonal() for who in _chunks(len(seen))])
+    best = matched_filters(there, pool.inputs, pool.targets, seen).masked_fill(same, -torch.inf).amax(1)
+    mine = each_tensor(there.inputs, lambda value: value[:, 0])
+    own = own_matched_filters(there, mine, there.targets[:, 0], seen)
     return float((own > best).double().mean()), 1 + len(pool)
 
 
 def _equal_rows(mine: Tensor, theirs: Tensor) -> Tensor:
     """[mine, theirs]: which rows of two tensors are equal."""
     return torch.stack([(theirs.flatten(1) == each).all(1) for each in mine.flatten(1)])
-
-
-def _likelihood(there: Captured, seen: Tensor, candidates: Dataset) -> Tensor:
-    """[victims, candidates]: ⟨observation, noiseless release of the candidate⟩ − |the latter|² / 2."""
-    first = there.take(torch.zeros(len(candidates), dtype=torch.int64, device=there.device))
-    inputs = each_tensor(candidates.inputs, lambda value: value.to(there.device)[:, None])
-    targets = candidates.targets.to(there.device)[:, None]
-    with torch.no_grad():
-        shown = predicted(first, "method", inputs, targets, first.present)
-    flat = there.engine.layout.flatten(shown, lead=1).double()
-    return seen @ flat.T - flat.square().sum(1) / 2
-
-
-def _chunks(length: int) -> list[Tensor]:
-    return list(torch.arange(length).split(_CANDIDATES_AT_ONCE))
 
 
 _LEAST = 1e-18

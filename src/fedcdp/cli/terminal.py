@@ -222,7 +222,15 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         alone = f"one of {found['records']:.3g} records is alone for {_percent(found['singled_out'])} of the victims"
         yield "singled out", f"{alone}, after {_counted(found['queries'], 'round')}"
     if found.get("source") is not None:
-        yield "observed in", f"{found['source']}: {found['releases_mean']:.3g} releases per victim on average"
+        rounds = found.get("rounds_observed")
+        some = rounds is not None and rounds < found["rounds_of_training"]
+        among = f" in {rounds} of {found['rounds_of_training']} rounds" if some else ""
+        yield "observed in", f"{found['source']}: {found['releases_mean']:.3g} releases per victim on average{among}"
+    if found.get("quiet_observations"):
+        yield (
+            "missing noise",
+            f"{found['quiet_observations']} observations carry clearly less noise than the method promises",
+        )
     if found.get("feature_error_median") is not None:
         yield "features", f"recovered with an error of {found['feature_error_median']:.2g} of their norm (median)"
     if found.get("label_accuracy") is not None:
