@@ -20,6 +20,7 @@ from fedcdp.errors import DataError, ModelError
 _FITS = 1e-3  # share of the observation: a residual at rounding level
 _SAME = 1e-2
 _FEW, _SWEEPS = 16, 3  # largest batch whose labels are tried one by one; number of passes
+_INDEPENDENT = 1e-14  # of the largest eigenvalue: what is smaller is rounding
 _UNMODELLED = 1e-4  # of the mean square of the observation: error of using class means as features
 
 
@@ -134,18 +135,20 @@ def count_labels(sighting: Sighting, prior: FeaturePrior) -> Tensor:
     from scipy.optimize import nnls
 
     examples, classes = sighting.shares.shape[1], len(prior.means)
-    share = sighting.shares.sum(1, keepdim=True) / examples
-    seen, columns = sighting.seen, []
-    means = prior.means
+    share, means = sighting.shares.sum(1) / examples, prior.means
     if not bool(means.any()):  # no prior: use the direction common to all rows as features
-        means = seen[..., : means.shape[1]].abs().mean((0, 1)).expand_as(means)
-    for label in range(classes):
-        alone = replace(sighting, shares=share)
-        columns.append(shown(alone, means[label : label + 1], torch.tensor([label])).flatten())
-    matrix = torch.stack(columns, dim=1)
-    scale = torch.where(sighting.deviation > 0, sighting.deviation, 1.0)[:, None, None]
-    weight = (torch.ones_like(seen) / scale).flatten()
-    wanted, _ = nnls((matrix * weight[:, None]).cpu().numpy(), (seen.flatten() * weight).cpu().numpy())
+        means = sighting.seen[..., : means.shape[1]].abs().mean((0, 1)).expand_as(means)
+    # Column y is what one example with the mean features of class y would show, a ⊗ f in each release. Its products with the
+    # others and with the observation follow from those of a and f: no column is formed.
+    rows = coefficients(sighting, means, torch.arange(classes)) * share[:, None, None]
+    whole = torch.cat([means, means.new_ones(classes, 1)], dim=1) if sighting.has_bias else means
+    weight = 1 / torch.where(sighting.deviation > 0, sighting.deviation, 1.0).square()[:, None, None]
+    products = torch.einsum("ryk,rzk->yz", rows * weight, rows) * (whole @ whole.T)
+    inner = torch.einsum("ryk,rkd,yd->y", rows * weight, sighting.seen, whole)
+    values, vectors = torch.linalg.eigh(products)
+    kept = values > _INDEPENDENT * values.max()
+    root, turned = values[kept].sqrt()[:, None], vectors[:, kept].T
+    wanted, _ = nnls((root * turned).cpu().numpy(), (turned @ inner / root[:, 0]).cpu().numpy())
     wanted = wanted * examples / max(wanted.sum(), 1e-12)
     labels = []
     for _ in range(examples):  # assign one example at a time to the class with the largest remaining count
