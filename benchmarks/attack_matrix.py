@@ -92,7 +92,7 @@ def run(given: argparse.Namespace) -> int:
     stored: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"runs": [], "cells": {}}
     origin = {"commit": given.commit or clean_commit(), "machine": _machine(given.device)}
     todo = [cell for cell in cells() if _wanted(cell, given.only) and cell.name not in stored["cells"]]
-    todo.sort(key=lambda cell: -COLUMNS[cell.column].weight)
+    todo.sort(key=lambda cell: -cell.weight)
     about = origin | {"workers": given.workers, "cells": 0, "seconds": 0.0}
     stored["runs"].append(about)
     started, failed = time.perf_counter(), 0

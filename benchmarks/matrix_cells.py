@@ -142,7 +142,15 @@ class Cell:
         if column.name == "tableak":  # a preset of the same ε, for a table
             preset = "--preset adult-sum-eps1 --clients 4 --per-round 4 --records 8" if sums else "--preset adult-eps1"
         more = "" if sums else f" {column.preset_each}".rstrip()
+        if sums and "--network" not in column.preset and column.name != "tableak":
+            more = " --network oriented-gradients"  # the gradient is clipped at once: ε is that of the preset's own features
         return f"fedcdp attack {preset} {column.preset}{more}"
+
+    @property
+    def weight(self) -> int:
+        """Roughly how long it takes: a preset is read in all its rounds, and that of the sum has hundreds."""
+        many = 20 if self.trust == SUM and self.method == PRESET else 5 if self.method == PRESET else 0
+        return COLUMNS[self.column].weight + many
 
 
 def cells() -> list[Cell]:
