@@ -36,11 +36,21 @@ def test_the_strongest_attack_comes_first() -> None:
     assert found.observations == ("type2", "type0", "model")
 
 
+def test_labels_that_are_known_outrank_a_test_that_guesses() -> None:
+    labels = {"leak": "type0", "attack": "labels", "label_accuracy": 1.0, "label_baseline": 0.4}
+    found = table({"leak": "model", "attack": "membership", "auc": 0.487}, labels)
+    assert found is not None
+    assert [row.attack for row in found.rows] == ["labels", "membership"]
+
+
 def test_every_row_names_its_threat_model_and_its_means() -> None:
     found = table(LIRA, BEST, IMPRINT)
     assert found is not None
     assert {row.attack: (row.threat, row.means) for row in found.rows} == {
-        "imprint": ("malicious server: architecture modification", "analytics-based reconstruction"),
+        "imprint": (
+            "malicious server: architecture modification, or a crafted first layer",
+            "analytics-based reconstruction",
+        ),
         "cpl": ("eavesdropper on the client", "optimisation-based reconstruction"),
         "averaging": ("eavesdropper on the client", "prior-based reconstruction"),
         "lira": ("anyone with the released model", "membership inference"),
@@ -97,6 +107,6 @@ def test_the_page_shows_the_table(tmp_path: Path) -> None:
         places.append(place)
     page = report(places, tmp_path / "page.html").read_text()
     assert page.index('<th scope="row">imprint</th>') < page.index('<th scope="row">cpl</th>')
-    assert "malicious server: architecture modification" in page
+    assert "malicious server: architecture modification, or a crafted first layer" in page
     assert "Refused: linear-head" in page
     assert "needs another network" in page

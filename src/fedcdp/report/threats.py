@@ -23,7 +23,7 @@ THREATS = {
 """Who reads an observation and follows the protocol."""
 OBSERVATIONS = {"type2": "Type-2", "type1": "Type-1", "type0": "Type-0", "model": "Model"}
 
-_MODIFIES = "malicious server: architecture modification"
+_MODIFIES = "malicious server: architecture modification, or a crafted first layer"
 _MANIPULATES = "malicious server: parameter manipulation"
 MALICIOUS = {
     "imprint": _MODIFIES,
@@ -115,6 +115,8 @@ def _words(figures: dict[str, Any]) -> str:
 
 
 def _strength(figures: dict[str, Any]) -> tuple[float, ...]:
-    """Exact examples count most, then recognisable and identified ones; then what can be told by inference."""
-    exact, recognisable, identified, tokens, labels = (float(figures.get(name, 0.0)) for name in _SHARES)
-    return exact, recognisable, identified, tokens, abs(float(figures.get("auc", _GUESS)) - _GUESS), labels
+    """Exact examples count most, then recognisable and identified ones; then what inference tells beyond a guess."""
+    shares = [float(figures.get(name, 0.0)) for name in ("success_rate", "recognisable_rate", "identified_rate")]
+    labels = float(figures.get("label_accuracy", 0.0)) - float(figures.get("label_baseline", 0.0))
+    presence = 2 * float(figures.get("auc", _GUESS)) - 1
+    return *shares, max(float(figures.get("token_recall", 0.0)), labels, presence)
