@@ -179,8 +179,9 @@ def matrix(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
         for method in METHODS:
             words = []
             for column in columns:
-                row = found.get(f"{column}/{trust}/{method}")
-                text = shown(column, row)
+                cell = Cell(column, trust, method)
+                row = found.get(cell.name)
+                text = "as above" if row is None and cell.is_as_above else shown(column, row)
                 if text == "refused" and row is not None:
                     text = f"refused ({notes.setdefault(row['refused'], len(notes) + 1)})"
                 words.append(text)

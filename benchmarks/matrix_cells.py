@@ -127,13 +127,20 @@ class Cell:
         if self.method == PRESET:
             return self._on_preset(column, sums)
         setting = column.summed if sums else column.each
-        if not setting:
+        if not setting or self.is_as_above:
             return ""
         cdp = self.method.startswith("Fed-CDP")
         noise = " --noise sum" if sums and cdp else ""
         if self.column == "tokens":
             return f"{_TEXT} {setting} {method}{noise}{' --secure-aggregation' if sums else ''}"
         return f"fedcdp attack {setting} {method}{_FLAT if cdp else ''}{noise}"
+
+    @property
+    def is_as_above(self) -> bool:
+        """Whether the adversary sees what it sees where the server reads each update: it sits on the client, and the noise
+        is the same."""
+        on_client = COLUMNS[self.column].threat == _CLIENT if self.column in COLUMNS else False
+        return self.trust == SUM and on_client and not self.method.startswith("Fed-CDP")
 
     def _on_preset(self, column: Column, sums: bool) -> str:
         if not column.preset or (not sums and not column.each):

@@ -78,6 +78,19 @@ def test_the_matrix_has_a_row_for_every_method_and_trust_model() -> None:
     assert lines[-1] == "1. no such sum"
 
 
+@pytest.mark.parametrize("method", ["dssgd", "fed-sdp --noise-at client"])
+def test_a_reader_on_the_client_sees_the_same_under_a_secure_sum(method: str) -> None:
+    command = (
+        "fedcdp attack --leak type1 --attack labels --dataset mnist5k --network mlp --local-steps 1 --partition iid "
+        "--record-sampling partition --clients 4 --per-round 4 --records 4 --batch-size 4 --victims 2 --method"
+    )
+    rows = [measure(f"{command} {method}{words}", "cpu") for words in ("", " --secure-aggregation")]
+    assert rows[0]["label_accuracy"] == rows[1]["label_accuracy"]
+    assert rows[0]["noise_deviation"] == rows[1]["noise_deviation"]
+    assert "type-1/the sum/DSSGD" not in NAMES
+    assert "| the sum | DSSGD | as above |" in matrix({}, ("type-1",))
+
+
 def test_the_page_says_how_long_the_cells_took() -> None:
     cell = Cell("labels", "each update", "DSSGD")
     row = {"victims": 100, "label_accuracy": 0.5, "label_baseline": 0.41, "wall_seconds": 3.2, "command": cell.command}
