@@ -39,8 +39,10 @@ MEANS = dict.fromkeys(("cpl", "dlg", "idlg", "inverting-gradients", "batch", "cl
 MEANS |= dict.fromkeys(("analytic", "linear-head", "tableak", "tokens", *MALICIOUS), f"{_SOLVES} reconstruction")
 MEANS |= {"averaging": f"{_PRIOR} reconstruction", "labels": "label inference", "matched-filter": "presence inference",
           "membership": "membership inference", "lira": "membership inference"}  # fmt: skip
-_SHARES = {"success_rate": "exact", "recognisable_rate": "recognisable", "identified_rate": "identified",
-           "token_recall": "of the tokens", "label_accuracy": "of the labels"}  # fmt: skip
+_SHARES = (
+    ("success_rate", "exact"), ("recognisable_rate", "recognisable"), ("identified_rate", "identified"),
+    ("token_recall", "of the tokens"), ("label_accuracy", "of the labels"),
+)  # fmt: skip
 _GUESS = 0.5  # the AUC of a coin
 
 
@@ -106,7 +108,7 @@ def _row(name: str, by_leak: dict[str, dict[str, Any]]) -> AttackRow:
 
 def _words(figures: dict[str, Any]) -> str:
     """What an attack found, in a few words: the share that says most, and the AUC."""
-    shares = [(name, word) for name, word in _SHARES.items() if name in figures]
+    shares = [(name, word) for name, word in _SHARES if name in figures]
     reconstructs = [each for each in shares if each[0] in ("success_rate", "recognisable_rate")]
     told = [f"{100 * figures[name]:.3g} % {word}" for name, word in reconstructs or shares[:1]]
     if "auc" in figures:
