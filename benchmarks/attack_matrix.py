@@ -92,7 +92,7 @@ def run(given: argparse.Namespace) -> int:
     stored: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"runs": [], "cells": {}}
     origin = {"commit": given.commit or clean_commit(), "machine": _machine(given.device)}
     todo = [cell for cell in cells() if _wanted(cell, given.only) and cell.name not in stored["cells"]]
-    todo.sort(key=lambda cell: -COLUMNS[cell.column].weight)
+    todo.sort(key=lambda cell: -cell.weight)
     about = origin | {"workers": given.workers, "cells": 0, "seconds": 0.0}
     stored["runs"].append(about)
     started, failed = time.perf_counter(), 0
@@ -179,8 +179,9 @@ def matrix(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
         for method in METHODS:
             words = []
             for column in columns:
-                row = found.get(f"{column}/{trust}/{method}")
-                text = shown(column, row)
+                cell = Cell(column, trust, method)
+                row = found.get(cell.name)
+                text = "as above" if row is None and cell.is_as_above else shown(column, row)
                 if text == "refused" and row is not None:
                     text = f"refused ({notes.setdefault(row['refused'], len(notes) + 1)})"
                 words.append(text)

@@ -265,15 +265,21 @@ def report(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(best: dict[str, Any] | None, theirs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Whether fedcdp's best is at least as good as every attack of `breaching`: as many exact, as many recognisable."""
-    if best is None or not theirs:
+    """Whether fedcdp's best is at least as good as every finished attack of `breaching`: as many exact and recognisable."""
+    complete = _on_all_victims(best, theirs)
+    if best is None or not complete:
         return {"at_least_as_good": None, "stronger": []}
     stronger = [
         name
-        for name, row in theirs.items()
+        for name, row in complete.items()
         if row["success_rate"] > best["success_rate"] or row["recognisable_rate"] > best["recognisable_rate"]
     ]
     return {"at_least_as_good": not stronger, "stronger": stronger}
+
+
+def _on_all_victims(best: dict[str, Any] | None, theirs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The attacks of `breaching` that have finished all victims of fedcdp's best."""
+    return {name: row for name, row in theirs.items() if best is not None and row["victims"] == best["victims"]}
 
 
 def _short(summary: dict[str, Any], origin: dict[str, Any]) -> dict[str, Any]:
@@ -310,6 +316,28 @@ def markdown(found: dict[str, Any]) -> str:
                 lines.append(_row([f"{maker} `{name}`{chosen}", *_figures(row)]))
         lines += ["", sentence(case["verdict"])]
     return "\n".join(lines)
+
+
+def compared(found: dict[str, Any]) -> str:
+    """One row for each case: fedcdp's best, the strongest attack of `breaching`, and the verdict."""
+    headings = ["what both read", "victims", "fedcdp `best`: exact / recognisable", "`breaching`: exact / recognisable",
+                "by", "fedcdp at least as good"]  # fmt: skip
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    for case in found["cases"].values():
+        best = case["fedcdp"].get("best")
+        theirs = _on_all_victims(best, case["breaching"])
+        if best is None or not theirs:
+            continue
+        strongest_name = max(theirs, key=lambda name: (theirs[name]["success_rate"], theirs[name]["recognisable_rate"],
+                                                       -theirs[name]["distance_median"]))  # fmt: skip
+        other, as_good = theirs[strongest_name], case["verdict"]["at_least_as_good"]
+        lines.append(_row([case["title"], str(other["victims"]), _both(best), _both(other), f"`{strongest_name}`",
+                           "yes" if as_good else "no"]))  # fmt: skip
+    return "\n".join(lines)
+
+
+def _both(row: dict[str, Any]) -> str:
+    return f"{100 * row['success_rate']:.3g} % / {100 * row['recognisable_rate']:.3g} %"
 
 
 def sentence(decided: dict[str, Any]) -> str:

@@ -128,13 +128,20 @@ class Cell:
         if self.method == PRESET:
             return self._on_preset(column, sums)
         setting = column.summed if sums else column.each
-        if not setting:
+        if not setting or self.is_as_above:
             return ""
         cdp = self.method.startswith("Fed-CDP")
         noise = " --noise sum" if sums and cdp else ""
         if self.column == "tokens":
             return f"{_TEXT} {setting} {method}{noise}{' --secure-aggregation' if sums else ''}"
         return f"fedcdp attack {setting} {method}{_FLAT if cdp else ''}{noise}"
+
+    @property
+    def is_as_above(self) -> bool:
+        """Whether the adversary sees what it sees where the server reads each update: it sits on the client, and the noise
+        is the same."""
+        on_client = COLUMNS[self.column].threat == _CLIENT if self.column in COLUMNS else False
+        return self.trust == SUM and on_client and not self.method.startswith("Fed-CDP")
 
     def _on_preset(self, column: Column, sums: bool) -> str:
         if not column.preset or (not sums and not column.each):
@@ -143,7 +150,15 @@ class Cell:
         if column.name == "tableak":  # a preset of the same ε, for a table
             preset = "--preset adult-sum-eps1 --clients 4 --per-round 4 --records 8" if sums else "--preset adult-eps1"
         more = "" if sums else f" {column.preset_each}".rstrip()
+        if sums and "--network" not in column.preset and column.name != "tableak":
+            more = " --network oriented-gradients"  # the gradient is clipped at once: ε is that of the preset's own features
         return f"fedcdp attack {preset} {column.preset}{more}"
+
+    @property
+    def weight(self) -> int:
+        """Roughly how long it takes: a preset is read in all its rounds, and that of the sum has hundreds."""
+        many = 20 if self.trust == SUM and self.method == PRESET else 5 if self.method == PRESET else 0
+        return COLUMNS[self.column].weight + many
 
 
 def cells() -> list[Cell]:

@@ -67,8 +67,8 @@ def sentences() -> fedcdp.Dataset:
     rows = []
     for label, library in enumerate(LIBRARIES):
         own = sorted(words for words, libraries in found.items() if libraries == {library})
-        rows += [(words, label) for words in random.Random(0).sample(own, 1800)]  # noqa: S311
-    random.Random(0).shuffle(rows)  # noqa: S311
+        rows += [(words, label) for words in random.Random(0).sample(own, 1800)]  # noqa: S311  # nosec B311
+    random.Random(0).shuffle(rows)  # noqa: S311  # nosec B311
     tokens = torch.zeros(len(rows), 24, dtype=torch.int64)
     for row, (words, _) in zip(tokens, rows, strict=True):
         row[: len(words)] = torch.tensor([1 + zlib.crc32(word.encode()) % 1023 for word in words[:24]])

@@ -14,6 +14,8 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `percent(SOURCE, digits=0)` | a hundred times the value |
 | `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
 | `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
+| `attack_matrix(COLUMN, …)` | these columns of `results/attack_matrix.json`, a dash where a cell is missing |
+| `breaching_table()` | for each case of `results/breaching.json`, fedcdp's best and `breaching`'s |
 | `{% if measured(SOURCE) %}` … `{% endif %}` | a part that appears once SOURCE, or the whole file, is in `results` |
 
 A SOURCE is `FILE.json / step / step …`, a value in `results/FILE.json`, or `account OPTIONS / adversary / unit`, the ε
@@ -36,6 +38,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from typer.testing import CliRunner
 
+from benchmarks.attack_matrix import matrix
+from benchmarks.breaching_peer import compared
 from fedcdp.cli.program import app
 from fedcdp.studies.bench.result_file import read as bench_results
 from fedcdp.studies.bench.tables import markdown
@@ -66,8 +70,9 @@ def render(text: str) -> str:
     """Render a template's text."""
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(
-        figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table, measured=measured
-    )
+        figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table, measured=measured,
+        attack_matrix=attack_matrix, breaching_table=breaching_table,
+    )  # fmt: skip
     return environment.from_string(text).render()
 
 
@@ -97,6 +102,16 @@ def bench_table(file: str, section: str) -> str:
     """The table of one section of a result file of `fedcdp bench`, with its machine."""
     content = bench_results(ROOT / "results" / file)
     return markdown(content | {"sections": {section: content["sections"][section]}}).strip()
+
+
+def attack_matrix(*columns: str) -> str:
+    """Some columns of the matrix of methods, attacks and trust models."""
+    return matrix(_read("attack_matrix.json") if measured("attack_matrix.json") else {}, columns)
+
+
+def breaching_table() -> str:
+    """What fedcdp's best and the strongest attack of `breaching` recover from the same gradients."""
+    return compared(_read("breaching.json"))
 
 
 def measured(source: str) -> bool:

@@ -79,25 +79,32 @@ def load_breaching() -> Any:
     """The package `breaching`, from this environment or from build/breaching_site."""
     if SITE.is_dir() and str(SITE) not in sys.path:
         sys.path.append(str(SITE))
-    _stand_in_for_torchvision()
     warnings.filterwarnings("ignore", message=r"\s*The version_base parameter is not specified")
+    stand_in = _stand_in_for_torchvision()
+    before = {name: sys.modules.get(name) for name in stand_in}
+    sys.modules |= stand_in
     try:
         import breaching
     except ImportError as error:
         raise SystemExit(f"breaching cannot be imported ({error}); `make breaching` builds build/breaching_site") from error
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
     logging.getLogger("breaching").setLevel(logging.WARNING)
     torch._C._jit_set_texpr_fuser_enabled(False)  # compiling its scripted sums takes longer than they do
     return breaching
 
 
-def _stand_in_for_torchvision() -> None:
+def _stand_in_for_torchvision() -> dict[str, ModuleType]:
     """Empty modules in the place of torchvision: `breaching` names it on import, but no attack uses it."""
     parts = {name: ModuleType(name) for name in ("torchvision", "torchvision.models", "torchvision.models.densenet",
                                                  "torchvision.transforms")}  # fmt: skip
     parts["torchvision.models.densenet"]._DenseLayer = nn.Module  # a base class
     parts["torchvision.models"].densenet = parts["torchvision.models.densenet"]
     parts["torchvision"].models = parts["torchvision.models"]
-    sys.modules |= parts
+    return parts
 
 
 def attack_gradient(

@@ -21,7 +21,9 @@ Attempt = Callable[[Random, Path], None]
 def attack_results(_place: Path) -> Attempt:
     """`summary.json` and `reconstructions.npz`: other values, shapes and types, false headers, bombs; up to the page."""
     summary = {"method": "fed-cdp", "leak": "type2", "attack": "cpl", "dataset": "mnist5k", "victims": 1, "examples": 2,
-               "recognisable_rate": 0.5, "success_rate": 0.0, "steps": 1, "seconds": 1.5, "round": None}  # fmt: skip
+               "recognisable_rate": 0.5, "success_rate": 0.0, "steps": 1, "seconds": 1.5, "round": None,
+               "tried": [{"attack": "cpl", "success_rate": 0.0}, {"attack": "matched-filter", "auc": 0.7},
+                         {"attack": "linear-head", "success_rate": None, "refused": "another network"}]}  # fmt: skip
     image = np.linspace(0, 1, 2 * 16, dtype=np.float32).reshape(1, 2, 1, 4, 4)
     arrays: dict[str, Any] = {
         "seed": image, "reconstruction": image, "original": image, "original_label": np.array([[3, 7]]),

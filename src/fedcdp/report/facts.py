@@ -33,7 +33,7 @@ ADVERSARY_OF = {"type2": "example", "type1": "update", "type0": "server"}
 _SHOWN_EXAMPLES = 3
 _BY_CHANCE = 1e-3  # identifications less likely than this are not due to chance
 _INFERENCES = ("inference", "labels")  # attacks that reconstruct nothing
-_LONGEST_NAME = 40
+LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,7 @@ class LeakFacts:
         named = (
             [each for each in told if isinstance(each, dict) and not each.get("refused")] if isinstance(told, list) else []
         )
-        return tuple(str(each.get("attack"))[:_LONGEST_NAME] for each in named) or (self.attack,)
+        return tuple(str(each.get("attack"))[:LONGEST_NAME] for each in named) or (self.attack,)
 
     @property
     def roc(self) -> list[tuple[float, float]]:
@@ -282,7 +282,7 @@ def _numbers(row: Row) -> Row:
 
 
 def _name(value: object) -> str | None:
-    return value[:_LONGEST_NAME] if isinstance(value, str) and value else None
+    return value[:LONGEST_NAME] if isinstance(value, str) and value else None
 
 
 def is_number(value: object) -> bool:

@@ -17,6 +17,7 @@ from fedcdp.report import comparison, wording
 from fedcdp.report.charts import Series, coincident, data_uri, keys, line_chart
 from fedcdp.report.facts import Example, LeakFacts, RunFacts
 from fedcdp.report.subjects import READER_TYPES, Subject, spent, subjects_of
+from fedcdp.report.threats import OBSERVATIONS, THREATS, attack_table
 from fedcdp.training.metrics import metric_text, metric_title
 
 _VALUES = 10  # of each line, in the table behind a chart
@@ -72,6 +73,9 @@ def render(runs: list[RunFacts], leaks: list[LeakFacts], title: str | None = Non
         spending=_spending(subjects),
         norms=_norms(subjects),
         membership=_membership(subjects),
+        tables=[(subject, table) for subject in subjects if (table := attack_table(subject.leaks)) is not None],
+        threats=THREATS,
+        observations=OBSERVATIONS,
         attacks=[_figures(leak) for leak in leaks],
         e=wording.epsilon,
         equation=wording.equation,
