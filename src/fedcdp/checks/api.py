@@ -24,6 +24,7 @@ from fedcdp.errors import PlanError
 
 Settings = OpacusSettings | FlowerSettings | LocalDpSettings
 RELATIONS = ("remove", "replace")
+_SAME = 0.95  # accountants round differently: a claim within five per cent is the same ε
 
 
 @checked
@@ -143,8 +144,7 @@ def _check_settings(target: Settings, claimed: float | None) -> Check:
     found = target.findings()
     unit = "record" if isinstance(target, OpacusSettings) or target.z == 0 else "client"
     real = privacy.row("model", unit).epsilon
-    # Accountants round differently: a claim within one per cent is the same ε.
-    too_small = claimed is not None and claimed < 0.99 * real
+    too_small = claimed is not None and claimed < _SAME * real
     if claimed is not None and too_small:
         found.append(
             Finding("leak", f"the claimed ε = {format_epsilon(claimed)} is smaller than what these settings give, "

@@ -1,8 +1,8 @@
 """Somebody else's training loop as a black box: a function that returns everything that leaves the client.
 
 `function(model, inputs, labels)` trains on the given records, from the given weights, and returns what would be sent:
-tensors by name, a list of tensors, or one tensor. Numbers, such as a loss or a count, are sent as well and belong to it. Every call
-gets a fresh copy of the network, so the function may train it in place. It draws its noise as it always does.
+tensors by name, a list of tensors, or one tensor. Numbers, such as a loss or a count, are sent as well and belong to it.
+Every call gets a fresh copy of the network, so the function may train it in place. It draws its noise as it always does.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def require_number(name: str, value: object, *, low: float, high: float = math.i
 def require_noise(value: object) -> None:
     """Raise unless a value is a noise multiplier: 0, or a number that ε can be computed for."""
     if value != 0 or isinstance(value, bool):
-        require_number("noise_multiplier", value, low=1e-6, high=1e6)
+        require_number("noise_multiplier", value, low=1e-3, high=1e6)
 
 
 def require_delta(value: object) -> None:
@@ -28,7 +28,7 @@ def require_delta(value: object) -> None:
     require_number("delta", value, low=1e-30, high=0.99)
 
 
-def require_count(name: str, value: object) -> None:
+def require_count(name: str, value: object, most: int = 10**9) -> None:
     """Raise unless a value is a whole number of at least 1, small enough to be computed with."""
-    if type(value) is not int or not 1 <= value <= 10**9:
-        raise PlanError(f"{name}: {str(value)[:40]} is not allowed; it must be a whole number from 1 to 1,000,000,000")
+    if type(value) is not int or not 1 <= value <= most:
+        raise PlanError(f"{name}: {str(value)[:40]} is not allowed; it must be a whole number from 1 to {most:,}")

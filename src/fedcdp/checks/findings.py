@@ -119,6 +119,11 @@ class Check:
             return "leaks"
         return "no claim to compare with" if self.claimed is None else "consistent with the claim"
 
+    @property
+    def fails(self) -> bool:
+        """Whether an ε was claimed that does not hold, or something leaves although an ε was claimed."""
+        return self.claimed is not None and self.verdict in ("exceeds the claim", "leaks")
+
     def summary(self) -> dict[str, Any]:
         """All figures, for programs. An infinite ε is written as "inf"."""
         return {

@@ -76,8 +76,9 @@ class FlowerSettings:
         require_noise(self.noise_multiplier)
         require_number("clip", self.clip, low=0, above=True)
         require_delta(self.delta)
-        for name in ("clients", "per_round", "rounds"):
+        for name in ("clients", "per_round"):
             require_count(name, getattr(self, name))
+        require_count("rounds", self.rounds, most=100_000)
         if self.per_round > self.clients:
             raise PlanError(f"per_round: {self.per_round} is not allowed; there are {self.clients} clients")
         if self.largest_share is not None:
@@ -166,7 +167,8 @@ class FlowerSettings:
         if self.largest_share is None:
             found.append(
                 Finding("warning", "FedAvg weighs clients by num-examples, and Flower only warns if fewer clients reply "
-                        "than num_sampled_clients. ε holds for equal weights and all replies; otherwise give the largest share")
+                        "than num_sampled_clients. ε holds for equal weights and all replies; otherwise give the largest "
+                        "share")
             )  # fmt: skip
         elif self.largest_share * self.per_round > 1 + 1e-9:
             found.append(
@@ -246,8 +248,9 @@ class LocalDpSettings:
         require_number("epsilon", self.epsilon, low=1e-6, high=1e6)
         require_number("mod_delta", self.mod_delta, low=1e-30, high=0.99)
         require_delta(self.delta)
-        for name in ("clients", "per_round", "rounds"):
+        for name in ("clients", "per_round"):
             require_count(name, getattr(self, name))
+        require_count("rounds", self.rounds, most=100_000)
         if self.per_round > self.clients:
             raise PlanError(f"per_round: {self.per_round} is not allowed; there are {self.clients} clients")
         if self.z:

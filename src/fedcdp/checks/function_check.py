@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedcdp.accounting.statement import format_epsilon
+from fedcdp.accounting.statement import Privacy, format_epsilon
 from fedcdp.checks import call_attacks, probes
 from fedcdp.checks.black_box import BlackBox
 from fedcdp.checks.call_audit import FEWEST_TRIALS, Trials, run_trials
@@ -69,15 +69,13 @@ class FunctionCheck:
                 Finding("note", f"no attack showed more than the claimed ε = {format_epsilon(self.claimed)}; this proves no "
                         "more than that")
             )  # fmt: skip
-        privacy = None if self.settings is None else self.settings.privacy()
+        privacy = None if self.settings is None else self._promised(self.settings.privacy(), leaks)
+        scopes = [] if privacy is None or self.settings is None or leaks else self.settings.scopes(privacy)
         return Check(
             target=f"what {self.box.name} returns",
             facts=tuple(self._facts(audit)),
             findings=sorted_findings(self.found),
-            scopes=(
-                self._scope(tensors),
-                *([] if privacy is None or self.settings is None else self.settings.scopes(privacy)),
-            ),
+            scopes=(self._scope(tensors), *scopes),
             privacy=privacy,
             delta=self.delta,
             claimed=self.claimed,
@@ -196,7 +194,7 @@ class FunctionCheck:
                 what = "the number of records" if self.relation == "remove" else "the records"
                 public = "; if that number is public, check with relation replace" if self.relation == "remove" else ""
                 self.found.append(
-                    Finding("leak", f"{name}: the amount of noise depends on {what}. Scale it by a fixed number{public}")
+                    Finding("leak", f"the amount of noise in {name} depends on {what}. Scale it by a fixed number{public}")
                 )  # fmt: skip
                 return
 
@@ -219,7 +217,7 @@ class FunctionCheck:
             self.found.append(Finding("warning", "clipping was not tested, because no larger record could be tried"))
         for name in sorted(counts):
             self.found.append(
-                Finding("warning", f"{name}: the number of records leaves without noise; ε must treat it as public")
+                Finding("warning", f"the number of records leaves without noise ({name}); ε must treat it as public")
             )
 
     def _report_reconstruction(self, summary: dict[str, Any] | None, reason: str) -> None:
@@ -246,9 +244,16 @@ class FunctionCheck:
         how = "without any assumption on the noise" if proven else "if the noise is Gaussian, as it looks"
         shown = audit.epsilon_lower if proven else audit.strongest
         self.found.append(
-            Finding("leak", f"one call has ε ≥ {format_epsilon(shown)} at δ = {self.delta:g} (99.9 % sure, {how}), more than "
-                    f"the claimed {format_epsilon(self.claimed)}")
+            Finding("leak", f"one call has ε ≥ {format_epsilon(shown)} at δ = {self.delta:g} (99.9 % sure, {how}), more "
+                    f"than the claimed {format_epsilon(self.claimed)}")
         )  # fmt: skip
+
+    def _promised(self, privacy: Privacy, leaks: bool) -> Privacy:
+        """The statement of the settings, with what the check says about it."""
+        note = "these ε are those of the settings, and the function does not keep to them: none of them holds"
+        if not leaks:
+            note = "these ε are those of the settings; they hold if the function keeps to them, which no check can prove"
+        return replace(privacy, notes=(note, *privacy.notes))
 
     def _facts(self, audit: CallAudit) -> list[tuple[str, str]]:
         shapes = self.box.shapes
