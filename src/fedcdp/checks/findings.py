@@ -85,7 +85,7 @@ class Check:
         >>> found.verdict
         'no claim to compare with'
         >>> round(found.privacy.row("model").epsilon, 2)
-        2.38
+        2.3
     """
 
     target: str

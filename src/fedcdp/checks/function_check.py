@@ -23,6 +23,7 @@ from fedcdp.errors import ModelError, PlanError
 
 _REPEATS = 32  # calls for each probe
 _FEWEST, _MOST, _SECONDS = 300, 5000, 15.0  # trials by default, and the time that they may take
+_ATTACK_STEPS = 200  # of the progress, for the reconstruction
 _ABOUT = 0.9  # of the largest movement; the noise of a measurement is 1
 _PRESENCE = 0.2  # share of the trials with the record as it is
 
@@ -58,9 +59,11 @@ class FunctionCheck:
         audit = self._audit(self._canary(movements), counts, trials)
         attacks = [self._presence(counts, presence)]
         if not any(tensor.noise for tensor in tensors):
-            summary, reason = call_attacks.reconstruct(self.box, self.inputs, self.labels, self.loss, None)
+            self.total += _ATTACK_STEPS
+            summary, reason = call_attacks.reconstruct(self.box, self.inputs, self.labels, self.loss, self._attacked)
             attacks += [] if summary is None else [summary]
             self._report_reconstruction(summary, reason)
+        self._report(self.total)
         self._report_audit(audit)
         self.exceeded |= self.claimed is not None and audit.strongest > self.claimed
         leaks = any(finding.level == "leak" for finding in self.found)
@@ -108,9 +111,16 @@ class FunctionCheck:
         return probes.worlds(self.inputs, self.labels, (record, label), self.relation)
 
     def _count(self) -> None:
-        self.done += 1
+        self._report(self.done + 1)
+
+    def _attacked(self, done: int, total: int) -> None:
+        self._report(self.total - _ATTACK_STEPS + _ATTACK_STEPS * done // max(1, total))
+
+    def _report(self, done: int) -> None:
+        """Tell the progress; several attacks in turn may each begin anew."""
+        self.done = min(max(self.done, done), self.total)
         if self.progress is not None:
-            self.progress(min(self.done, self.total), self.total)
+            self.progress(self.done, self.total)
 
     def _probe(self) -> tuple[list[TensorProbe], dict[float, Movement], set[str]]:
         """The noise and the movement of each tensor, and the tensors that only tell the number of records."""
