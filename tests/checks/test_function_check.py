@@ -205,16 +205,16 @@ def test_token_ids_are_checked_without_larger_records() -> None:
 # Bad functions and arguments ---------------------------------------------------------------------------------------------
 
 
-def failing(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+def failing(_model: nn.Module, _inputs: Tensor, _labels: Tensor) -> None:
     raise ZeroDivisionError("no luck")
 
 
 def changing() -> Loop:
     calls = iter(range(10**6))
-    return lambda model, inputs, labels: torch.zeros(1 + next(calls) % 3)
+    return lambda _model, _inputs, _labels: torch.zeros(1 + next(calls) % 3)
 
 
-def counted(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+def counted(_model: nn.Module, inputs: Tensor, _labels: Tensor) -> Tensor:
     return torch.zeros(len(inputs))
 
 
@@ -224,14 +224,14 @@ def counted(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
         (failing, "failing failed on 4 records: ZeroDivisionError: no luck"),
         (changing(), "every call must return the same shapes"),
         (counted, "every call must return the same shapes"),
-        (lambda model, inputs, labels: "gradients", "returned str in returned"),
-        (lambda model, inputs, labels: {}, "returned no tensor"),
-        (lambda model, inputs, labels: [], "returned no tensor"),
-        (lambda model, inputs, labels: None, "returned NoneType in returned"),
-        (lambda model, inputs, labels: model, "returned a network"),
-        (lambda model, inputs, labels: torch.tensor([1.0, float("nan")]), "not finite"),
-        (lambda model, inputs: inputs, "TypeError"),
-        (lambda model, inputs, labels: {"a": object()}, "returned object in a"),
+        (lambda _model, _inputs, _labels: "gradients", "returned str in returned"),
+        (lambda _model, _inputs, _labels: {}, "returned no tensor"),
+        (lambda _model, _inputs, _labels: [], "returned no tensor"),
+        (lambda _model, _inputs, _labels: None, "returned NoneType in returned"),
+        (lambda model, _inputs, _labels: model, "returned a network"),
+        (lambda _model, _inputs, _labels: torch.tensor([1.0, float("nan")]), "not finite"),
+        (lambda _model, inputs: inputs, "TypeError"),
+        (lambda _model, _inputs, _labels: {"a": object()}, "returned object in a"),
     ],
 )
 def test_a_bad_function_is_refused_in_one_line(function: Callable[..., Any], said: str) -> None:

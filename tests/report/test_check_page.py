@@ -52,7 +52,7 @@ def test_the_page_loads_and_runs_nothing() -> None:
 def test_no_record_is_on_the_page() -> None:
     inputs = torch.full((4, 6), 0.123456) + torch.arange(4)[:, None]
     found = fedcdp.check(
-        lambda model, inputs, labels: inputs.mean(0), model=network(), examples=(inputs, torch.arange(4) % 3), trials=100
+        lambda _model, inputs, _labels: inputs.mean(0), model=network(), examples=(inputs, torch.arange(4) % 3), trials=100
     )
     assert "123456" not in render_check(found)
 

@@ -35,8 +35,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=usage.epilog(
         "fedcdp check opacus --noise-multiplier 1.1 --sample-rate 0.004 --steps 15000",
-        "fedcdp check flower --wrapper server-fixed --noise-multiplier 1 --clients 1000 --per-round 50 --rounds 100",
-        "fedcdp check mymodule:leaves --data records.csv --claimed-epsilon 4",
+        "fedcdp check flower --wrapper server-fixed --noise-multiplier 1 --clients 50",
+        "fedcdp check loop mymodule:leaves --data records.csv --claimed-epsilon 4",
     ),
 )
 
@@ -69,8 +69,7 @@ Rounds = Annotated[int, typer.Option("--rounds", help="Number of rounds.", rich_
 @usage.add_to(
     app,
     "fedcdp check opacus --noise-multiplier 1.1 --sample-rate 0.004 --steps 15000",
-    "fedcdp check opacus --noise-multiplier 1.1 --batch-size 64 --records 6000 --epochs 20 --out check.html",
-    "fedcdp check opacus --noise-multiplier 1 --sample-rate 0.05 --steps 20 --clients 100 --per-round 10 --rounds 50",
+    "fedcdp check opacus --noise-multiplier 1 --sample-rate 0.1 --steps 10 --json",
 )
 def opacus(
     noise_multiplier: Noise = None,
@@ -119,9 +118,8 @@ def opacus(
 
 @usage.add_to(
     app,
-    "fedcdp check flower --wrapper server-fixed --noise-multiplier 1 --clients 1000 --per-round 50 --rounds 100",
-    "fedcdp check flower --wrapper server-adaptive --noise-multiplier 1 --clients 1000 --per-round 50 --rounds 100",
-    "fedcdp check flower --wrapper local --clip 1 --sensitivity 1 --mod-epsilon 1 --clients 100 --per-round 10 --rounds 20",
+    "fedcdp check flower --wrapper server-fixed --noise-multiplier 1 --clients 50",
+    "fedcdp check flower --wrapper client-fixed --noise-multiplier 2 --clients 9",
 )
 def flower(
     wrapper: Annotated[
@@ -223,9 +221,9 @@ def flower(
 
 @usage.add_to(
     app,
-    "fedcdp check mymodule:leaves --dataset cancer",
-    "fedcdp check mymodule:leaves --data records.csv --model mymodule:network --claimed-epsilon 4",
-    "fedcdp check mymodule:leaves --dataset mnist5k --noise-multiplier 1.1 --out check.html",
+    "fedcdp check loop mymodule:leaves --dataset cancer --out check.html",
+    "fedcdp check loop mymodule:leaves --data records.csv --claimed-epsilon 4",
+    "fedcdp check loop mymodule:leaves --dataset cancer --noise-multiplier 1.1",
 )
 def loop(
     function: Annotated[
@@ -240,7 +238,7 @@ def loop(
         Path | None, typer.Option("--data", help="File with records: .csv, .parquet or .npz.", show_default=False)
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option("--dataset", help="Benchmark instead of --data: cancer, mnist5k, …", show_default=False)
+        str | None, typer.Option("--dataset", help="Benchmark instead of --data, such as cancer.", show_default=False)
     ] = None,
     label_column: Annotated[
         str | None, typer.Option("--label-column", help="Column with the label.", show_default=False)
@@ -248,7 +246,9 @@ def loop(
     columns: Annotated[
         Path | None, typer.Option("--columns", help="TOML file with categories and ranges of columns.", show_default=False)
     ] = None,
-    network: Annotated[str, typer.Option("--model", help="Network: auto, mlp, cnn, …, or package.module:factory.")] = "auto",
+    network: Annotated[
+        str, typer.Option("--model", help="Network, such as auto, mlp or cnn, or package.module:factory.")
+    ] = "auto",
     records: Annotated[int, typer.Option("--records", help="Records in the batch that the function gets.")] = 8,
     noise_multiplier: Noise = None,
     sample_rate: Rate = None,
