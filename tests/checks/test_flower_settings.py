@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from scipy.stats import norm
+from torch import Tensor, nn
 
 import fedcdp
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import state
 from fedcdp.checks import FlowerSettings, LocalDpSettings
+from tests.checks.loops import examples, network
 
 ALL = {"clients": 50, "per_round": 50, "rounds": 20}
 
@@ -181,3 +184,22 @@ def test_flower_cuts_the_noise_of_whole_numbers() -> None:
     counts = [np.zeros(1000, dtype=np.int64)]
     privacy.add_gaussian_noise_inplace(counts, 0.2)
     assert (counts[0] == 0).all()
+
+
+@pytest.mark.parametrize(("sensitivity", "verdict"), [(0.2, "exceeds the claim"), (2.0, "consistent with the claim")])
+def test_flowers_local_mod_is_checked_as_a_function(sensitivity: float, verdict: str) -> None:
+    """A record may turn the clipped update around, so a sensitivity of 2·C is honest and one of C/5 is not."""
+    privacy = pytest.importorskip("flwr.supercore.differential_privacy")
+
+    def leaves(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[Any]:
+        before = [parameter.detach().numpy().copy() for parameter in model.parameters()]
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        after = [parameter.detach().numpy() for parameter in model.parameters()]
+        privacy.compute_clip_model_update(after, before, 1.0)
+        privacy.add_gaussian_noise_inplace(after, sensitivity * math.sqrt(2 * math.log(1.25 / 1e-5)) / 1.0)
+        return after
+
+    np.random.seed(0)  # noqa: NPY002  Flower draws from it
+    found = fedcdp.check(leaves, model=network(), examples=examples(), epsilon=1.0, trials=600)
+    assert found.verdict == verdict

@@ -60,6 +60,16 @@ def test_the_honest_mean_passes_where_the_number_is_public() -> None:
     assert checked(dp_sgd(divide=True), relation="replace").verdict == "consistent with the claim"
 
 
+def test_a_function_for_batches_of_one_length_is_checked() -> None:
+    def leaves(model: nn.Module, inputs: Tensor, labels: Tensor) -> Any:
+        assert len(inputs) == BATCH
+        return dp_sgd(divide=True)(model, inputs, labels)
+
+    assert checked(leaves, relation="replace", trials=200).verdict == "consistent with the claim"
+    with pytest.raises(fedcdp.ModelError, match="failed on 3 records"):
+        checked(leaves, trials=200)
+
+
 def test_measured_noise_and_movement_are_those_of_the_loop() -> None:
     found = checked(dp_sgd(sigma=0.05), settings=None)
     for tensor in found.tensors:

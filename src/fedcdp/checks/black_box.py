@@ -23,7 +23,7 @@ from fedcdp.errors import DataError, ModelError, PlanError
 Released = Any
 """What the function returns: `Mapping[str, Tensor | float]`, `Sequence[Tensor]`, or a `Tensor`."""
 Function = Callable[[nn.Module, Tensor, Tensor], Released]
-MOST_VALUES = 5_000_000
+MOST_VALUES = 2_000_000
 
 
 @dataclass

@@ -135,6 +135,8 @@ class FunctionCheck:
             sides = self._worlds(scale)
             present = probes.repeat(box, sides.present, _REPEATS, self._count)
             moved = probes.measure_movement(box, present, absent, self._expected(sides))
+            if moved is None and scale == 1:
+                raise ModelError(f"{box.name} returned values that are not finite")
             if moved is None:
                 not_finite.append(scale)
                 continue
@@ -156,7 +158,9 @@ class FunctionCheck:
         return tensors, movements, counts
 
     def _counts(self, noise: dict[str, Tensor]) -> set[str]:
-        """Numbers without noise that are the number of records, whatever the records are."""
+        """Numbers without noise that are the number of records, whatever the records are; of interest if it differs."""
+        if self.relation != "remove":
+            return set()
         first, second = (
             self.box.split(self.box.finite(self.inputs[:number], self.labels[:number]))
             for number in (len(self.inputs), len(self.inputs) - 1)

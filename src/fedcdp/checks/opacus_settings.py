@@ -145,7 +145,7 @@ class OpacusSettings:
         found = [
             Finding("warning", "no ε holds against a reader of single gradients where they are computed: Opacus only clips "
                     "them, and adds noise to the sum of the batch"),
-            Finding("note", "ε covers the gradients. Metrics, batch sizes and early stopping by private data are not "
+            Finding("note", "this ε covers the gradients. Metrics, batch sizes and early stopping by private data are not "
                     "covered; nor is noise from a known seed (use secure_mode=True)"),
         ]  # fmt: skip
         if not self.poisson and self.sample_rate < 1:
@@ -157,12 +157,12 @@ class OpacusSettings:
 
     def facts(self) -> list[tuple[str, str]]:
         """Settings and figures, by name."""
-        epochs = self.steps * self.sample_rate
+        epochs, each = self.steps * self.sample_rate, " in each round" if self.federated else ""
         facts = [
             ("mechanism", f"gradient of every record clipped at C = {self.clip:g}, Gaussian noise on the batch's sum"),
             ("noise on the sum", f"standard deviation σC = {self.noise_multiplier * self.clip:g}"),
             ("sampling", f"{'Poisson' if self.poisson else 'shuffled'}, q = {self.sample_rate:g}"),
-            ("steps", f"{self.steps:,} ({epochs:.3g} epochs)" + (" in each round" if self.federated else "")),
+            ("steps", f"{self.steps:,}{each}: {epochs:.3g} epoch{'' if epochs == 1 else 's'}"),
         ]
         if self.federated:
             facts.append(

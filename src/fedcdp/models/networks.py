@@ -280,7 +280,7 @@ def import_function(option: str, path: str) -> Callable[..., Any]:
     """The function that `package.module:function` names, also from the current directory."""
     module_name, _, function_name = path.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
-        raise ModelError(f"{option}: {path} belongs to Python's own library, which has no networks")
+        raise ModelError(f"{option}: {path} belongs to Python's own library; name one of your own")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

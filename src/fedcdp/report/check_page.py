@@ -43,6 +43,7 @@ def render_check(check: Check) -> str:
         style=style,
         assumptions=[] if privacy is None else privacy.assumptions(),
         notes=[] if privacy is None else privacy.notes,
+        leaks=any(finding.level == "leak" for finding in check.findings),
         tensors=[_tensor_cells(tensor, scales) for tensor in check.tensors[:_MOST_TENSORS]],
         more_tensors=max(0, len(check.tensors) - _MOST_TENSORS),
         scales=scales,
@@ -57,7 +58,9 @@ def _tensor_cells(tensor: TensorProbe, scales: list[float]) -> dict[str, Any]:
     noise = f"{tensor.noise:.3g}" if tensor.noise else "none"
     moved = [f"{tensor.moved[scale]:.3g}" if tensor.moved[scale] else "hidden" for scale in scales]
     clipped = {True: "yes", False: "no", None: "not tested"}[tensor.bounded]
-    faults = [f"{tensor.silent} of {entries} entries without noise"] if tensor.silent else []
+    faults = []
+    if tensor.silent:
+        faults.append(f"{tensor.silent} of {entries} entries without noise" if tensor.noise else "without noise")
     faults += ["not clipped"] if tensor.bounded is False else []
     return {"name": tensor.name, "shape": "×".join(map(str, tensor.shape)) or "1", "noise": noise, "moved": moved,
             "clipped": clipped, "fault": "; ".join(faults)}  # fmt: skip
