@@ -27,6 +27,13 @@ def honest(model, inputs, labels, sigma=1.0):
         sums = [s + g / max(1.0, float(norm)) for s, g in zip(sums, grads)]
     return [s + sigma * torch.randn_like(s) for s in sums]
 
+def chatty(model, inputs, labels):
+    print("epoch 1")
+    return honest(model, inputs, labels)
+
+def leaving(model, inputs, labels):
+    raise SystemExit(0)
+
 def raw(model, inputs, labels):
     return honest(model, inputs, labels, sigma=0.0)
 
@@ -113,6 +120,11 @@ def test_the_honest_loop_ends_with_status_0(cli: Cli, loops: str) -> None:
     assert len(found["tensors"]) == 6
 
 
+def test_what_a_function_prints_is_not_in_the_json(cli: Cli, loops: str) -> None:
+    found = answer(cli("check", f"{loops}:chatty", *QUICK, "--json"))
+    assert found["verdict"] == "no claim to compare with"
+
+
 def test_a_loop_without_noise_ends_with_status_1(cli: Cli, loops: str) -> None:
     outcome = cli("check", "loop", f"{loops}:raw", *QUICK, "--claimed-epsilon", 8, "--out", "check.html")
     assert outcome.status == 1
@@ -148,6 +160,7 @@ def test_ones_own_file_is_the_batch(cli: Cli, loops: str, own_npz: Path) -> None
         (["check", "LOOPS:nothing", *QUICK], "cannot be imported as a function"),
         (["check", "LOOPS:number", *QUICK], "cannot be imported as a function"),
         (["check", "LOOPS:broken", *QUICK], "broken failed on 8 records: RuntimeError: two"),
+        (["check", "LOOPS:leaving", *QUICK], "leaving failed on 8 records: SystemExit"),
         (["check", "os:getcwd", *QUICK], "Python's own library"),
         (["check", ":", *QUICK], "cannot be imported"),
     ],

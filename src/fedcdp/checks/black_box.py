@@ -42,7 +42,7 @@ class BlackBox:
         self.calls += 1
         try:
             returned = self.function(copy.deepcopy(self.model), inputs.clone(), labels.clone())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             said = str(error).strip().partition("\n")[0]
             raise ModelError(f"{self.name} failed on {len(inputs)} records: {type(error).__name__}: {said[:200]}") from error
         values = self._by_name(returned)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -314,7 +316,8 @@ def loop(
     if records < 2 or records > len(train):
         raise PlanError(f"--records: {records} is not allowed; it must be from 2 to the number of records, {len(train)}")
     model = build(network, train.shape, outputs_needed(train), seed=seed)
-    with terminal.steps("check", quiet) as progress:
+    # What the function prints is not the answer of this command.
+    with terminal.steps("check", quiet) as progress, contextlib.redirect_stdout(sys.stderr):
         found = check(
             leaves,
             model=model,
