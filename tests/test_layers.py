@@ -26,6 +26,7 @@ LAYERS = (
     {"training"},
     {"audit", "loggers"},
     {"attacks"},
+    {"checks"},
     {"report", "deploy"},
     {"studies", "flower"},
     {"cli"},

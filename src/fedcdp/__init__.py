@@ -8,6 +8,7 @@ from fedcdp import (
 from fedcdp._version import __version__
 from fedcdp.accounting.budget import privacy_of_plan
 from fedcdp.attacks.api import attack
+from fedcdp.checks.api import check
 from fedcdp.config.plan import Plan
 from fedcdp.config.schedules import Schedule, constant, cosine, exponential, linear, proportional, quantile
 from fedcdp.data.dataset import Dataset, Splits
@@ -43,6 +44,7 @@ __all__ = [
     "as_dataset",
     "attack",
     "calibrate",
+    "check",
     "constant",
     "cosine",
     "exponential",

@@ -59,6 +59,10 @@ class DefectError(FedcdpError):
     """The program violates its own guarantees; never the user's fault."""
 
 
+class ClaimError(FedcdpError):
+    """A claim that was checked does not hold."""
+
+
 class StoppedError(FedcdpError):
     """The user stopped a long computation; finished work is kept."""
 

@@ -173,6 +173,7 @@ def _stopping() -> Iterator[None]:
             "fedcdp.training.trainer.train",
             "fedcdp.attacks.attack",
             "fedcdp.audit.audit",
+            "fedcdp.checks.function_check.FunctionCheck.run",
             "fedcdp.deploy.site.local_deployment.Deployment.up",
             "fedcdp.cli.bench._measure",
             "fedcdp.studies.reproduce.runner.run",

@@ -46,8 +46,11 @@ _TAIL = 1e-15  # probability that a composition may move to an infinite loss: fa
 
 
 @lru_cache(maxsize=4096)  # rows of a statement repeat releases; only ε is cached, since the tables take megabytes
-def epsilon(release: Release, delta: float) -> float:
-    """The smallest ε such that the release is (ε, δ)-differentially private; infinite if there is none."""
+def epsilon(release: Release, delta: float, points: int = _POINTS) -> float:
+    """The smallest ε such that the release is (ε, δ)-differentially private; infinite if there is none.
+
+    More `points` in the tables of losses give a smaller ε that also holds, and take longer.
+    """
     if isinstance(release, Nothing):
         return 0.0
     if isinstance(release, Unprotected):
@@ -55,7 +58,7 @@ def epsilon(release: Release, delta: float) -> float:
     if isinstance(release, Gaussian):
         return gaussian_epsilon(release.z, delta)
     coarse = _epsilon_of_gaussians(release, delta)
-    interval = _interval(release)
+    interval = _interval(release, points)
     if interval > _COARSEST:
         return coarse
     return min(coarse, float(_distribution(release, interval).get_epsilon_for_delta(delta)))
@@ -125,11 +128,11 @@ def _gaussian_delta(eps: NDArray[np.float64], mu: float) -> NDArray[np.float64]:
     return np.asarray(np.clip(norm.cdf(-eps / mu + mu / 2) - second, 0.0, 1.0), dtype=np.float64)
 
 
-def _interval(release: Release) -> float:
+def _interval(release: Release, points: int) -> float:
     """The grid spacing of the loss table: a fixed number of points over the range of the widest release."""
     z = _smallest_z(release)
     span = 16 / z + 12 / (z * z)
-    return max(_FINEST, span / _POINTS)
+    return max(_FINEST, span / points)
 
 
 def _smallest_z(release: Release) -> float:

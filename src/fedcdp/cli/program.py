@@ -10,8 +10,8 @@ import typer
 
 from fedcdp import _startup
 from fedcdp._version import __version__
-from fedcdp.cli import attack, bench, deploy, privacy, report, reproduce, train, usage
-from fedcdp.errors import DefectError, FedcdpError, StoppedError, StorageError
+from fedcdp.cli import attack, bench, check, deploy, privacy, report, reproduce, train, usage
+from fedcdp.errors import ClaimError, DefectError, FedcdpError, StoppedError, StorageError
 from fedcdp.files.disk import is_fault_of_the_machine
 from fedcdp.files.untrusted import printable
 
@@ -91,6 +91,7 @@ usage.add_to(
     "fedcdp bench --quick",
     "fedcdp bench --section engines --device cuda --out speed.json",
 )(bench.bench)
+app.add_typer(check.app, name="check")
 app.add_typer(deploy.app, name="deploy")
 
 
@@ -122,7 +123,7 @@ def main() -> None:
         if status == _INTERRUPTED:
             _fail("stopped", 1)
         sys.exit(status if isinstance(status, int) else 0)
-    except (StoppedError, DefectError, StorageError) as error:
+    except (StoppedError, ClaimError, DefectError, StorageError) as error:
         _fail(str(error), 1)
     except FedcdpError as error:
         _fail(str(error), 1 if is_fault_of_the_machine(error.__cause__) else 2)

@@ -276,17 +276,24 @@ def _image_shape(network: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2]
 
 
-def _from_factory(path: str, shape: tuple[int, ...], classes: int, activation: str | None) -> nn.Module:
-    module_name, _, factory_name = path.partition(":")
+def import_function(option: str, path: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names, also from the current directory."""
+    module_name, _, function_name = path.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
-        raise ModelError(f"model: {path} belongs to Python's own library, which has no networks")
+        raise ModelError(f"{option}: {path} belongs to Python's own library; name one of your own")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-        accepted = inspect.signature(factory).parameters
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+        inspect.signature(function)
     except Exception as error:
-        raise ModelError(f"model: {path} cannot be imported as a function: {error}") from error
+        raise ModelError(f"{option}: {path} cannot be imported as a function: {error}") from error
+    return function
+
+
+def _from_factory(path: str, shape: tuple[int, ...], classes: int, activation: str | None) -> nn.Module:
+    factory = import_function("model", path)
+    accepted = inspect.signature(factory).parameters
     if activation is not None and "activation" not in accepted:
         raise ModelError(f"activation: {path} accepts no activation; leave the option out")
     known = {"input_shape": shape, "classes": classes, "activation": activation}

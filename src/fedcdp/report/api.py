@@ -6,7 +6,7 @@ the results of `simulate` and `attack`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fedcdp.accounting.ledger import Ledger
 from fedcdp.accounting.population import Population
 from fedcdp.attacks.api import Found
 from fedcdp.attacks.leaks import Leaks, finite
+from fedcdp.checks.findings import Check
 from fedcdp.config.arguments import checked
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import BENCHMARKS
@@ -142,14 +143,15 @@ Item = Run | Found | Path | str
 
 
 @checked
-def report(items: Item | Iterable[Item], path: Path | str, *, title: str | None = None) -> Path:
-    """Write one self-contained HTML page about runs and attacks.
+def report(items: Item | Check | Iterable[Item], path: Path | str, *, title: str | None = None) -> Path:
+    """Write one self-contained HTML page about runs and attacks, or about one check.
 
     The page contains the originals of attacked examples where they are known, and says so. Unless they are from a public
     benchmark, it contains private records.
 
     Args:
-        items: Runs that `simulate` returned, results of `attack`, and directories of either: one item, or several.
+        items: Runs that `simulate` returned, results of `attack`, and directories of either: one item, or several. Or a
+            result of `check`, which has a page of its own.
         path: The file to write. A file that is not such a page is not overwritten.
         title: The title of the page.
 
@@ -168,6 +170,8 @@ def report(items: Item | Iterable[Item], path: Path | str, *, title: str | None 
         >>> fedcdp.report(run, "report.html", title="First try")
         PosixPath('report.html')
     """
+    if isinstance(items, Check):
+        return write_check(items, Path(path))
     runs, leaks = gather([items] if isinstance(items, Run | Found | Path | str) else items)
     return write(runs, leaks, Path(path), title)
 
@@ -205,20 +209,37 @@ def private_records(runs: Iterable[RunFacts], leaks: Iterable[LeakFacts]) -> boo
 
 
 def write(runs: list[RunFacts], leaks: list[LeakFacts], path: Path, title: str | None = None) -> Path:
-    """Write the page atomically. It replaces a page of this program and no other file."""
+    """Write the page about runs and attacks."""
     from fedcdp.report.page import render
 
+    return _write(path, lambda: render(runs, leaks, title, private_records(runs, leaks)))
+
+
+def write_check(check: Check, path: Path) -> Path:
+    """Write the page about a check."""
+    from fedcdp.report.check_page import render_check
+
+    return _write(path, lambda: render_check(check))
+
+
+def _write(path: Path, render: Callable[[], str]) -> Path:
+    """Write a page atomically. It replaces a page of this program and no other file."""
     try:
-        if path.is_dir():
-            raise RunError(f"{path} is a directory; name the file to write")
-        if path.exists() and GENERATOR not in path.read_bytes()[:2000].decode(errors="replace"):
-            raise RunError(f"{path} already exists and is not a page of this program; nothing was overwritten")
-        if not path.absolute().parent.is_dir():
-            raise RunError(f"{path} cannot be written: there is no directory {path.parent}")
-        write_atomically(path, render(runs, leaks, title, private_records(runs, leaks)).encode(errors="replace"))
+        require_replaceable(path)
+        write_atomically(path, render().encode(errors="replace"))
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from error
     return path
+
+
+def require_replaceable(path: Path) -> None:
+    """Raise unless a page can be written to this path."""
+    if path.is_dir():
+        raise RunError(f"{path} is a directory; name the file to write")
+    if path.exists() and GENERATOR not in path.read_bytes()[:2000].decode(errors="replace"):
+        raise RunError(f"{path} already exists and is not a page of this program; nothing was overwritten")
+    if not path.absolute().parent.is_dir():
+        raise RunError(f"{path} cannot be written: there is no directory {path.parent}")
 
 
 def facts_of_run(run: Run) -> RunFacts:
