@@ -192,6 +192,17 @@ def test_baselines_are_the_scores_of_black_and_of_the_public_means():
     assert not found.class_mean.recognisable.any()
 
 
+def test_many_guesses_without_knowledge_match_better_than_one():
+    digits = fedcdp.load("mnist5k")
+    some, labels = digits.validation.inputs[:200].view(2, 100, 1, 28, 28), digits.validation.targets[:200].view(2, 100)
+    found = Judge(some, labels, digits.train).baselines()
+    assert found.drawn_means is not None
+    drawn, mean = found.drawn_means.summary(), found.dataset_mean.summary()
+    assert drawn["mse"] < 0.9 * mean["mse"]
+    assert drawn["exact"] == 0
+    assert Judge(some[:, :1], labels[:, :1], digits.train).baselines().drawn_means is None
+
+
 def test_a_class_without_public_examples_has_the_mean_of_all():
     inputs = torch.tensor([[0.0], [0.5]])
     judge = Judge(vectors([0.5]), torch.tensor([[2]]), Dataset(inputs, torch.tensor([0, 1]), 3))

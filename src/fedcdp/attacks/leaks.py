@@ -147,7 +147,10 @@ class Leaks:
             scores, last = self.scores.summary(), self.scores_of_last.summary()
             reached = torch.where(self.first_exact.isfinite(), self.first_exact, self.found.iterations.double())
             chance = list(chance_interval(int(scores["examples"]), 1 / self.classes)) if self.classes else None
-            nothing = [name for name in vars(self.baselines) if self.classes or name != "class_mean"]
+            of_classes = () if self.classes else ("class_mean", "drawn_means")
+            nothing = {
+                name: each for name, each in vars(self.baselines).items() if each is not None and name not in of_classes
+            }
             row |= {
                 "success_rate": scores["exact"],
                 "distance_mean": scores["mse"],
@@ -168,7 +171,7 @@ class Leaks:
                 "examples": scores["examples"],
                 "visible_coordinates": scores["coordinates"],
                 "coordinates": captured.tensor[0, 0].numel(),
-                "knowing_nothing": {name: _short(getattr(self.baselines, name)) for name in nothing},
+                "knowing_nothing": {name: _short(each) for name, each in nothing.items()},
             }
             if self.cells is not None:
                 row |= self.cells.summary()

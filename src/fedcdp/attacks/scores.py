@@ -83,11 +83,17 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Baselines:
-    """Scores without any knowledge: a black example (`low` everywhere), the public mean, the public mean of its class."""
+    """Scores without any knowledge: a black example (`low` everywhere), the public mean, the public mean of its class.
+
+    In a batch, the best match of many guesses is closer than any one of them. `drawn_means` are as many class means as there
+    are examples, of labels drawn from the public ones, matched to the truth as reconstructions are.
+    """
 
     black: Scores
     dataset_mean: Scores
     class_mean: Scores
+    drawn_means: Scores | None = None
+    """None if every victim has one example."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,12 +140,15 @@ class Judge:
         return self._scores(rearrange(guesses, order), order)
 
     def baselines(self) -> Baselines:
-        """The scores of black and of the means. Each example gets its own class's mean: nothing is matched."""
+        """The scores of black and of the means. An example gets its own class's mean; drawn means alone are matched."""
         overall = self.public.tensor.mean(0).to(self.truth.device)
         order = torch.arange(self.truth.shape[1], device=self.truth.device).expand(self.present.shape)
         guesses = (torch.full_like(overall, self.low), overall, self._class_means)
-        ready = (cleaned(guess, self.low, self.high).expand_as(self.truth) for guess in guesses)
-        return Baselines(*(self._scores(each, order) for each in ready))
+        black, mean, of_class = (
+            self._scores(cleaned(guess, self.low, self.high).expand_as(self.truth), order) for guess in guesses
+        )
+        several = self.truth.shape[1] > 1 and self.public.targets.dim() == 1
+        return Baselines(black, mean, of_class, self.score(self._drawn_means) if several else None)
 
     def _scores(self, guesses: Tensor, order: Tensor) -> Scores:
         mse = self._mse(guesses)
@@ -185,9 +194,18 @@ class Judge:
     @cached_property
     def _class_means(self) -> Tensor:
         """For each victim's example the public mean of its class; the overall mean for a class without public examples."""
+        return self._means_of(self.labels)
+
+    @property
+    def _drawn_means(self) -> Tensor:
+        """Class means of labels drawn from the public ones."""
+        drawn = numpy_generator(self.seed, "drawn-means").integers(len(self.public), size=tuple(self.labels.shape))
+        return self._means_of(self.public.targets[torch.from_numpy(drawn).to(self.public.targets.device)])
+
+    def _means_of(self, labels: Tensor) -> Tensor:
         inputs, targets, overall = self.public.tensor, self.public.targets, self.public.tensor.mean(0)
         known = {label: inputs[targets == label].mean(0) for label in targets.unique().tolist()}
-        means = [known.get(label, overall) for label in self.labels.flatten().tolist()]
+        means = [known.get(label, overall) for label in labels.flatten().tolist()]
         return torch.stack(means).to(self.truth.device).view_as(self.truth)
 
     @cached_property
