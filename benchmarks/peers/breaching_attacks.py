@@ -93,7 +93,7 @@ def load_breaching() -> Any:
             if module is not None:
                 sys.modules[name] = module
     logging.getLogger("breaching").setLevel(logging.WARNING)
-    torch._C._jit_set_texpr_fuser_enabled(False)  # compiling its scripted sums takes longer than they do
+    torch.jit.set_fusion_strategy([("STATIC", 0), ("DYNAMIC", 0)])  # compiling its scripted sums takes longer than they do
     return breaching
 
 

@@ -114,7 +114,7 @@ def attack(
         int | None,
         typer.Option(
             "--shadows",
-            help="Shadow federations of --attack lira, trained in one batched program. Default: 64.",
+            help="Shadow federations of --attack lira. Default: 64.",
             rich_help_panel=_HOW,
         ),
     ] = None,

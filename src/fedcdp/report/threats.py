@@ -37,8 +37,9 @@ _OPTIMISES, _SOLVES, _PRIOR = "optimisation-based", "analytics-based", "prior-ba
 MEANS = dict.fromkeys(("cpl", "dlg", "idlg", "inverting-gradients", "batch", "clip-aware", "unrolled", "per-layer",
                        "tableak-search"), f"{_OPTIMISES} reconstruction")  # fmt: skip
 MEANS |= dict.fromkeys(("analytic", "linear-head", "tableak", "tokens", *MALICIOUS), f"{_SOLVES} reconstruction")
-MEANS |= {"averaging": f"{_PRIOR} reconstruction", "labels": "label inference", "matched-filter": "presence inference",
-          "membership": "membership inference", "lira": "membership inference"}  # fmt: skip
+MEANS |= dict.fromkeys(("averaging", "class-prior", "accumulated"), f"{_PRIOR} reconstruction")
+MEANS |= {"labels": "label inference", "matched-filter": "presence inference", "membership": "membership inference",
+          "lira": "membership inference"}  # fmt: skip
 _SHARES = (
     ("success_rate", "exact"), ("recognisable_rate", "recognisable"), ("identified_rate", "identified"),
     ("token_recall", "of the tokens"), ("label_accuracy", "of the labels"),
