@@ -1,7 +1,7 @@
 """Attack every recommended preset as each reader, and write the figures for docs/recommended.md.
 
     python -m benchmarks.preset_attacks                           # results/preset_attacks.json
-    python -m benchmarks.preset_attacks --presets cancer-eps1     # single presets
+    python -m benchmarks.preset_attacks --presets cancer-eps1     # single presets; --readers: single readers
     python -m benchmarks.preset_attacks --table > results/preset_attacks.md
     python -m tools.pages                                         # the page
 
@@ -169,6 +169,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="PRESET")
+    parser.add_argument("--readers", nargs="+", choices=READERS, default=READERS, metavar="READER")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="commands at a time")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
@@ -178,7 +179,7 @@ def main() -> None:
     if given.table:
         print(markdown(json.loads(given.out.read_text())["cells"]))
         return
-    wanted = cells(tuple(given.presets))
+    wanted = [cell for cell in cells(tuple(given.presets)) if cell.reader in given.readers]
     sys.exit(1 if run(wanted, given.device, given.workers, given.commit or clean_commit(), given.out) else 0)
 
 
