@@ -121,6 +121,22 @@ def test_paper_mode_gives_every_printed_cell(rounds: int) -> None:
         assert printed_epsilon(Plan(method="fed-sdp", rounds=rounds, local_steps=steps)) == pytest.approx(sdp, abs=1.01e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "sigma", "holds"),
+    [
+        ("fed-cdp", 6.0, True),
+        ("fed-cdp-decay", 6.25, False),
+        ("fed-cdp", 8.0, False),
+        ("fed-sdp", 0.5, True),
+        ("fed-sdp", 6.0, False),
+    ],
+)
+def test_paper_mode_names_plans_that_break_the_papers_own_condition(method: str, sigma: float, holds: bool) -> None:
+    """q < 1/(16σ), with q = .01 for records and .1 for clients. At σ = 6 only the former holds."""
+    privacy = state(Plan(method=method, noise_multiplier=sigma), ALONE, mode="paper")
+    assert any("q < 1/(16σ), does not hold" in note for note in privacy.notes) == (not holds)
+
+
 def test_paper_mode_says_that_it_guarantees_nothing() -> None:
     privacy = state(Plan(), ALONE, mode="paper")
     assert [(row.adversary, row.unit) for row in privacy.rows] == [("model", "record"), ("model", "client")]

@@ -32,9 +32,24 @@ def moments_epsilon(rate: float, noise_multiplier: float, steps: int, delta: flo
 
 def printed_epsilon(plan: Plan) -> float:
     """The figure that the paper prints for a plan; it depends only on the method, T, L, σ and δ."""
-    if plan.method == "fed-sdp":
-        return moments_epsilon(_CLIENT_RATE, plan.noise_multiplier, plan.rounds + 1, plan.delta)
-    return moments_epsilon(_RECORD_RATE, plan.noise_multiplier, plan.rounds * plan.local_steps + 1, plan.delta)
+    steps = plan.rounds if plan.method == "fed-sdp" else plan.rounds * plan.local_steps
+    return moments_epsilon(printed_rate(plan), plan.noise_multiplier, steps + 1, plan.delta)
+
+
+def printed_rate(plan: Plan) -> float:
+    """The sampling rate q of the authors' scripts: a constant of the method."""
+    return _CLIENT_RATE if plan.method == "fed-sdp" else _RECORD_RATE
+
+
+def broken_condition(plan: Plan) -> str | None:
+    """What is wrong if the plan does not meet the paper's own condition q < 1/(16σ); None if it does."""
+    rate, sigma = printed_rate(plan), plan.noise_multiplier
+    if 16 * sigma * rate < 1:
+        return None
+    return (
+        f"the paper's condition for this figure, q < 1/(16σ), does not hold: q = {rate:g}, and 1/(16σ) = "
+        f"{1 / (16 * sigma):.3g} (σ = {sigma:g})"
+    )
 
 
 def tight_epsilon(plan: Plan) -> float:

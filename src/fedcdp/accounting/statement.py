@@ -312,7 +312,8 @@ def _as_printed(plan: Plan) -> Privacy:
     rows = [Row("model", unit, "zero-out", epsilon, None, epsilon, paper.BANNER) for unit in units]
     if not units:
         rows = [Row("model", "record", "zero-out", math.inf, None, math.inf, "the paper prints no ε for this method")]
-    return Privacy(plan.delta, "paper", tuple(rows), (paper.BANNER,))
+    broken = paper.broken_condition(plan) if units else None
+    return Privacy(plan.delta, "paper", tuple(rows), (paper.BANNER, *([] if broken is None else [broken])))
 
 
 def _notes(plan: Plan, population: Population, rows: tuple[Row, ...], clients: tuple[ClientRow, ...]) -> tuple[str, ...]:
