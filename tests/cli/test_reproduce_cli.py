@@ -128,6 +128,19 @@ def test_what_is_measured_is_not_measured_again(cli, tiny: Path, monkeypatch: py
     assert listed.count("not run") == 2
 
 
+def test_cells_of_older_code_are_told_apart_and_measured_again_on_request(cli, tiny: Path) -> None:
+    usual = ("reproduce", tiny, "--cells", "fed-cdp/L1", "--workers", 1, "--out", "out")
+    assert cli(*usual, "--commit", "first").status == 0
+    found = content(Path("out/tiny.json"))
+    found["cells"]["fed-cdp/L1/cohort"]["code"] = "older"
+    Path("out/tiny.json").write_text(json.dumps(found))
+    listed = cli("reproduce", tiny, "--out", "out", "--list").stdout.splitlines()
+    assert [line.endswith("on older code") for line in listed if "fed-cdp/L1" in line] == [True, False]
+    for more, commits in (((), ["first", "first"]), (("--again",), ["second", "first"])):
+        assert cli(*usual, *more, "--commit", "second").status == 0
+        assert [row["commit"] for row in content(Path("out/tiny.json"))["cells"].values()] == commits
+
+
 def test_a_cell_of_other_settings_does_not_count(cli, tiny: Path) -> None:
     assert cli("reproduce", tiny, "--cells", "nonprivate/L1", "--workers", 1, "--out", "out").status == 0
     tiny.write_text(TINY.replace("rates = [0.05, 0.1]", "rates = [0.2]"))
@@ -278,10 +291,16 @@ def _begun(start: Any, tiny: Path, workers: int) -> subprocess.Popen[str]:
     """A short cell is done and a long one under way."""
     tiny.write_text(LONG)
     process = start("-m", "fedcdp", "reproduce", tiny, "--cells", "fed-cdp/*/cohort", "--workers", workers, "--out", "out")
-    result, running_ = Path("out/tiny.json"), Path("out/running/tiny")
+    result = Path("out/tiny.json")
     _until(lambda: result.exists() and len(content(result)["cells"]) == 1, process)
-    _until(lambda: any(len(each.read_text().splitlines()) > 3 for each in running_.glob("*/*/metrics.jsonl")), process)
+    _until(lambda: bool(_of_long_cell()), process)
     return process
+
+
+def _of_long_cell() -> list[Path]:
+    """The metrics of the long cell, once it has trained for several rounds."""
+    every = Path("out/running/tiny").glob("fed-cdp_L1_cohort/*/metrics.jsonl")
+    return [each for each in every if len(each.read_text().splitlines()) > 3]
 
 
 @pytest.mark.slow
@@ -293,7 +312,7 @@ def test_after_kill_9_the_same_command_goes_on_and_no_worker_is_left(
     process.wait()
     kept = content(Path("out/tiny.json"))["cells"]
     assert list(kept) == ["fed-cdp/L2/cohort"]
-    (metrics,) = Path("out/running/tiny").glob("*/*/metrics.jsonl")
+    (metrics,) = _of_long_cell()
     time.sleep(1.0)  # the workers notice
     rounds = len(metrics.read_text().splitlines())
     time.sleep(0.3)
@@ -305,6 +324,15 @@ def test_after_kill_9_the_same_command_goes_on_and_no_worker_is_left(
     assert after["fed-cdp/L1/cohort"]["rounds"] == 100
     assert after["fed-cdp/L2/cohort"] == kept["fed-cdp/L2/cohort"] | {"epsilon": after["fed-cdp/L2/cohort"]["epsilon"]}
     assert metrics.read_text().splitlines()[:3] == before
+
+
+def test_a_folder_left_by_a_finished_cell_is_cleared(cli, tiny: Path) -> None:
+    words = ("reproduce", tiny, "--cells", "fed-cdp/L2/cohort", "--workers", 1, "--out", "out")
+    assert cli(*words).status == 0
+    left = Path("out/running/tiny/fed-cdp_L2_cohort/split-0-killed")
+    left.mkdir(parents=True)
+    assert cli(*words).status == 0
+    assert not Path("out/running").exists()
 
 
 @pytest.mark.slow

@@ -28,12 +28,15 @@ def reproduce(
         str | None, typer.Argument(metavar="[TABLE]", help="Name of a table, or your own TOML file.", show_default=False)
     ] = None,
     listing: Annotated[
-        bool, typer.Option("--list", help="List the tables, or the cells of TABLE and which are done.")
+        bool, typer.Option("--list", help="List the tables, or the cells of TABLE, and which are done on this code.")
     ] = False,
     cells: Annotated[
         str,
         typer.Option("--cells", help="Only these cells: names, prefixes or patterns (mnist/*/cohort), separated by commas."),
     ] = "",
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure cells again whose source files have changed since they were measured.")
+    ] = False,
     out: Annotated[Path, typer.Option("--out", help="Directory of result files. Existing files are completed.")] = Path(
         "results/reproduction"
     ),
@@ -62,12 +65,16 @@ def reproduce(
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", envvar="FEDCDP_DATA", help="Directory of dataset files.")
     ] = None,
+    commit: Annotated[
+        str | None,
+        typer.Option("--commit", help="Commit to store with each cell, for a copy of the source without its repository."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress.")] = False,
 ) -> None:
     """Reproduce the paper's tables and figures.
 
     The paper's figures and the measured ones are written side by side, as Markdown and JSON. Cells that are in the result
-    file are not run again, and a killed run is resumed. ε is added if dp-accounting is installed.
+    file are not run again, except with `--again`, and a killed run is resumed. ε is added if dp-accounting is installed.
     """
     from fedcdp.studies.reproduce.catalogue import Place, tables
     from fedcdp.studies.reproduce.catalogue import table as find
@@ -75,7 +82,7 @@ def reproduce(
 
     if table is None:
         if listing:
-            _print_lines([(t.name, f"{len(t.cells)} cells", t.title) for t in tables()])
+            _print_lines([(t.name, *_progress(TableResults(t, out)), t.title) for t in tables()])
         elif table_only:
             typer.echo(str(_write_all(tables(), Place(out))))
         else:
@@ -86,19 +93,20 @@ def reproduce(
     for name, value in (("workers", workers), ("time-limit", time_limit)):
         if value is not None and (value < 0 or math.isnan(value)):
             raise PlanError(f"--{name}: {value:g} is not allowed; it must not be negative")
-    place = Place(out, data_dir, _machine_settings(device, assignments or []))
+    place = Place(out, data_dir, _machine_settings(device, assignments or []), commit)
     results = TableResults(found, out)
     if results.stale:
         example = next(iter(results.stale))
         terminal.note(f"{len(results.stale)} cells were measured with other settings and are ignored, such as {example}")
     if listing:
-        _print_lines([_line(cell, results) for cell in chosen])
+        older = results.on_older_code
+        _print_lines([_line(cell, results, cell.name in older) for cell in chosen])
         return
     if not table_only:
         usable_device(place.device)
     try:
         if not table_only:
-            _run(found, chosen, place, results, workers, time_limit, quiet)
+            _run(found, chosen, place, results, workers, time_limit, quiet, again)
     finally:
         _write(found, place, results)
     typer.echo(str(results.path.with_suffix(".md")))
@@ -112,13 +120,16 @@ def _run(
     workers: int,
     time_limit: float | None,
     quiet: bool,
+    again: bool,
 ) -> None:
     from fedcdp.studies.reproduce.catalogue import tables
     from fedcdp.studies.reproduce.runner import cost, run, shared
 
-    for cell, row in list(shared(results.missing(chosen), tables(), place.out)):
+    for cell, row in list(shared(results.missing(chosen, again), tables(), place.out, again)):
         results.keep(cell, row)
-    waiting = sorted(results.missing(chosen), key=cost)  # cheap ones first: most of a table soon
+    waiting = sorted(results.missing(chosen, again), key=cost)  # cheap ones first: most of a table soon
+    for name in results.cells.keys() - {cell.name for cell in waiting}:  # killed between storing a cell and clearing up
+        place.forget(table.name, table.cells[name])
     total = len(waiting)
     done = 0
 
@@ -190,9 +201,17 @@ def _write(table: Table, place: Place, results: TableResults) -> list[dict[str, 
     return made
 
 
-def _line(cell: Cell, results: TableResults) -> tuple[str, str]:
+def _progress(results: TableResults) -> tuple[str, str]:
+    """How many cells a table has, and how many of them are done, on which code."""
+    done, older = len(results.cells), len(results.on_older_code)
+    return f"{len(results.table.cells)} cells", f"{done} done" + (f", {older} of them on older code" if older else "")
+
+
+def _line(cell: Cell, results: TableResults, older: bool) -> tuple[str, str]:
     row = results.cells.get(cell.name)
-    return cell.name, "not run" if row is None else f"done in {row['seconds']:.0f} s on {row['machine']}"
+    if row is None:
+        return cell.name, "not run"
+    return cell.name, f"done in {row['seconds']:.0f} s on {row['machine']}" + (", on older code" if older else "")
 
 
 def _print_lines(lines: Sequence[tuple[str, ...]]) -> None:

@@ -257,6 +257,8 @@ class Place:
     data_dir: Path | None = None
     run: dict[str, Any] = field(default_factory=dict)
     """Settings of the section `run`: the device, the engine, ..."""
+    commit: str | None = None
+    """The commit that is measured; None: that of the repository, if the package is in one."""
 
     @property
     def device(self) -> str:

@@ -37,6 +37,7 @@ from fedcdp.errors import PlanError
 from fedcdp.files.disk import write_atomically
 from fedcdp.mechanism.randomness import numpy_generator
 from fedcdp.studies.reproduce.catalogue import Cell, Place
+from fedcdp.studies.reproduce.provenance import digest
 from fedcdp.training.prepared import deal_out, network_of
 from fedcdp.training.run import Run
 from fedcdp.training.trainer import train_experiment
@@ -135,7 +136,8 @@ def _train(table: str, cell: Cell, rate: Rate, seed: int, place: Place, tuning: 
         splits = for_tuning(splits)
         rounds = max(1, round(experiment.plan.rounds * tuning_share(cell)))
         experiment = replace(experiment, plan=experiment.plan.but(rounds=rounds))
-    folder = place.scratch(table, cell) / f"{'rate' if tuning else 'split'}-{seed}-{experiment.plan.digest()}"
+    name = f"{'rate' if tuning else 'split'}-{seed}-{experiment.plan.digest()}-{digest(cell.kind)}"  # no mixture of codes
+    folder = place.scratch(table, cell) / name
     return train_experiment(experiment, folder, resume=(folder / "config.toml").exists(), splits=splits)
 
 

@@ -41,6 +41,7 @@ from fedcdp.studies.reproduce.cells import (
     rates_of,
     tuning_share,
 )
+from fedcdp.studies.reproduce.provenance import digest, provenance
 
 FORMAT = "fedcdp-reproduction-1"
 
@@ -59,9 +60,16 @@ class TableResults:
         self.cells = {name: row for name, row in stored.items() if self._fits(name, row)}
         self.stale = {name: row for name, row in stored.items() if name not in self.cells}
 
-    def missing(self, cells: Iterable[Cell]) -> list[Cell]:
-        """The cells that are still to be measured."""
-        return [cell for cell in cells if cell.name not in self.cells]
+    def missing(self, cells: Iterable[Cell], again: bool = False) -> list[Cell]:
+        """The cells that are still to be measured; with `again`, also those measured on older code."""
+        older = self.on_older_code if again else ()
+        return [cell for cell in cells if cell.name not in self.cells or cell.name in older]
+
+    @property
+    def on_older_code(self) -> list[str]:
+        """The measured cells whose source files have changed since."""
+        measured = [cell for cell in self.table.cells.values() if cell.name in self.cells]
+        return [cell.name for cell in measured if self.cells[cell.name].get("code") != digest(cell.kind)]
 
     def keep(self, cell: Cell, row: dict[str, Any]) -> None:
         """Add a cell; it is on disk when this returns."""
@@ -119,14 +127,18 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def shared(cells: list[Cell], known: list[Table], out: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def shared(cells: list[Cell], known: list[Table], out: Path, again: bool = False) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """The cells that some table's result file already has, with its row, which names its origin.
 
-    The same means: data, network, plan, learning rate and how it was chosen, and splits.
+    The same means: data, network, plan, learning rate and how it was chosen, and splits; with `again`, also the code.
     """
     rows: dict[str, tuple[str, dict[str, Any]]] = {}
     for table in known:
-        for name, row in TableResults(table, out).cells.items():
+        results = TableResults(table, out)
+        older = results.on_older_code if again else ()
+        for name, row in results.cells.items():
+            if name in older:
+                continue
             for key in _keys_of_row(table.cells[name], row):
                 rows.setdefault(key, (f"{table.name}: {name}", row))
     for cell in cells:
@@ -271,7 +283,8 @@ def measure(table: str, cell: Cell, place: Place) -> dict[str, Any]:
     started = time.perf_counter()
     found = KINDS[cell.kind](table, cell, place)
     about = {"machine": place.machine(), "fedcdp": __version__, "run": place.run, "settings": cell.settings}
-    return found | {"seconds": round(time.perf_counter() - started, 2)} | about
+    seconds = {"seconds": round(time.perf_counter() - started, 2)}
+    return found | seconds | about | provenance(cell.kind, place.commit)
 
 
 def cost(cell: Cell) -> float:
