@@ -57,6 +57,33 @@ def one_step(**fields: Any) -> Plan:
     return Plan(**defaults | {"record_sampling": "partition", "learning_rate": 0.1} | fields)
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+def test_an_attack_rounds_products_as_the_run_did(
+    tables: Federation, monkeypatch: pytest.MonkeyPatch, rounded: bool
+) -> None:
+    """A GPU would round the products of its convolutions by default: a replay would end at other weights."""
+    found: list[tuple[str, bool]] = []
+
+    def noted(*_: object) -> None:
+        found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+
+    monkeypatch.setattr("fedcdp.attacks.api.strongest", noted)
+    run = fedcdp.simulate(nn.Linear(30, 2), tables, one_step(), tf32=rounded)
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    fedcdp.attack(run, model=nn.Linear(30, 2))
+    fedcdp.attack(one_step(), model=nn.Linear(30, 2), federation=tables)
+    assert found == [("high" if rounded else "highest", rounded), ("highest", False)]
+    assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_run_remembers_how_its_products_were_rounded(tmp_path: Path, rounded: bool) -> None:
+    options = {"plan": {"rounds": 1, "per_round": 2, "local_steps": 1}, "data": {"dataset": "cancer", "clients": 4},
+               "run": {"tf32": rounded}}  # fmt: skip
+    assert train_experiment(assemble(options), tmp_path / "run", quiet=True).tf32 == rounded
+    assert open_run(tmp_path / "run").tf32 == rounded
+
+
 def figures(found: Any) -> dict[str, Any]:
     """What an attack found, but for how long it took."""
     return {name: value for name, value in found.summary().items() if name != "seconds"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fedcdp.attacks.linear_head import _LEAST_SPREAD, _RIDGES, FeaturePrior, Lin
 from fedcdp.attacks.presence import scores_among_others
 from fedcdp.attacks.sightings import Sighting
 from fedcdp.data.dataset import Dataset
+from fedcdp.training import feature_cache
 
 CLASSES, INPUTS, FEATURES, EXAMPLES = 3, 6, 60, 40
 NONE = torch.zeros(0, INPUTS)
@@ -136,3 +138,15 @@ def test_very_many_examples_of_very_many_features_are_thinned(
     fewer = FeaturePrior.of(head, public, (INPUTS,), NONE)
     assert len(fewer.variances) < 30
     assert not torch.equal(fewer.means, prior.means)
+
+
+def test_features_of_a_benchmark_come_from_the_cache(
+    head: LinearHead, public: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path))
+    monkeypatch.setattr(feature_cache, "WORTH_KEEPING", -1.0)
+    rows, known = torch.tensor([7, 0, 3]), replace(public, benchmark="known")
+    torch.testing.assert_close(head.features_of(known, rows), head.features(public.tensor[rows]), rtol=1e-6, atol=1e-6)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    monkeypatch.setattr(feature_cache, "through", None)  # nothing is computed again
+    torch.testing.assert_close(head.features_of(known, rows), head.features(public.tensor[rows]), rtol=1e-6, atol=1e-6)

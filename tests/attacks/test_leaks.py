@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import fedcdp
 from fedcdp.attacks import RECIPES, Criteria, Leaks
-from fedcdp.attacks.leaks import Observer, compared_truth, finite
+from fedcdp.attacks.judging import Observer
+from fedcdp.attacks.leaks import compared_truth, finite
 from fedcdp.attacks.optimisers import LBFGS
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
@@ -72,6 +73,24 @@ def test_the_summary_has_all_that_was_promised_and_is_strict_json(pairs: Leaks, 
         row = found.summary()
         assert list(row)[: len(CONTRACT)] == CONTRACT
         assert json.loads(json.dumps(row, allow_nan=False)) == row
+
+
+@pytest.mark.parametrize(
+    ("noise", "attack", "fitted"), [(0.0, "clip-aware", 1.0), (0.0, "cpl", 0.0), (5.0, "clip-aware", 0.0)]
+)
+def test_the_adversary_can_tell_whether_its_search_fits(
+    federation: Federation, noise: float, attack: str, fitted: float
+) -> None:
+    """By its own measure: the one that ignores clipping, and the one that fits noise, know that they have failed."""
+    plan = {"method": "fed-cdp", "noise_multiplier": noise, "clip": 0.1}
+    found = attacked(federation, attack=RECIPES[attack].but(iterations=20), leak="type2", plan=plan, victims=4)
+    assert found.summary()["fitted_rate"] == fitted
+    assert found.found.misfit is not None
+    assert bool((found.found.misfit >= 0).all())
+
+
+def test_closed_forms_have_no_search_that_could_fit(pairs: Leaks) -> None:
+    assert "fitted_rate" not in pairs.summary()
 
 
 def test_a_result_prints_as_one_line(pairs: Leaks) -> None:

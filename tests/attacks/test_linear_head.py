@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fedcdp
 from fedcdp.attacks import Leaks
+from fedcdp.attacks.head_solver import leading_direction
 from fedcdp.attacks.linear_head import find_head
 from fedcdp.attacks.replay import FRESH, PLAN, REPLAYED, Course
 from fedcdp.attacks.sightings import sighted_throughout
@@ -125,6 +126,17 @@ def test_features_of_any_length_come_out_where_nothing_is_clipped(federation: Fe
     model = network(bias=False, zero=zero, unit=False)
     found = attacked(plan_of(), model=model, federation=federation)
     assert found.summary()["feature_error_median"] < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_leading_direction_is_that_of_a_decomposition(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 300, generator=generator, dtype=torch.float64)
+    factors = torch.randn(40, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 1e-3])
+    rows = scale * (factors[:, :1] * one + factors[:, 1:] * other)
+    expected = torch.linalg.svd(rows, full_matrices=False).Vh[0]
+    assert abs(float(expected @ leading_direction(rows))) == pytest.approx(1, abs=1e-12)
+    assert not leading_direction(torch.zeros_like(rows)).any()
 
 
 def test_where_features_are_the_inputs_these_are_exact(federation: Federation) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import fedcdp
 from fedcdp.attacks import RECIPES, Leaks
+from fedcdp.attacks.portfolio import recipe_of
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
@@ -92,6 +93,15 @@ def test_under_noise_every_attack_that_was_tried_is_told_with_its_rate(images: F
     ]  # fmt: skip
     assert all(0 <= each["success_rate"] <= 1 for each in row["tried"])
     assert row["attack"] in ("clip-aware", "class-prior", "accumulated", "averaging")
+
+
+@pytest.mark.parametrize(("name", "patience"), [("batch", 20), ("class-prior", 20), ("inverting-gradients", None)])
+def test_searches_end_once_they_stop_improving(name: str, patience: int | None) -> None:
+    recipe = recipe_of(name)
+    assert recipe is not None
+    assert recipe.patience == patience
+    assert RECIPES[name].patience is None
+    assert recipe_of("matched-filter") is None
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from fedcdp.attacks.objectives import Objective, predicted
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.optimisers import LBFGS, Adam
 from fedcdp.attacks.recipe import CPL, RECIPES, Recipe, Seed
-from fedcdp.attacks.reconstruct import Reconstruction, reconstruct
+from fedcdp.attacks.reconstruct import Patience, Reconstruction, reconstruct
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import partition
 from fedcdp.errors import DataError, PlanError
@@ -257,6 +257,23 @@ def test_a_search_that_leaves_for_good_is_given_up(small: Any) -> None:
     assert found.outcome.tolist() == [Reconstruction.DIVERGED] * 3
     assert int(found.iterations.max()) < 3
     assert torch.equal(found.examples, found.seeds)
+
+
+def test_patience_ends_with_gains_of_less_than_a_thousandth() -> None:
+    """Steady, falling by .2 %, falling by .01 %, and falling below zero, as a posterior density may."""
+    start, falls = torch.tensor([1.0, 1.0, 1.0, -5.0]), torch.tensor([0.0, 2e-3, 1e-4, 1.0])
+    patience, who = Patience(3, torch.full((4,), torch.inf)), torch.arange(4)
+    over = [patience.is_over(who, start - falls * turn, turn + 1).tolist() for turn in range(5)]
+    assert over == [[False] * 4] * 3 + [[True, False, True, False]] * 2
+    assert not any(Patience(None, start).is_over(who, start, 100))
+
+
+def test_a_search_without_gains_ends_before_its_iterations_do(small: Any) -> None:
+    captured = vectors(small, method="fed-cdp", noise_multiplier=50.0).look("type2", 6)
+    recipe = QUICK.but(iterations=40)
+    long, short = (reconstruct(captured, each, 3) for each in (recipe, recipe.but(patience=2)))
+    assert int(short.iterations.sum()) < int(long.iterations.sum())
+    assert bool((short.loss >= long.loss).all())
 
 
 def test_what_fits_best_is_kept_and_where_the_search_ended_told_apart(small: Any) -> None:

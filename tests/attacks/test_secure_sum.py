@@ -15,6 +15,7 @@ import fedcdp
 from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.observe import Look, capture, cohort_of
 from fedcdp.attacks.presence import Presence
+from fedcdp.attacks.recipe import RECIPES
 from fedcdp.attacks.scene import simulated
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
@@ -161,6 +162,16 @@ def test_every_attack_runs_on_whole_numbers_or_says_why_not(leak: Any, attack: s
     except FedcdpError as error:
         pytest.fail(str(error))
     assert bool(found.summary().get("summed_clients")) == (leak == "type0")
+
+
+@pytest.mark.parametrize("leak", ["type0", "type1", "type2"])
+@pytest.mark.parametrize("attack", ["clip-aware", "class-prior", "inverting-gradients"])
+def test_searches_run_on_gradients_that_are_clipped_in_float64(leak: Any, attack: str) -> None:
+    recipe = RECIPES[attack].but(iterations=2, restarts=1)
+    found = fedcdp.attack(
+        plan_of(noise="sum"), model=model(), federation=federation(), leak=leak, attack=recipe, public=public()
+    )
+    assert found.summary()["iterations_mean"] <= 2
 
 
 def test_a_run_with_noise_on_the_sum_is_replayed() -> None:

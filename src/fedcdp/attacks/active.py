@@ -23,8 +23,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedcdp.attacks.cohort import in_fast_rounds, reads_sum
-from fedcdp.attacks.leaks import Leaks, Observer, told
+from fedcdp.attacks.cohort import reads_sum
+from fedcdp.attacks.judging import Observer, told
+from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.observe import Captured, Leak, Look, capture, cohort_of
 from fedcdp.attacks.presence import matched_filter
 from fedcdp.attacks.reconstruct import Progress, Reconstruction
@@ -129,11 +130,8 @@ class Stage:
         victims = self.usual_victims if self.reads_sum or self.victims is None else self.victims
         if victims is not None and victims < 2:
             return {}
-        # A single example is identified by its input; updates need only the trained layers.
-        fast = self.scene.head is not None and self.look.leak != "type2" and not self.reads_sum
-        simulator = in_fast_rounds(self.simulator) if fast else self.simulator
         found = matched_filter(
-            simulator, self.state, self.look.leak, victims, releases=releases, public=self.public, progress=progress
+            self.simulator, self.state, self.look.leak, victims, releases=releases, public=self.public, progress=progress
         )
         told_ = found.summary()
         names = ("auc", "auc_interval_99", "auc_predicted", "distance_between_worlds")

@@ -27,7 +27,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
-from fedcdp.engine.runtime import usable_device
+from fedcdp.engine.runtime import products, usable_device
 from fedcdp.errors import DataError, PlanError
 from fedcdp.training.run import Run
 
@@ -155,22 +155,23 @@ def attack(
     _leave_out("membership by lira", shadows=shadows is not None)
     if name == "membership":
         return _membership(target, public, at_round, seed, device, loss)
-    if isinstance(target, Run | Plan):
-        _leave_out("raw gradients", truth=truth is not None, input_shape=input_shape is not None, examples=examples != 1)
-        scene = simulated(target, model, federation, leak, at_round, step, steps, device, loss, public)
-    else:
-        _leave_out(
-            "a run or a plan", federation=federation is not None, at_round=at_round is not None, step=step != 0,
-            steps=steps != 1, releases=releases != 1,
+    with products(tf32=isinstance(target, Run) and target.tf32):
+        if isinstance(target, Run | Plan):
+            _leave_out("raw gradients", truth=truth is not None, input_shape=input_shape is not None, examples=examples != 1)
+            scene = simulated(target, model, federation, leak, at_round, step, steps, device, loss, public)
+        else:
+            _leave_out(
+                "a run or a plan", federation=federation is not None, at_round=at_round is not None, step=step != 0,
+                steps=steps != 1, releases=releases != 1,
+            )  # fmt: skip
+            scene = given_gradients(target, model, truth, input_shape, examples, device, loss, public)
+        attempts = Attempts(
+            scene, Look(leak, step, releases), victims, criteria.within(*scene.value_range),
+            scene.plan.seed if seed is None else seed, throughout=step == 0 and steps == 1 and releases == 1,
         )  # fmt: skip
-        scene = given_gradients(target, model, truth, input_shape, examples, device, loss, public)
-    attempts = Attempts(
-        scene, Look(leak, step, releases), victims, criteria.within(*scene.value_range),
-        scene.plan.seed if seed is None else seed, throughout=step == 0 and steps == 1 and releases == 1,
-    )  # fmt: skip
-    if name == "best" and scene.not_real:
-        return infer_all(attempts, lambda: _membership(target, public, None, seed, device, loss), progress)
-    return strongest(attempts, progress) if name == "best" else attempts.run(name, recipe, progress)
+        if name == "best" and scene.not_real:
+            return infer_all(attempts, lambda: _membership(target, public, None, seed, device, loss), progress)
+        return strongest(attempts, progress) if name == "best" else attempts.run(name, recipe, progress)
 
 
 def _named(attack: str | Recipe | TabLeak | None) -> tuple[str, Recipe | TabLeak | None]:

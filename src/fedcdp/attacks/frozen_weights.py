@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedcdp.attacks.active import CHANGED_WEIGHTS, ActiveAttack, Stage
 from fedcdp.attacks.head_attack import attack_head
-from fedcdp.attacks.leaks import Leaks, told
+from fedcdp.attacks.judging import told
+from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.observe import Leak
 from fedcdp.attacks.reconstruct import Progress
 from fedcdp.attacks.replay import Course

@@ -94,7 +94,15 @@ def attack_head(
     outcome = torch.where(residuals < _FITS, Reconstruction.CONVERGED, 0)
     here, start = examples.to(device), torch.zeros_like(examples, device=device)
     found = Reconstruction(
-        here, here, start, labels.to(device), residuals.to(device), once.to(device), outcome.to(device), victims, features
+        here,
+        here,
+        start,
+        labels.to(device),
+        residuals.to(device),
+        once.to(device),
+        outcome.to(device),
+        victims,
+        features=features,
     )
     return HeadFound(found, identified.to(device), 1 if pool is None else 1 + len(pool), errors)
 

@@ -17,6 +17,7 @@ from fedcdp.attacks.sightings import Sighting
 
 _TRIAL, _SINGLE, _JOINT = 3, 8, 12  # fixed-point steps: for each label, for one example, for a batch
 _SHORTER = (1.0, 0.3, 0.1)
+_POWERS = 20
 _TINY = 1e-12
 _LENGTHS = 241
 _NEAR = 0.02  # of the observation: how much lower the misfit may be between two tried lengths
@@ -167,7 +168,7 @@ def _without_classes(sighting: Sighting, prior: FeaturePrior, noisy: bool) -> So
         errors = sighting.seen[..., size].reshape(-1)
         features = (errors @ rows / errors.square().sum().clamp(min=_TINY))[None]
     else:
-        direction = torch.linalg.svd(rows, full_matrices=False).Vh[:1]
+        direction = leading_direction(rows)[None]
         towards = 1.0 if float(direction[0] @ prior.means[0]) >= 0 else -1.0
         features = direction * towards * (1.0 if prior.length is None else prior.length)
     return _solved(sighting, features, _targets_of(sighting, features))
@@ -198,7 +199,7 @@ def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
         features = (errors @ rows / errors.square().sum().clamp(min=_TINY))[None]
         total = seen[..., size].sum(0)
         return _solved(sighting, features, total.argmin()[None] if len(total) > 1 else (total < 0).long())
-    direction = torch.linalg.svd(rows, full_matrices=False).Vh[0]
+    direction = leading_direction(rows)
     lengths = torch.logspace(-3, 3, _LENGTHS, dtype=torch.float64)
     if prior.length is not None:
         lengths = torch.cat([lengths, lengths.new_tensor([prior.length])])
@@ -227,6 +228,19 @@ def _exact(sighting: Sighting, prior: FeaturePrior) -> Solved:
 
     _, length, label = min((fit for fit in fits if fit[0] <= bound), key=unlikely)
     return _solved(sighting, (length * direction)[None], torch.tensor([label]))
+
+
+def leading_direction(rows: Tensor) -> Tensor:
+    """The first right singular vector of rows [n, D], up to its sign, by power iteration.
+
+    The rows are multiples of one vector up to rounding, so a few iterations do what a decomposition takes minutes for.
+    """
+    rows = rows / rows.abs().max().clamp(min=torch.finfo(rows.dtype).tiny)
+    direction = rows[rows.norm(dim=1).argmax()]
+    for _ in range(_POWERS):
+        direction = rows.T @ (rows @ direction)
+        direction = direction / direction.norm().clamp(min=_TINY)
+    return direction
 
 
 def _misfits_along(sighting: Sighting, direction: Tensor, lengths: Tensor, label: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from fedcdp.attacks.observe import Captured
 from fedcdp.attacks.reconstruct import Reconstruction
-from fedcdp.attacks.scene import Scene
-from fedcdp.attacks.scores import Baselines, Criteria, Judge, Scores, chance_interval, cleaned, match, rearrange
-from fedcdp.attacks.table_scores import CellScores, score_cells
-from fedcdp.attacks.targets import has_classes, recovery
+from fedcdp.attacks.scores import Baselines, Scores, chance_interval, cleaned, rearrange
+from fedcdp.attacks.table_scores import CellScores
+from fedcdp.attacks.targets import recovery
 from fedcdp.data.dataset import Dataset
 from fedcdp.files.disk import write_atomically
 
-_SHOWN_VICTIMS = 8
-_SHOWN_ITERATIONS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200, 300)
+SHOWN_VICTIMS = 8
+FITS = 1e-3  # share of what was seen: an adversary who explains all but this believes that it has succeeded
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,6 +140,8 @@ class Leaks:
             "psnr_mean": None,
             "iterations_mean": float(self.found.iterations.double().mean()),
         }
+        if self.found.misfit is not None and not bool(self.found.misfit.isnan().all()):
+            row["fitted_rate"] = float((self.found.misfit < FITS).double().mean())
         if captured.summed_clients:
             row["summed_clients"] = captured.summed_clients
         if self.scores is not None and self.scores_of_last is not None and self.baselines is not None:
@@ -212,7 +213,7 @@ class Leaks:
         truth = self._truth()
         if truth.dim() != 5 or truth.shape[2] not in (1, 3):
             return None
-        shown = min(_SHOWN_VICTIMS, len(truth))
+        shown = min(SHOWN_VICTIMS, len(truth))
         found, order = self.found, self._order()
         low, high = self.value_range
 
@@ -298,111 +299,6 @@ def compared_truth(captured: Captured, guesses: Tensor, value_range: tuple[float
     distances = distances.masked_fill(~captured.present[:, None], torch.inf)
     nearest = distances.amin(1).argsort(dim=1)[:, :count]
     return rearrange(captured.tensor, nearest), rearrange(captured.targets, nearest), rearrange(captured.present, nearest)
-
-
-@dataclass
-class Observer:
-    """Follows a search: when each victim's examples became exact, and snapshots of the first victims.
-
-    The observer has the ground truth; the search does not.
-    """
-
-    captured: Captured
-    criteria: Criteria
-    visible: Tensor
-    value_range: tuple[float, float]
-
-    def __post_init__(self) -> None:
-        device = self.captured.device
-        self.first_exact = torch.full((len(self.captured),), math.inf, dtype=torch.float64, device=device)
-        self.snapshots: dict[int, Tensor] = {}
-        self._latest: Tensor | None = None
-
-    def __call__(self, iteration: int, who: Tensor, examples: Tensor) -> None:
-        """Receive the state of the search (`reconstruct.Watch`)."""
-        self._keep(iteration, who, examples)
-        pending = ~self.first_exact[who].isfinite()
-        if not bool(pending.any()) or examples.shape[1] != self.captured.most:
-            return
-        who, examples = who[pending], examples[pending]
-        truth, present = self.captured.tensor[who][..., self.visible], self.captured.present[who]
-        guesses = cleaned(examples, *self.value_range)[..., self.visible]
-        guesses = rearrange(guesses, match(guesses, truth, present)) if guesses.shape[1] > 1 else guesses
-        mse = (guesses - truth).square().mean(-1).masked_fill(~present, 0.0)
-        exact = (mse < self.criteria.exact_mse).all(1)
-        self.first_exact[who[exact]] = iteration
-
-    def _keep(self, iteration: int, who: Tensor, examples: Tensor) -> None:
-        shown = min(_SHOWN_VICTIMS, len(self.captured))
-        mine = who < shown
-        if self._latest is None:
-            self._latest = examples.new_zeros(shown, *examples.shape[1:])
-        if not bool(mine.any()):
-            return
-        self._latest = self._latest.index_copy(0, who[mine], examples[mine])
-        if iteration in _SHOWN_ITERATIONS:
-            self.snapshots[iteration] = self._latest.clone()
-
-
-def judged(
-    attack: str,
-    captured: Captured,
-    found: Reconstruction,
-    observer: Observer,
-    public: Dataset,
-    classes: int,
-    seconds: float,
-) -> Leaks:
-    """Score the result of an attack."""
-    judge, scores = _score(found.examples, captured, observer, public)
-    _, last = _score(found.last, captured, observer, public)
-    return Leaks(
-        attack, captured, found, scores, last, judge.baselines(), classes, observer.value_range, observer.first_exact,
-        observer.snapshots, seconds,
-    )  # fmt: skip
-
-
-def told(
-    scene: Scene,
-    attack: str,
-    captured: Captured,
-    found: Reconstruction,
-    observer: Observer,
-    seconds: float,
-    *,
-    watched: bool,
-) -> Leaks:
-    """The result of an attack on a scene, scored if the truth is known; `watched`: the observer followed a search."""
-    if not scene.scored:
-        return unjudged(attack, captured, found, observer, scene.classes, seconds)
-    if not watched:
-        observer(1, torch.arange(len(captured), device=scene.device), found.examples)
-    leaks = judged(attack, captured, found, observer, scene.public_examples(), scene.classes, seconds)
-    cells = None
-    if scene.columns is not None and scene.public is not None:
-        shown = found.examples.expand_as(captured.tensor)  # one dummy may stand for a batch
-        cells = score_cells(shown, captured.tensor, captured.present, scene.columns, scene.public.tensor)
-    return replace(leaks, public=scene.public, names=scene.names(captured), cells=cells)
-
-
-def unjudged(
-    attack: str, captured: Captured, found: Reconstruction, observer: Observer, classes: int, seconds: float
-) -> Leaks:
-    """The result of an attack when the ground truth is unknown."""
-    never = torch.full_like(observer.first_exact, math.inf)
-    return Leaks(
-        attack, captured, found, None, None, None, classes, observer.value_range, never, observer.snapshots, seconds
-    )
-
-
-def _score(guesses: Tensor, captured: Captured, observer: Observer, public: Dataset) -> tuple[Judge, Scores]:
-    truth, labels, present = compared_truth(captured, guesses, observer.value_range)
-    low, high = observer.value_range
-    if not has_classes(captured.task):  # all examples are of one class
-        public = replace(public, targets=torch.zeros(len(public), dtype=torch.int64), classes=1, task="classification")
-        labels = torch.zeros_like(present, dtype=torch.int64)
-    judge = Judge(truth, labels, public, present, observer.visible, low, high, observer.criteria)
-    return judge, judge.score(guesses)
 
 
 def _short(scores: Scores) -> dict[str, float]:

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from fedcdp.data.dataset import Dataset
 from fedcdp.engine import Loss
+from fedcdp.engine.frozen import split
 from fedcdp.errors import DataError
 from fedcdp.files.tree import Tree
 from fedcdp.models.features import Standardised
 from fedcdp.models.networks import scaling_of
+from fedcdp.training.feature_cache import features_of
 
 _BATCH = 100
 _SAME = 1e-4
@@ -89,6 +91,17 @@ class LinearHead:
         finally:
             hook.remove()
         return torch.cat(kept)
+
+    def features_of(self, data: Dataset, rows: Tensor) -> Tensor:
+        """Features [n, D] of these rows of a dataset; those of a benchmark come from the cache, if they are there."""
+        if data.benchmark is not None:
+            device = self.layer.weight.device
+            front, rest = split(self.network, data.inputs, device)
+            if front is not None and any(each is self.layer for each in rest.modules()):
+                kept = features_of(front, data, device)
+                assert isinstance(kept, Tensor)  # because the inputs are one tensor
+                return replace(self, network=rest).features(kept[rows.to(device)])
+        return self.features(data.tensor[rows])
 
     def gradient(self, tree: Mapping[str, Tensor]) -> Tensor:
         """[..., classes, D] of a tree; if the bias is trained, D + 1 columns, the last of which is its gradient."""
@@ -181,11 +194,10 @@ class FeaturePrior:
         """Learn the prior from public examples, excluding the victims."""
         size = head.layer.in_features
         plain = _are_inputs(head, shape)
-        if public is not None:
-            public = without_victims(public, victims)
-        if public is not None and min(len(public), size) > _MOST:
-            public = public.take(torch.arange(_MOST) * len(public) // _MOST)
-        if public is None or len(public) < _FEWEST:
+        rows = torch.empty(0, dtype=torch.int64) if public is None else not_among(public, victims)
+        if min(len(rows), size) > _MOST:
+            rows = rows[torch.arange(_MOST) * len(rows) // _MOST]
+        if public is None or len(rows) < _FEWEST:
             if not plain:
                 raise DataError(f"public: linear-head needs {_FEWEST} public examples to turn features into inputs")
             nothing = torch.zeros(head.classes, size, dtype=torch.float64)
@@ -193,8 +205,8 @@ class FeaturePrior:
             basis = torch.eye(size, dtype=torch.float64)
             return FeaturePrior(nothing, basis, flat, torch.inf, None, nothing, None, shape, scaling_of(head.network))
         device = head.layer.weight.device  # here for the large products alone
-        features, inputs = head.features(public.tensor).to(device), public.tensor.flatten(1).double().to(device)
-        groups = groups_of(public.targets, head.classes).to(device)
+        features, inputs = head.features_of(public, rows).to(device), public.tensor[rows].flatten(1).double().to(device)
+        groups = groups_of(public.targets[rows], head.classes).to(device)
         means, centred = _by_class(features, groups, head.classes)
         input_means, centred_inputs = _by_class(inputs, groups, head.classes)
         variances, basis = _axes(centred)
@@ -252,10 +264,15 @@ def _are_inputs(head: LinearHead, shape: tuple[int, ...]) -> bool:
 
 def without_victims(public: Dataset, victims: Tensor) -> Dataset | None:
     """The public examples without the victims': a federation without public data only has its own. None: all are victims."""
+    others = not_among(public, victims)
+    return public.take(others) if len(others) else None
+
+
+def not_among(public: Dataset, victims: Tensor) -> Tensor:
+    """The rows of public examples that are none of the victims'."""
     mine = {row.tobytes() for row in victims.flatten(1).float().cpu().numpy()}
     theirs = public.tensor.flatten(1).float().cpu().numpy()
-    others = [at for at, row in enumerate(theirs) if row.tobytes() not in mine]
-    return public.take(torch.tensor(others)) if others else None
+    return torch.tensor([at for at, row in enumerate(theirs) if row.tobytes() not in mine], dtype=torch.int64)
 
 
 def _by_class(values: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:

@@ -304,7 +304,7 @@ def capture_clients(simulator: Simulator, state: State, look: Look, clients: Ten
         plan=simulator.plan,
         engine=simulator.engine,
         round=state.round,
-        seen={name: value[place] for name, value in mean.items()},
+        seen={name: value[place].float() for name, value in mean.items()},  # clipped for `sum` noise, it is float64
         weights={name: value[place[0]] for name, value in weights.items()},
         weights_shared=len(drawn) == 1 or look.leak != "type2",
         releases=look.releases,

@@ -25,11 +25,13 @@ from fedcdp.attacks.analytic import first_dense, invert
 from fedcdp.attacks.cohort import reads_sum
 from fedcdp.attacks.head_attack import attack_head
 from fedcdp.attacks.inferred import Inferred, attack_labels, attack_tokens
-from fedcdp.attacks.leaks import Leaks, Observer, told
+from fedcdp.attacks.judging import Observer, told
+from fedcdp.attacks.leaks import FITS, Leaks
 from fedcdp.attacks.linear_head import LinearHead, without_victims
 from fedcdp.attacks.membership import Membership
 from fedcdp.attacks.objectives import Objective, check_reproduces, predicted, prunes
 from fedcdp.attacks.observe import Captured, Look, cohort_of
+from fedcdp.attacks.optimisers import LBFGS
 from fedcdp.attacks.per_layer import LayerLeaks, layer_by_layer
 from fedcdp.attacks.presence import Presence, matched_filter
 from fedcdp.attacks.recipe import ONE_TENSOR, RECIPES, Recipe
@@ -245,9 +247,9 @@ def part_of(progress: Progress | None, number: int, parts: int) -> Progress | No
     return lambda done, total: progress(number * FINE + done * FINE // max(total, 1), parts * FINE)
 
 
-_FITS = 1e-3  # of the squared norm of the observation: a misfit below this explains it
 _MOST_SEARCHED = 16  # largest batch to search, in examples
-_MOST_WORK = {"cpu": 3e4, "cuda": 1e7}  # gradients of single examples: a minute or two
+_PATIENCE = 20  # iterations; not for Adam, whose learning rate falls as planned
+_MOST_WORK = {"cpu": 3e4, "cuda": 3e6}  # gradients of single examples: a minute or two
 _MOST = 8  # maximum number of attacks, for the progress display
 _FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc")
 
@@ -267,7 +269,7 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
                 tried.append({"attack": name, "success_rate": None, "refused": reason})
                 continue
             try:
-                found = attempts.run(name, progress=part_of(progress, len(tried), _MOST))
+                found = attempts.run(name, recipe_of(name), part_of(progress, len(tried), _MOST))
             except (ModelError, DataError) as error:
                 refusals.append(error)
                 tried.append({"attack": name, "success_rate": None, "refused": str(error)})
@@ -315,6 +317,12 @@ def searches(attempts: Attempts) -> list[str]:
     return ["cpl", "clip-aware", "inverting-gradients"] if single else ["batch", "unrolled"]
 
 
+def recipe_of(name: str) -> Recipe | None:
+    """The recipe of an attack, for a search that ends once it has stopped improving; None for an attack without a recipe."""
+    recipe = RECIPES.get(name)
+    return recipe.but(patience=_PATIENCE) if recipe is not None and isinstance(recipe.optimiser, LBFGS) else recipe
+
+
 def accumulations(attempts: Attempts) -> list[str]:
     """The attack on all rounds of a training, if there are several; a linear head is read in all rounds in closed form."""
     scene, leak = attempts.scene, attempts.look.leak
@@ -352,7 +360,7 @@ def _recovered_all(found: Leaks) -> bool:
     """Whether every example is exact or, without the ground truth, the observation is explained."""
     if found.scores is not None:
         return bool(found.scores.exact[found.scores.present].all())
-    return _misfit(found) < _FITS
+    return _misfit(found) < FITS
 
 
 def _rank(found: Leaks) -> tuple[float, ...]:

@@ -113,6 +113,8 @@ def matched_filter(
     if reads_sum(simulator.plan, leak):
         return _in_the_sum(simulator, state, victims, releases, progress)
     started = time.perf_counter()
+    if leak != "type2":  # a single example is identified by its inputs; updates need only the trained layers
+        simulator = in_fast_rounds(simulator)
     layout = simulator.engine.layout
 
     def look(without: bool, release: int = 0, silent: bool = False) -> tuple[Captured, Tensor]:
@@ -239,10 +241,10 @@ class Candidates:
     def __init__(
         self, head: LinearHead, public: Dataset, candidates: int, seed: int, device: torch.device | str = "cpu"
     ) -> None:
-        order = numpy_generator(seed, "candidates").permutation(len(public))[: candidates - 1]
-        some = public.take(torch.from_numpy(order))
+        order = torch.from_numpy(numpy_generator(seed, "candidates").permutation(len(public))[: candidates - 1])
+        some = public.take(order)
         self._rows, self._labels = _rows(some.tensor), some.targets.to(device)
-        self._features = head.features(some.tensor).to(device)
+        self._features = head.features_of(public, order).to(device)
         self._at: tuple[Tensor, Tensor, Tensor] | None = None
         self._errors = torch.empty(0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from fedcdp.errors import DataError
 from fedcdp.mechanism.randomness import stream_key
 
 _FITS = 1e-12  # of the loss of a zero prediction: nothing is left to gain
+_GAIN = 1e-3  # of the loss: a smaller improvement does not renew the patience of a search
+_LEAST = 1e-30  # squared norm of what was seen
 _LOST = 1e6  # size of a coordinate, in units of the input range, beyond which a search has diverged
 _WORTH_KEEPING = 0.6  # share of a recording's victims that must be live to keep the recording
 _MEMORY = {"cpu": 2 * 2**30, "cuda": 32 * 2**30}  # bytes for one chunk of victims
@@ -51,6 +53,8 @@ class Reconstruction:
     outcome: Tensor
     """[victims]: 0 out of iterations, 1 nothing left to gain, 2 diverged."""
     evaluations: int = field(default=0, repr=False)
+    misfit: Tensor | None = field(default=None, repr=False)
+    """[victims]: the squared distance of what the examples show to what was seen, over the squared norm of the latter."""
     features: Tensor | None = field(default=None, repr=False)
     """[victims, dummies, D]: features of the examples before a linear head, if the attack reads them."""
 
@@ -137,6 +141,7 @@ def _attack(
     count = len(who)
     best, best_loss = problem.start.clone(), torch.full_like(state.loss, torch.inf)
     last = problem.start.clone()
+    patience = Patience(recipe.patience, best_loss)
     iterations = torch.full((count,), recipe.iterations, device=who.device)
     outcome = torch.zeros(count, dtype=torch.int64, device=who.device)
     active = torch.arange(count, device=who.device)
@@ -152,7 +157,7 @@ def _attack(
             watch(iteration, who[active], problem.examples(state.point).detach())
         lost = ~torch.isfinite(loss) | ~(state.point.abs().amax(1) < _LOST)
         fitted = loss <= _FITS * problem.scale[active]
-        done = lost | fitted | ~moved
+        done = lost | fitted | ~moved | patience.is_over(active, loss, iteration)
         if bool(done.any()):
             outcome[active[done]] = torch.where(lost[done], Reconstruction.DIVERGED, Reconstruction.CONVERGED)
             iterations[active[done]] = iteration
@@ -177,7 +182,25 @@ def _attack(
         iterations,
         outcome,
         problem.evaluations,
+        misfit=problem.misfit(best),
     )
+
+
+class Patience:
+    """Tells which victims have not improved for too long."""
+
+    def __init__(self, most: int | None, losses: Tensor) -> None:
+        self._most = most
+        self._marks, self._since = losses.clone(), torch.zeros_like(losses, dtype=torch.int64)
+
+    def is_over(self, who: Tensor, losses: Tensor, iteration: int) -> Tensor:
+        """Whether each of these victims has gone `most` iterations without a gain."""
+        if self._most is None:
+            return torch.zeros_like(losses, dtype=torch.bool)
+        marks = self._marks[who]
+        gained = losses < torch.where(marks.isfinite(), marks - _GAIN * marks.abs(), marks)
+        self._marks[who[gained]], self._since[who[gained]] = losses[gained], iteration
+        return iteration - self._since[who] >= self._most
 
 
 class Problem:
@@ -231,6 +254,17 @@ class Problem:
             return self._free.settled(self._values(points))
         assert self._targets is not None
         return self._targets
+
+    def misfit(self, points: Tensor) -> Tensor:
+        """[victims]: share of what each victim in focus showed that its point does not explain; NaN for all rounds."""
+        if len(self._all) > 1:
+            return torch.full_like(points[:, 0], torch.nan)
+        part, names = self._all[0].captured, self._who
+        targets = self._free.soft(self._values(points)) if self._free is not None else self.labels(points)[names]
+        shown = predicted(part, self._recipe.knows, self._examples(points, names), targets, self._present[names])
+        plain = replace(self._recipe.objective, distance="squared")
+        nothing = {name: torch.zeros_like(value) for name, value in part.seen.items()}
+        return (plain.between(shown, part.seen) / plain.between(nothing, part.seen).clamp(min=_LEAST)).detach()
 
     def project(self, points: Tensor) -> Tensor:
         """The nearest points that the recipe allows."""
@@ -331,7 +365,7 @@ def _victims_at_once(captured: Captured, recipe: Recipe) -> int:
 
 
 def _join(parts: list[Reconstruction]) -> Reconstruction:
-    names = ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome")
+    names = ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome", "misfit")
     joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return Reconstruction(**joined, evaluations=sum(part.evaluations for part in parts))
 
@@ -341,6 +375,6 @@ def _better(one: Reconstruction, other: Reconstruction) -> Reconstruction:
     wins = other.loss < one.loss
     chosen = {
         name: torch.where(wins.view(-1, *(1,) * (getattr(one, name).dim() - 1)), getattr(other, name), getattr(one, name))
-        for name in ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome")
+        for name in ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome", "misfit")
     }
     return Reconstruction(**chosen, evaluations=one.evaluations + other.evaluations)

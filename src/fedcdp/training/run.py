@@ -68,6 +68,8 @@ class Run:
     """The engine that computed the gradients in this process."""
     chunk: int = 1
     """How many clients it trained at once."""
+    tf32: bool = False
+    """Whether a GPU may have rounded the factors of its products; a replay must round as it did."""
     scores: Figures = field(default_factory=dict)
     """All metrics of the final model on the validation split, by name: those of the task, the loss, and your own."""
     client_scores: list[dict[str, Any]] = field(default_factory=list, repr=False)

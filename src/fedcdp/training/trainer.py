@@ -328,6 +328,7 @@ def _rounds(
         directory=directory.path if directory else None,
         engine=simulator.local_engine.name,
         chunk=simulator.chunk,
+        tf32=again.keywords["tf32"],
         scores=scores,
         client_scores=client_scores,
         loss=again.keywords["loss"],
