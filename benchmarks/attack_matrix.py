@@ -181,7 +181,7 @@ def matrix(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
             for column in columns:
                 cell = Cell(column, trust, method)
                 row = found.get(cell.name)
-                text = "as above" if row is None and cell.is_as_above else shown(column, row)
+                text = cell.repeats or shown(column, row)
                 if text == "refused" and row is not None:
                     text = f"refused ({notes.setdefault(row['refused'], len(notes) + 1)})"
                 words.append(text)

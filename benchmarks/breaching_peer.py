@@ -28,7 +28,8 @@ import torch
 
 from benchmarks.clean_tree import clean_commit
 from benchmarks.peers.breaching_attacks import PEERS, attack_gradient
-from fedcdp.attacks.leaks import Leaks, Observer, told
+from fedcdp.attacks.judging import Observer, told
+from fedcdp.attacks.leaks import Leaks
 from fedcdp.attacks.observe import Look
 from fedcdp.attacks.portfolio import Attempts, strongest
 from fedcdp.attacks.recipe import RECIPES
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "breaching.json"
 STORE = ROOT / "build" / "breaching.pt"
 VICTIMS = 50
+WHOSE = ("fedcdp", "breaching")
 FIGURES = (
     "attack", "victims", "examples", "success_rate", "recognisable_rate", "identified_rate", "distance_median",
     "distance_mean", "psnr_mean", "label_accuracy", "seconds",
@@ -61,21 +63,17 @@ class Case:
     network: str = "cpl"
     tells_labels: bool = False
     """Whether `breaching` is told the labels: it infers them from the gradient of a last bias, without noise."""
-    ours: tuple[str, ...] = ("best", "cpl", "dlg", "inverting-gradients")
     peers: tuple[str, ...] = tuple(PEERS)[:4]
 
 
 _CLEAN, _CDP = {"method": "nonprivate"}, {"method": "fed-cdp", "clip": 4.0, "noise_multiplier": 6.0}
 _LESS_SMOOTH = tuple(PEERS)[:5]
-_BATCH_OURS = ("best", "batch", "dlg", "inverting-gradients")
 CASES = {
     case.name: case
     for case in (
         Case("single", "one example, undefended (type-2)", _CLEAN, peers=tuple(PEERS)),
-        Case("clipped", "one example, clipped, without noise (type-2)", _CDP | {"noise_multiplier": 0.0},
-             ours=("best", "cpl", "clip-aware", "inverting-gradients")),
-        Case("batch", "update of three examples, undefended (type-0 and type-1)", _CLEAN, "type1", ours=_BATCH_OURS,
-             peers=_LESS_SMOOTH),
+        Case("clipped", "one example, clipped, without noise (type-2)", _CDP | {"noise_multiplier": 0.0}),
+        Case("batch", "update of three examples, undefended (type-0 and type-1)", _CLEAN, "type1", peers=_LESS_SMOOTH),
         Case("cnn", "one example, undefended, the paper's CNN (type-2)", _CLEAN, network="cnn", tells_labels=True,
              peers=_LESS_SMOOTH),
         Case("fed-cdp", "one example, Fed-CDP σ = 6, C = 4 (type-2)", _CDP, tells_labels=True),
@@ -90,7 +88,7 @@ _FIRST = (
 
 @dataclass(frozen=True)
 class Task:
-    """One attack on one victim by `breaching` (`victim`), or on all victims by fedcdp (None)."""
+    """One attack on one victim by `breaching`, or fedcdp's `best` on all victims (`victim` is None)."""
 
     case: str
     attack: str
@@ -137,7 +135,7 @@ def do(task: Task) -> dict[str, Any]:
         if task.iterations is not None:  # a test of this program
             found = attempts.run("recipe", RECIPES["cpl"].but(iterations=task.iterations))
         else:
-            found = strongest(attempts) if task.attack == "best" else attempts.run(task.attack)
+            found = strongest(attempts)
         assert isinstance(found, Leaks)
         return {"summary": found.summary()}
     case, captured, number = CASES[task.case], attempts.captured, task.victim
@@ -182,13 +180,15 @@ def scored(case: str, attack: str, answers: dict[int, dict[str, Any]], device: s
 # Running -------------------------------------------------------------------------------------------------------------
 
 
-def tasks(stored: dict[str, Any], wanted: list[str], victims: int, device: str, iterations: int | None) -> Iterator[Task]:
-    """What is left to do: fedcdp's attacks on the wanted cases, then `breaching`'s cells in their order."""
+def tasks(
+    stored: dict[str, Any], wanted: list[str], victims: int, device: str, iterations: int | None,
+    whose: tuple[str, ...] = WHOSE,
+) -> Iterator[Task]:  # fmt: skip
+    """What is left to do: fedcdp's best on the wanted cases, then `breaching`'s cells in their order."""
     for case in dict.fromkeys(name.partition("/")[0] for name in wanted):
-        for attack in CASES[case].ours:
-            if attack not in stored["ours"].get(case, {}):
-                yield Task(case, attack, None, victims, device, iterations)
-    for cell in wanted:
+        if case not in stored["ours"] and "fedcdp" in whose:
+            yield Task(case, "best", None, victims, device, iterations)
+    for cell in wanted if "breaching" in whose else ():
         case, _, attack = cell.partition("/")
         for victim in range(victims):
             if victim not in stored["answers"].get(cell, {}):
@@ -201,7 +201,7 @@ def run(given: argparse.Namespace) -> int:
     given.store.parent.mkdir(parents=True, exist_ok=True)
     stored = torch.load(given.store, weights_only=True) if given.store.exists() else {"ours": {}, "answers": {}}
     wanted = [name for name in cells() if name.startswith(tuple(given.only))]
-    todo = list(tasks(stored, wanted, given.victims, given.device, given.iterations))
+    todo = list(tasks(stored, wanted, given.victims, given.device, given.iterations, tuple(given.whose)))
     print(f"{len(todo)} tasks", flush=True)
     started, failed, saved = time.perf_counter(), 0, time.perf_counter()
     with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
@@ -222,8 +222,9 @@ def run(given: argparse.Namespace) -> int:
                     continue
                 after = time.perf_counter() - started
                 if task.victim in (None, 0, given.victims - 1):
-                    print(f"{after:5.0f} s  {task.cell}  victim {task.victim}", flush=True)
-                if time.perf_counter() - saved > 20:
+                    who = "all victims" if task.victim is None else f"victim {task.victim}"
+                    print(f"{after:5.0f} s  {task.cell}  {who}", flush=True)
+                if task.victim is None or time.perf_counter() - saved > 20:
                     torch.save(stored, given.store)
                     saved = time.perf_counter()
     torch.save(stored, given.store)
@@ -235,7 +236,7 @@ def run(given: argparse.Namespace) -> int:
 def keep(stored: dict[str, Any], task: Task, got: dict[str, Any], origin: dict[str, str]) -> None:
     """Store the result of a task."""
     if task.victim is None:
-        stored["ours"].setdefault(task.case, {})[task.attack] = origin | got
+        stored["ours"][task.case] = origin | got
     else:
         stored["answers"].setdefault(task.cell, {})[task.victim] = got | origin
 
@@ -244,7 +245,8 @@ def report(stored: dict[str, Any]) -> dict[str, Any]:
     """All figures, for the result file."""
     cases: dict[str, Any] = {}
     for name, case in CASES.items():
-        found = {attack: _short(row["summary"], row) for attack, row in stored["ours"].get(name, {}).items()}
+        row = stored["ours"].get(name)
+        best = None if row is None else _short(row["summary"], row) | {"tried": row["summary"]["tried"]}
         theirs = {}
         for peer in PEERS:
             if answers := stored["answers"].get(f"{name}/{peer}"):
@@ -253,10 +255,10 @@ def report(stored: dict[str, Any]) -> dict[str, Any]:
                 theirs[peer] |= {key: round(summary[f"{key}_of_breaching"], 1) for key in ("iterations", "evaluations")}
                 theirs[peer]["changes"] = list(PEERS[peer].changes)
                 theirs[peer]["recorded"] = sum(bool(each["recorded"]) for each in answers.values())
-        if found or theirs:
+        if best or theirs:
             told_labels = "labels told" if case.tells_labels else "labels inferred"
-            cases[name] = {"title": case.title, "network": case.network, "breaching_labels": told_labels, "fedcdp": found,
-                           "breaching": theirs, "verdict": verdict(found.get("best"), theirs)}  # fmt: skip
+            cases[name] = {"title": case.title, "network": case.network, "breaching_labels": told_labels, "best": best,
+                           "breaching": theirs, "verdict": verdict(best, theirs)}  # fmt: skip
     return {
         "command": "python -m benchmarks.breaching_peer --device cuda --workers 16",
         "breaching": "0.1.2",
@@ -310,12 +312,17 @@ def markdown(found: dict[str, Any]) -> str:
     for case in found["cases"].values():
         lines += ["", f"## {case['title']}, network `{case['network']}`, `breaching`: {case['breaching_labels']}", ""]
         lines += [_row(HEADINGS), _row(["---"] * len(HEADINGS))]
-        for maker in ("fedcdp", "breaching"):
-            for name, row in case[maker].items():
-                chosen = f" ({row['attack']})" if name == "best" else ""
-                lines.append(_row([f"{maker} `{name}`{chosen}", *_figures(row)]))
-        lines += ["", sentence(case["verdict"])]
+        best = case["best"]
+        lines += [] if best is None else [_row([f"fedcdp `best`: `{best['attack']}`", *_figures(best)])]
+        lines += [_row([f"breaching `{name}`", *_figures(row)]) for name, row in case["breaching"].items()]
+        lines += ["", sentence(case["verdict"]), "", *([] if best is None else [tried(best)])]
     return "\n".join(lines)
+
+
+def tried(best: dict[str, Any]) -> str:
+    """The attacks that fedcdp's best tried, with the share of exact and of recognisable examples."""
+    told = [f"`{each['attack']}` {_both(each)}" for each in best["tried"] if each.get("recognisable_rate") is not None]
+    return f"fedcdp's `best` tried, exact / recognisable: {', '.join(told)}."
 
 
 def compared(found: dict[str, Any]) -> str:
@@ -324,7 +331,7 @@ def compared(found: dict[str, Any]) -> str:
                 "by", "fedcdp at least as good"]  # fmt: skip
     lines = [_row(headings), _row(["---"] * len(headings))]
     for case in found["cases"].values():
-        best = case["fedcdp"].get("best")
+        best = case["best"]
         theirs = _on_all_victims(best, case["breaching"])
         if best is None or not theirs:
             continue
@@ -367,6 +374,7 @@ def main() -> None:
     parser.add_argument("--victims", type=int, default=VICTIMS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no task starts after this many seconds")
     parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="only cells whose names start so")
+    parser.add_argument("--whose", nargs="+", default=WHOSE, choices=WHOSE, help="whose attacks; L-BFGS likes a CPU better")
     parser.add_argument("--iterations", type=int, help="fewer iterations, for a test of this program")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
     parser.add_argument("--store", type=Path, default=STORE, help="reconstructions of finished victims")

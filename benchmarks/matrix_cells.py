@@ -60,7 +60,7 @@ _COLUMNS = (
     Column("type-1", _CLIENT, _SEARCH, "success_rate", f"--leak type1 {_SMALL} --batch-size 3 --victims 100",
            f"--leak type1 {_DIGITS} {_HUNDRED} --secure-aggregation --records 40 --batch-size 3 --victims 100",
            "--leak type1", weight=10),
-    Column("type-0", _CURIOUS, _SEARCH, "success_rate", f"--leak type0 {_SMALL} --batch-size 3 --victims 100",
+    Column("type-0", _CURIOUS, _SEARCH, "success_rate", "",
            f"--leak type0 {_DIGITS} {_FOUR} --records 2 --batch-size 2", "--leak type0", weight=10),
     Column("labels", _CURIOUS, "label inference", "label_accuracy",
            f"--leak type0 --attack labels {_SMALL} --batch-size 5 --victims 100",
@@ -128,7 +128,7 @@ class Cell:
         if self.method == PRESET:
             return self._on_preset(column, sums)
         setting = column.summed if sums else column.each
-        if not setting or self.is_as_above:
+        if not setting or self.repeats:
             return ""
         cdp = self.method.startswith("Fed-CDP")
         noise = " --noise sum" if sums and cdp else ""
@@ -137,11 +137,16 @@ class Cell:
         return f"fedcdp attack {setting} {method}{_FLAT if cdp else ''}{noise}"
 
     @property
-    def is_as_above(self) -> bool:
-        """Whether the adversary sees what it sees where the server reads each update: it sits on the client, and the noise
-        is the same."""
+    def repeats(self) -> str:
+        """Which other cell of its row or column shows the same observation; "" for none.
+
+        An adversary on the client sees under a secure sum what it saw without, if the noise is the same. A server that reads
+        each update reads what a type-1 adversary reads.
+        """
         on_client = COLUMNS[self.column].threat == _CLIENT if self.column in COLUMNS else False
-        return self.trust == SUM and on_client and not self.method.startswith("Fed-CDP")
+        if self.trust == SUM and on_client and not self.method.startswith("Fed-CDP"):
+            return "as above"
+        return "as type-1" if self.trust == EACH and self.column == "type-0" else ""
 
     def _on_preset(self, column: Column, sums: bool) -> str:
         if not column.preset or (not sums and not column.each):

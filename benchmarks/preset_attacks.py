@@ -9,10 +9,11 @@
 | --- | --- | --- |
 | `type2` | the gradient of every record, in all rounds | the default one, which reconstructs and identifies |
 | `type1` | a client's update before it leaves the client, in all rounds | the same |
-| `type0` | what the server receives in all rounds | the same; not for sums of more than 1,000 records |
+| `type0` | the sum that the server receives in all rounds | the same; not for sums of more than 1,000 records |
 | `presence` | what the server receives in the first round | the matched filter: is a record in there? |
 
-Each cell is one `fedcdp attack` command. Stored cells are not computed again. A cell of `presence` also has the AUC over all
+A server that reads each update reads what `type1` does: there, the two are one cell. Each cell is one `fedcdp attack`
+command. Stored cells are not computed again. A cell of `presence` also has the AUC over all
 rounds by the formula of the matched filter (`auc_all_rounds`), as if a record changed each round as much as the first. The
 rounds are Gaussian releases, so the distance between the two worlds grows with the square root of their number.
 """
@@ -70,12 +71,13 @@ class Cell:
 def cells(presets: tuple[str, ...]) -> list[Cell]:
     """Every cell of these presets; noise on the batch alone stands beside the noise of `mnist-eps1`."""
     found = [Cell(preset, reader) for preset in presets for reader in READERS if _reconstructed(preset, reader)]
-    return found + [Cell("mnist-eps1", leak, "--noise batch") for leak in ("type2", "type0") if "mnist-eps1" in presets]
+    return found + [Cell("mnist-eps1", leak, "--noise batch") for leak in ("type2", "type1") if "mnist-eps1" in presets]
 
 
 def _reconstructed(preset: str, reader: str) -> bool:
     chosen = RECOMMENDED[preset]
-    return not (reader == "type0" and chosen.on_sum) or chosen.federated.clients * chosen.federated.records <= LARGEST_SUM
+    small = chosen.federated.clients * chosen.federated.records <= LARGEST_SUM
+    return reader != "type0" or (chosen.on_sum and small)
 
 
 def measure(cell: Cell, device: str, origin: dict[str, str]) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def markdown(stored: dict[str, Any]) -> str:
         "preset_attacks.json has the command, commit and machine of each cell.",
         "",
         "- type-2, type-1, type-0, in percent: labels right / recognisable (images) or reconstructed exactly (tables) /",
-        "  identified among the candidates.",
+        "  identified among the candidates. *The same*: a server that reads each update reads what type-1 does.",
         "- presence: the server's AUC over all rounds by the formula, and the largest AUC that ε allows.",
         "",
         "| preset | type-2 | type-1 | type-0 | presence, server | allowed |",
@@ -147,7 +149,8 @@ def markdown(stored: dict[str, Any]) -> str:
         found = {reader: stored.get(f"{name}/{reader}") for reader in READERS}
         if not any(found.values()):
             continue
-        shown = " | ".join(_shares(found[reader]) for reader in READERS[:3])
+        shares = [_shares(found[reader]) for reader in READERS[:3]]
+        shown = " | ".join(shares if RECOMMENDED[name].on_sum else [*shares[:2], "the same"])
         presence = f"{found['presence']['auc_all_rounds']:.3f}" if found["presence"] else "–"
         lines.append(f"| `{name}` | {shown} | {presence} | {allowed(RECOMMENDED[name].found.epsilon):.3f} |")
     return "\n".join(lines)

@@ -91,6 +91,11 @@ def test_a_reader_on_the_client_sees_the_same_under_a_secure_sum(method: str) ->
     assert "| the sum | DSSGD | as above |" in matrix({}, ("type-1",))
 
 
+def test_a_server_that_reads_each_update_has_the_cells_of_type_1() -> None:
+    assert not [name for name in NAMES if name.startswith("type-0/each update/")]
+    assert "| each update | DSSGD | – | as type-1 |" in matrix({}, ("type-1", "type-0"))
+
+
 def test_the_page_says_how_long_the_cells_took() -> None:
     cell = Cell("labels", "each update", "DSSGD")
     row = {"victims": 100, "label_accuracy": 0.5, "label_baseline": 0.41, "wall_seconds": 3.2, "command": cell.command}

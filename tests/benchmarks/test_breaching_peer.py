@@ -17,7 +17,7 @@ EMPTY: dict[str, Any] = {"ours": {}, "answers": {}}
 
 def row(exact: float, recognisable: float, victims: int = 50, **more: Any) -> dict[str, Any]:
     figures = {"success_rate": exact, "recognisable_rate": recognisable, "identified_rate": 1.0, "distance_median": 0.01}
-    return figures | {"victims": victims, "psnr_mean": 20.0, "seconds": 10.0, "attack": "cpl"} | more
+    return figures | {"victims": victims, "psnr_mean": 20.0, "seconds": 10.0, "attack": "cpl", "tried": []} | more
 
 
 def test_every_case_is_attacked_by_each_of_its_peers_once() -> None:
@@ -27,7 +27,7 @@ def test_every_case_is_attacked_by_each_of_its_peers_once() -> None:
 
 
 def test_finished_victims_are_not_attacked_again() -> None:
-    stored = {"ours": {"single": dict.fromkeys(CASES["single"].ours)}, "answers": {"single/wei": {0: {}, 2: {}}}}
+    stored = {"ours": {"single": {}}, "answers": {"single/wei": {0: {}, 2: {}}}}
     left = list(tasks(stored, ["single/wei"], 4, "cpu", None))
     assert [(task.cell, task.victim) for task in left] == [("single/wei", 1), ("single/wei", 3)]
 
@@ -35,6 +35,13 @@ def test_finished_victims_are_not_attacked_again() -> None:
 def test_fedcdp_attacks_before_breaching() -> None:
     order = [task.victim is None for task in tasks(EMPTY, ["single/wei", "batch/wei"], 2, "cpu", None)]
     assert order == sorted(order, reverse=True)
+
+
+@pytest.mark.parametrize("whose", ["fedcdp", "breaching"])
+def test_the_attacks_of_one_side_can_run_alone(whose: str) -> None:
+    left = list(tasks(EMPTY, ["single/wei", "batch/wei"], 3, "cpu", None, (whose,)))
+    assert len(left) == (2 if whose == "fedcdp" else 6)
+    assert {task.victim is None for task in left} == {whose == "fedcdp"}
 
 
 @pytest.mark.parametrize(
@@ -52,12 +59,15 @@ def test_the_verdict_needs_as_many_exact_and_recognisable(theirs: Any, as_good: 
 
 
 def test_the_tables_say_where_breaching_is_stronger() -> None:
-    best, theirs = row(0.5, 0.9), {"wei": row(0.6, 0.9), "deepleakage": row(0.2, 0.2, victims=7)}
-    case = {"title": "a case", "network": "cpl", "breaching_labels": "labels told", "fedcdp": {"best": best},
+    best = row(0.5, 0.9, tried=[{"attack": "cpl", "success_rate": 0.5, "recognisable_rate": 0.9}, {"attack": "batch"}])
+    theirs = {"wei": row(0.6, 0.9), "deepleakage": row(0.2, 0.2, victims=7)}
+    case = {"title": "a case", "network": "cpl", "breaching_labels": "labels told", "best": best,
             "breaching": theirs, "verdict": verdict(best, theirs)}  # fmt: skip
     found = {"cases": {"single": case}}
     assert compared(found).endswith("| a case | 50 | 50 % / 90 % | 60 % / 90 % | `wei` | no |")
-    assert "Stronger than fedcdp's best here: `wei`." in markdown(found)
+    page = markdown(found)
+    assert "Stronger than fedcdp's best here: `wei`." in page
+    assert "tried, exact / recognisable: `cpl` 50 % / 90 %." in page
 
 
 needs_breaching = pytest.mark.skipif(not SITE.is_dir(), reason="make breaching builds build/breaching_site")

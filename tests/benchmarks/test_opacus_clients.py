@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peer_settings import NOISE, opacus_mnist_network, tanh_cnn
 from benchmarks.private_clients import Clients, LocalTraining, PrivateClients, Transformation
-from benchmarks.useful_peers import NOISE, opacus_mnist_network, tanh_cnn
 
 pytest.importorskip("opacus")
 

@@ -10,8 +10,13 @@ from benchmarks.preset_attacks import PRESETS, READERS, after, allowed, cells, m
 def test_every_preset_is_attacked_as_every_reader() -> None:
     keys = {cell.key for cell in cells(PRESETS)}
     assert {f"{name}/{reader}" for name in PRESETS for reader in READERS if reader != "type0"} <= keys
-    assert "mnist-eps1/type0" in keys
     assert "cancer-sum-eps1/type0" in keys
+
+
+def test_a_server_that_reads_each_update_is_attacked_as_type_1() -> None:
+    assert "mnist-eps1/type0" not in {cell.key for cell in cells(PRESETS)}
+    table = markdown({"mnist-eps1/presence": {"auc_all_rounds": 0.575}})
+    assert "| `mnist-eps1` | – | – | the same | 0.575 | 0.575 |" in table
 
 
 def test_sums_of_many_records_are_not_reconstructed() -> None:
@@ -41,5 +46,5 @@ def test_the_allowed_auc_is_that_of_the_gaussian_mechanism() -> None:
 def test_cells_that_were_not_measured_are_dashes() -> None:
     cell = {"label_accuracy": 1.0, "success_rate": 0.5, "recognisable_rate": None, "identified_rate": 0.25}
     table = markdown({"cancer-eps1/type2": cell})
-    assert "| `cancer-eps1` | 100 / 50 / 25 | – | – | – | 0.575 |" in table
+    assert "| `cancer-eps1` | 100 / 50 / 25 | – | the same | – | 0.575 |" in table
     assert "adult-eps1" not in table

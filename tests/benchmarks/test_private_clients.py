@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.peer_settings import EPSILONS, GRIDS, epsilon_of
 from benchmarks.private_clients import Clients, LocalTraining, PrivateClients, Transformation
-from benchmarks.useful_peers import EPSILONS, GRIDS, OUT, Cell, best_of, epsilon_of
+from benchmarks.useful_peers import OUT, Cell, best_of
 from fedcdp.config.experiment import assemble
 from fedcdp.config.presets import preset
 
