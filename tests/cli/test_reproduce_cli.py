@@ -79,7 +79,7 @@ def test_the_tables_are_listed_and_so_are_the_cells_of_one(cli) -> None:
     for name in ("epsilon", "population", "clip", "noise", "time", "attacks", "compression", "gradient-norm", "tradeoff"):
         assert any(line.startswith(f"{name} ") for line in listed.stdout.splitlines())
     cells = cli("reproduce", "population", "--list").stdout.splitlines()
-    assert len(cells) == 84
+    assert len(cells) == 108
     assert cells[0].split() == ["nonprivate/K100-Kt5/measured", "not", "run"]
 
 

@@ -29,7 +29,7 @@ SMALL = {
 
 def test_every_table_and_figure_of_the_paper_is_there() -> None:
     wanted = {"epsilon", "population", "clip", "noise", "time", "attacks", "compression", "gradient-norm", "methods"}
-    assert wanted | {"leakage", "tradeoff", "accuracy"} == set(NAMES)
+    assert wanted | {"leakage", "tradeoff", "accuracy", "cifar10", "rounds", "rivals"} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,7 +42,7 @@ def test_every_cell_describes_an_experiment_that_can_be_run(name: str) -> None:
         cell.experiment()
         assert "," not in cell.name  # what --cells separates
         assert cost(cell) >= 0
-        if cell.kind in ("training", "tradeoff"):
+        if cell.kind in ("training", "tradeoff", "release"):
             assert command(cell, rates_of(cell)[0]).startswith("fedcdp train")
         if cell.kind == "attack":
             experiment_of(cell, Place(Path("nowhere")))
@@ -61,7 +61,7 @@ def test_the_population_table_has_every_cell_of_the_papers_and_its_variants() ->
     found = table("population")
     assert len(found.rows) == len(found.printed) == 48
     plans = {name: cell.experiment() for name, cell in found.cells.items()}
-    assert len(plans) == 12 * (1 + 2 + 2 + 2)
+    assert len(plans) == 12 * (1 + 4 + 2 + 2)
     largest = plans["fed-cdp-decay/K10000-Kt5000/example"]
     assert (largest.data.clients, largest.plan.per_round, largest.plan.noise) == (10_000, 5000, "example")
     assert str(largest.plan.clip) == "linear(6, 2)"

@@ -284,7 +284,8 @@ def measure_time(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noq
         seconds=float(settings.get("seconds", 1)),
     )
     case = bench.case(cell.name, dataset, method=method)
-    (timing,) = bench.compare([case], lambda _: None)
+    alone = bench.case(f"{cell.name}, one client", dataset, method=method, per_round=1)
+    (timing,), (single,) = (bench.compare([each], lambda _: None) for each in (case, alone))
     figures = timing.figures()
     return {
         "command": f"fedcdp bench --section steps --device {place.device}",
@@ -294,4 +295,5 @@ def measure_time(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noq
         "cpu_us": figures["cpu_us_per_client_step"],
         "engine": figures["trained_by"],
         "local_steps": figures["local_steps"],
+        "us_alone": single.figures()["us_per_client_step"],
     }

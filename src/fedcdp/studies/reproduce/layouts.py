@@ -11,6 +11,7 @@ from typing import Any
 
 from fedcdp.errors import PlanError
 from fedcdp.studies.reproduce.catalogue import Table
+from fedcdp.studies.reproduce.rivals import by_explanation, by_rounds
 
 Cells = dict[str, dict[str, Any]]
 Section = dict[str, Any]
@@ -140,27 +141,36 @@ def time(table: Table, cells: Cells) -> Iterator[Section]:
     columns = [("dataset", "dataset", "text"), ("method", "method", "text"), ("paper", "paper (ms)", "number")]
     columns += [("measured", "measured (ms)", "number"), ("least", "minimum", "number"), ("most", "maximum", "number")]
     columns += [("times", "paper / measured", "number"), ("K_t", "clients per round", "text"), ("engine", "engine", "text")]
+    if any("us_alone" in found for found in cells.values()):
+        columns += [("alone", "one client (ms)", "number")]
     made = []
     for dataset, method in table.rows:
         found = cells.get(f"{dataset}/{method}", {})
-        us = found.get("us", {})
+        us, alone = found.get("us", {}), found.get("us_alone")
         ms = {name: us[name] / 1000 if name in us else None for name in ("median", "least", "most")}
         paper = printed_ms(dataset, method)
         told = {"dataset": dataset, "method": method, "paper": paper, "measured": ms["median"], "least": ms["least"]}
         told |= {"most": ms["most"], "times": paper / ms["median"] if ms["median"] else None}
+        told["alone"] = alone["median"] / 1000 if alone else None
         made.append(told | {"K_t": found.get("per_round"), "engine": found.get("engine")})
     yield section("Milliseconds per local iteration of one client", columns, made)
 
 
 _LEAKS = [
-    ("exact", "exact", "share"), ("recognisable", "recognisable", "share"),
+    ("exact", "exact", "share"), ("recognisable", "recognisable", "share"), ("fitted", "fitted", "share"),
     ("distance", "distance (final RMSE)", "number"), ("iterations", "iterations", "number"),
 ]  # fmt: skip
 
 
+def _leak_columns(cells: Cells) -> list[tuple[str, str, str]]:
+    """The columns of `_LEAKS`, without one that no cell has: the adversary's own measure is younger than other figures."""
+    told = any(found.get("fitted_rate") is not None for found in cells.values())
+    return [column for column in _LEAKS if told or column[0] != "fitted"]
+
+
 def _leak(found: dict[str, Any]) -> dict[str, Any]:
-    names = {"exact": "success_rate", "recognisable": "recognisable_rate", "distance": "rmse_mean_at_end",
-             "iterations": "iterations_median"}  # fmt: skip
+    names = {"exact": "success_rate", "recognisable": "recognisable_rate", "fitted": "fitted_rate",
+             "distance": "rmse_mean_at_end", "iterations": "iterations_median"}  # fmt: skip
     return {name: found.get(key) for name, key in names.items()}
 
 
@@ -171,9 +181,9 @@ def attacks(table: Table, cells: Cells) -> Iterator[Section]:
         ("victims", "victims", "text"),
         ("paper succeeds", "paper: attack succeeds", "yes"),
     ]
-    columns += _LEAKS[:2]
-    columns += [("paper distance", "paper: distance", "number"), *_LEAKS[2:3], ("difference", "− paper", "signed")]
-    columns += [("paper iterations", "paper: iterations", "number"), *_LEAKS[3:], ("agrees", "agrees", "yes")]
+    *shares, distance, iterations = _leak_columns(cells)
+    columns += [*shares, ("paper distance", "paper: distance", "number"), distance, ("difference", "− paper", "signed")]
+    columns += [("paper iterations", "paper: iterations", "number"), iterations, ("agrees", "agrees", "yes")]
     for start, rows in _groups(table, 2):
         made = []
         for values in rows:
@@ -224,7 +234,7 @@ def curve(table: Table, cells: Cells) -> Iterator[Section]:
 
 def leaks(table: Table, cells: Cells) -> Iterator[Section]:
     """Figures of cells whose main result is pictures."""
-    columns = [("cell", "cell", "text"), ("victims", "victims", "text"), *_LEAKS]
+    columns = [("cell", "cell", "text"), ("victims", "victims", "text"), *_leak_columns(cells)]
     made = [
         {"cell": name, **_leak(cells.get(name, {})), "victims": cells.get(name, {}).get("victims")} for name in table.cells
     ]
@@ -244,7 +254,19 @@ def tradeoff(table: Table, cells: Cells) -> Iterator[Section]:
         yield section(name, columns, cells.get(name, {}).get("followed", []))
 
 
+def rounds(table: Table, cells: Cells) -> Iterator[Section]:
+    """`rivals.by_rounds`."""
+    for title, columns, rows in by_rounds(table, cells):
+        yield section(title, columns, rows)
+
+
+def rivals(table: Table, cells: Cells) -> Iterator[Section]:
+    """`rivals.by_explanation`."""
+    for title, columns, rows in by_explanation(table, cells):
+        yield section(title, columns, rows)
+
+
 LAYOUTS: dict[str, Callable[[Table, Cells], Iterator[Section]]] = {
     "accuracy": accuracy, "lines": lines, "epsilon": epsilon, "time": time, "attacks": attacks, "compression": compression,
-    "curve": curve, "leaks": leaks, "tradeoff": tradeoff,
+    "curve": curve, "leaks": leaks, "tradeoff": tradeoff, "rounds": rounds, "rivals": rivals,
 }  # fmt: skip

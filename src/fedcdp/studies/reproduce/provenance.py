@@ -17,13 +17,17 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2]
 _DATA = ("fedcdp.data.datasets",)
-_TRAINING = ("fedcdp.training.trainer", "fedcdp.training.prepared", "fedcdp.engine.kernel_cnn", *_DATA)
+_TRAINING = (
+    "fedcdp.training.trainer", "fedcdp.training.prepared", "fedcdp.engine.kernel_cnn",
+    "fedcdp.studies.reproduce.cifar10_networks", *_DATA,
+)  # fmt: skip
 _ROOTS = {
     "training": _TRAINING,
     "attack": ("fedcdp.attacks.api", "fedcdp.training.prepared", *_DATA),
     "epsilon": ("fedcdp.accounting.statement", "fedcdp.training.prepared"),
     "time": ("fedcdp.studies.bench.sections", "fedcdp.engine.kernel_cnn"),
     "tradeoff": ("fedcdp.studies.reproduce.tradeoff", *_TRAINING),
+    "release": ("fedcdp.studies.reproduce.authors_release", *_TRAINING),
 }
 """The modules that measure a kind of cell, and those that they load only when they need them."""
 

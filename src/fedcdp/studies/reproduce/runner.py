@@ -28,7 +28,7 @@ from fedcdp._version import __version__
 from fedcdp.errors import FedcdpError, PlanError, RunError, StoppedError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.untrusted import MOST_JSON, parse_json, read_bounded
-from fedcdp.studies.reproduce import tradeoff
+from fedcdp.studies.reproduce import authors_release, tradeoff
 from fedcdp.studies.reproduce.catalogue import Cell, Place, Table
 from fedcdp.studies.reproduce.cells import (
     Rate,
@@ -305,6 +305,7 @@ KINDS: dict[str, Measure] = {
     "epsilon": measure_epsilons,
     "time": measure_time,
     "tradeoff": tradeoff.measure,
+    "release": authors_release.measure,
 }
 """The measuring function of each kind."""
 
@@ -312,4 +313,5 @@ _COST: dict[str, Callable[[Cell], float]] = {
     "training": cost_of_training,
     "attack": cost_of_attack,
     "tradeoff": cost_of_training,
+    "release": cost_of_training,
 }
