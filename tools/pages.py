@@ -43,6 +43,7 @@ from benchmarks.breaching_peer import compared
 from fedcdp.cli.program import app
 from fedcdp.studies.bench.result_file import read as bench_results
 from fedcdp.studies.bench.tables import markdown
+from tools import paper_figures
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / "docs" / "templates"
@@ -71,7 +72,7 @@ def render(text: str) -> str:
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(
         figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table, measured=measured,
-        attack_matrix=attack_matrix, breaching_table=breaching_table,
+        attack_matrix=attack_matrix, breaching_table=breaching_table, **paper_figures.CALLS,
     )  # fmt: skip
     return environment.from_string(text).render()
 

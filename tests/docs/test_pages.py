@@ -38,6 +38,11 @@ def test_every_figure_in_a_table_names_its_source(template: Path) -> None:
     assert not unsourced, "\n".join(unsourced)
 
 
+def test_the_page_of_the_reproduction_quotes_every_accuracy_from_its_table() -> None:
+    text = re.sub(r"\{\{.*?\}\}|```.*?```", "", source_of(ROOT / "docs" / "reproduction.md").read_text(), flags=re.DOTALL)
+    assert re.findall(r"(?<![\w.])0?\.\d\d+\b", text) == ["0.0001", ".94"]  # a tolerance, and the paper's largest distance
+
+
 def test_figures_are_rendered_as_the_pages_show_them() -> None:
     text = f'{{{{ share("{ACCURACY}") }}}} {{{{ figure("{ACCURACY}", 2) }}}} {{{{ percent("{ACCURACY}", 1) }}}} %'
     value = value_of(ACCURACY)

@@ -1,0 +1,135 @@
+"""Figures of the reproduced tables for `tools.pages`: measured and printed values, their ranges and differences.
+
+| call | renders |
+| --- | --- |
+| `accuracy(TABLE, CELLS)` | the accuracy of a cell, .956, or the lowest and the highest of several: .951 to .960 |
+| `printed(TABLE, ROWS)` | the same for the paper's printed values |
+| `apart(TABLE, CELLS)` | measured minus printed, with its sign, or its range |
+| `over_splits(TABLE, CELL)` | the range of a cell's accuracy over its splits of the data |
+| `gain(TABLE, CELL, OTHER)` | the accuracy of one cell minus that of another |
+| `true_epsilon(TABLE, CELLS, WHOSE)` | ε of the trained mechanism, or its range; WHOSE is `server/record` or the like |
+| `leaked(TABLE, CELLS, WHAT)` | a share of an attack's victims in percent, or its range |
+| `agreeing(TABLE, METHODS)` | how many rows of an attack table agree with the paper, of how many; METHODS is a pattern |
+| `of_section(TABLE, COLUMN)` | the range of a column over all rows of a table |
+| `trained_without(TABLE)` | how many cells of a table have not been run |
+
+CELLS and ROWS are names, or patterns such as `fed-cdp/K1000-*/cohort`. A pattern that matches nothing is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fedcdp.studies.reproduce.catalogue import table
+from fedcdp.studies.reproduce.layouts import Section, sections
+from fedcdp.studies.reproduce.runner import TableResults
+
+RESULTS = Path(__file__).parents[1] / "results" / "reproduction"
+
+
+def accuracy(name: str, cells: str) -> str:
+    """See the module."""
+    return _range(_short(row["accuracy"]) for row in _cells(name, cells).values())
+
+
+def printed(name: str, rows: str) -> str:
+    """See the module."""
+    values = [value for row, value in table(name).printed.items() if fnmatchcase(row, rows)]
+    return _range(_short(value) for value in _some(values, name, rows))
+
+
+def apart(name: str, cells: str) -> str:
+    """See the module."""
+    printed_, found = table(name).printed, _cells(name, cells)
+    differences = sorted(row["accuracy"] - printed_[table(name).cells[cell].row] for cell, row in found.items())
+    return _range((_signed(each) for each in differences), in_order=True)
+
+
+def over_splits(name: str, cell: str) -> str:
+    """See the module."""
+    (row,) = _cells(name, cell).values()
+    return _range((_short(each) for each in sorted(row["accuracies"])), in_order=True)
+
+
+def gain(name: str, cell: str, other: str) -> str:
+    """See the module."""
+    ((first,), (second,)) = (_cells(name, each).values() for each in (cell, other))
+    return _signed(first["accuracy"] - second["accuracy"])
+
+
+def true_epsilon(name: str, cells: str, whose: str) -> str:
+    """See the module."""
+    values = sorted(float(row["epsilon"][whose]) for row in _cells(name, cells).values())
+    return _range((_three_digits(each) for each in values), in_order=True)
+
+
+def leaked(name: str, cells: str, what: str = "success_rate") -> str:
+    """See the module."""
+    values = sorted(100 * row[what] for row in _cells(name, cells).values())
+    return _range((f"{each:.0f}" for each in values), in_order=True)
+
+
+def agreeing(name: str, methods: str) -> str:
+    """See the module."""
+    rows = [row for each in _sections(name) for row in each["rows"] if fnmatchcase(row["method"], methods)]
+    return f"{sum(row['agrees'] for row in rows)} of {len(rows)}"
+
+
+def of_section(name: str, column: str) -> str:
+    """See the module."""
+    values = sorted(float(row[column]) for each in _sections(name) for row in each["rows"] if row.get(column) is not None)
+    return _range((_three_digits(each) for each in values), in_order=True)
+
+
+def trained_without(name: str) -> str:
+    """See the module."""
+    return str(len(table(name).cells) - len(_results(name)))
+
+
+CALLS = {each.__name__: each for each in (
+    accuracy, printed, apart, over_splits, gain, true_epsilon, leaked, agreeing, of_section, trained_without,
+)}  # fmt: skip
+
+
+@cache
+def _results(name: str) -> dict[str, Any]:
+    return TableResults(table(name), RESULTS).cells
+
+
+@cache
+def _sections(name: str) -> list[Section]:
+    return sections(table(name), _results(name))
+
+
+def _cells(name: str, pattern: str) -> dict[str, Any]:
+    found = {cell: row for cell, row in _results(name).items() if fnmatchcase(cell, pattern) or cell == pattern}
+    _some(found, name, pattern)
+    return found
+
+
+def _some(found: Any, name: str, pattern: str) -> Any:
+    if not found:
+        raise ValueError(f"nothing in {name} is called {pattern}")
+    return found
+
+
+def _range(shown: Iterable[str], in_order: bool = False) -> str:
+    values = list(shown) if in_order else sorted(shown)
+    return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+
+
+def _short(value: float) -> str:
+    return re.sub(r"^0\.", ".", f"{value:.3f}")
+
+
+def _signed(value: float) -> str:
+    return re.sub(r"^([+-])0\.", r"\1.", f"{value:+.3f}").replace("-", "−")
+
+
+def _three_digits(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.10g}"
