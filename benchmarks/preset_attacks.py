@@ -13,7 +13,8 @@
 | `presence` | what the server receives in the first round | the matched filter: is a record in there? |
 
 A server that reads each update reads what `type1` does: there, the two are one cell. Each cell is one `fedcdp attack`
-command. Stored cells are not computed again. A cell of `presence` also has the AUC over all
+command, run by the code of the command line; with one worker all run in this process, where the readers of a preset share
+one training. Stored cells are not computed again. A cell of `presence` also has the AUC over all
 rounds by the formula of the matched filter (`auc_all_rounds`), as if a record changed each round as much as the first. The
 rounds are Gaussian releases, so the distance between the two worlds grows with the square root of their number.
 """
@@ -23,20 +24,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.attack_matrix import run_program
 from benchmarks.clean_tree import clean_commit
 from benchmarks.recommended import multiplier
 from fedcdp.config.presets import RECOMMENDED
@@ -81,17 +83,15 @@ def _reconstructed(preset: str, reader: str) -> bool:
 
 
 def measure(cell: Cell, device: str, origin: dict[str, str]) -> dict[str, Any]:
-    """Run a cell's command in a process of its own."""
+    """Run a cell's command in this process."""
+    torch.set_num_threads(1)
     started = time.perf_counter()
-    words = [sys.executable, "-m", "fedcdp", *shlex.split(cell.command), "--device", device, "--json"]
-    done = subprocess.run(
-        words, check=False, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    if done.returncode:
-        raise RuntimeError(f"{cell.command}: {done.stderr.strip().splitlines()[-1]}")
+    row = run_program(shlex.split(cell.command), device)
+    if "refused" in row:
+        raise RuntimeError(f"{cell.command}: {row['refused']}")
     seconds = round(time.perf_counter() - started, 1)
-    found = origin | {"command": f"fedcdp {cell.command} --device {device} --json", "wall_seconds": seconds}
-    found |= json.loads(done.stdout)
+    about = {"command": f"fedcdp {cell.command} --device {device} --json", "wall_seconds": seconds}
+    found: dict[str, Any] = origin | about | row
     if cell.reader == "presence":
         found["auc_all_rounds"] = after(found["auc_predicted"], RECOMMENDED[cell.preset].found.rounds)
     return found
@@ -107,22 +107,35 @@ def run(wanted: list[Cell], device: str, workers: int, commit: str, out: Path) -
     """Measure all cells that are not stored, several at a time; the number that failed."""
     stored = json.loads(out.read_text())["cells"] if out.exists() else {}
     origin, failed = {"commit": commit, "machine": _machine(device)}, 0
-    with ThreadPoolExecutor(workers) as pool:
-        missing = [cell for cell in wanted if cell.key not in stored]
+    missing = [cell for cell in wanted if cell.key not in stored]
+    for cell, row in _measured(missing, device, workers, origin):
+        if isinstance(row, Exception):
+            failed += 1
+            print(f"{cell.key}: {type(row).__name__}: {row}", flush=True)
+            continue
+        stored[cell.key] = row
+        names = ("attack", "label_accuracy", "recognisable_rate", "identified_rate", "auc", "auc_all_rounds")
+        print(f"{row['wall_seconds']:6.0f} s  {cell.key}  { ({name: row.get(name) for name in names}) }", flush=True)
+        out.write_text(json.dumps({"cells": dict(sorted(stored.items()))}, indent=1) + "\n")
+    return failed
+
+
+def _measured(
+    missing: list[Cell], device: str, workers: int, origin: dict[str, str]
+) -> Iterator[tuple[Cell, dict[str, Any] | Exception]]:
+    """Each cell with its row, or with the reason why it failed: one after the other here, or several in processes."""
+    if workers == 1:
+        for cell in missing:
+            try:
+                yield cell, measure(cell, device, origin)
+            except Exception as error:
+                yield cell, error
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         running = {pool.submit(measure, cell, device, origin): cell for cell in missing}
         for done in as_completed(running):
-            cell = running[done]
-            try:
-                stored[cell.key] = done.result()
-            except RuntimeError as error:
-                failed += 1
-                print(error, flush=True)
-                continue
-            row = stored[cell.key]
-            names = ("attack", "label_accuracy", "recognisable_rate", "identified_rate", "auc", "auc_all_rounds")
-            print(f"{row['wall_seconds']:6.0f} s  {cell.key}  { ({name: row.get(name) for name in names}) }", flush=True)
-            out.write_text(json.dumps({"cells": dict(sorted(stored.items()))}, indent=1) + "\n")
-    return failed
+            failure = done.exception()
+            yield running[done], done.result() if failure is None else RuntimeError(str(failure))
 
 
 def allowed(epsilon: float) -> float:

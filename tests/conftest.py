@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,3 +137,10 @@ def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.small_demo import FEWER, SILENT, SMALLER
 
     return made_once(tmp_path_factory, "demo", lambda out: Demo(out, SMALLER, FEWER).run(SILENT))
+
+
+@pytest.fixture(autouse=True)
+def no_training_of_another_test() -> None:
+    """A test may change code that the memory of attacks does not compare."""
+    if (replay := sys.modules.get("fedcdp.attacks.replay")) is not None:
+        replay.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcdp
-from fedcdp.attacks import Leaks
+from fedcdp.attacks import Leaks, replay
 from fedcdp.attacks.head_solver import leading_direction
 from fedcdp.attacks.linear_head import find_head
 from fedcdp.attacks.replay import FRESH, PLAN, REPLAYED, Course
@@ -24,6 +25,8 @@ from fedcdp.data.partition import Federation
 from fedcdp.errors import ModelError, RunError
 from fedcdp.models.networks import build
 from fedcdp.training.prepared import load_splits, network_of
+from fedcdp.training.rounds import Simulator
+from fedcdp.training.rundir import State
 from fedcdp.training.saved_run import open_run
 from fedcdp.training.trainer import train_experiment
 from tests.support.pairs import sample_first
@@ -280,6 +283,68 @@ def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) ->
     row = attacked(target, model=network_of(experiment, splits), victims=5).summary()
     assert row["source"] == REPLAYED
     assert row["releases_mean"] >= 1
+
+
+def weights_of(course: Course) -> list[Tensor]:
+    """The weights at the beginning of every round."""
+    return [next(iter(state.weights.values())) for state, _ in course.states(*course.begin())]
+
+
+def test_a_second_attack_on_a_training_does_not_train_again(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network(bias=True, zero=True)
+    first = attacked(plan_of(), model=model, federation=federation, leak="type1").summary()
+    trained: list[int] = []
+    ordinary = Simulator.round
+
+    def noted(self: Simulator, state: State, chosen: Tensor) -> State:
+        trained.append(state.round)
+        return ordinary(self, state, chosen)
+
+    monkeypatch.setattr(Simulator, "round", noted)
+    second = attacked(plan_of(), model=model, federation=federation, leak="type1").summary()
+    assert not trained
+    assert {**second, "seconds": 0} == {**first, "seconds": 0}
+    for changed in ({"plan": plan_of(seed=1)}, {"model": network(bias=True, zero=False)}):
+        trained.clear()
+        attacked(changed.get("plan", plan_of()), model=changed.get("model", model), federation=federation)
+        assert trained == list(range(plan_of().rounds))
+
+
+OTHERS = ("data", "clients", "plan", "network", "setting", "loss", "secure noise", "memory")
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_training_is_replayed_from_memory_only_if_it_is_the_same(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    model, plan, loss = nn.Linear(SIZE, CLASSES), plan_of(per_round=3), F.cross_entropy
+    if other == "setting":
+        model = network(bias=True, zero=False)
+    if other == "memory":
+        monkeypatch.setattr("fedcdp.attacks.replay._KEPT", 100)
+    if other == "secure noise":
+        plan = plan.but(method="fed-cdp", secure_noise=True)
+    before = weights_of(Course(model, federation, plan, torch.device("cpu"), loss))
+    if other == "data":
+        changed = federation.train.tensor.clone()
+        changed += 1
+        federation = replace(federation, train=replace(federation.train, inputs=changed))
+    elif other == "clients":
+        federation = fedcdp.partition(federation.train, clients=federation.clients, scheme="iid", seed=9)
+    elif other == "plan":
+        plan = plan.but(learning_rate=0.123)
+    elif other == "network":
+        model = nn.Linear(SIZE, CLASSES)
+    elif other == "setting":
+        model = network(bias=True, zero=False, unit=False)  # no parameter, buffer or name differs
+    elif other == "loss":
+        loss = lambda outputs, targets: 2 * F.cross_entropy(outputs, targets)  # noqa: E731
+    after = weights_of(Course(model, federation, plan, torch.device("cpu"), loss))
+    if other == "memory":
+        assert all(map(torch.equal, before, after))
+        assert not replay._LAST.rounds
+    else:
+        assert not torch.equal(before[-1], after[-1])
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "yogi"])

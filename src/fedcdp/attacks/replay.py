@@ -1,11 +1,17 @@
-"""Replay a training round by round for an adversary that observes all of it: bit-exact for seeded runs, else by its plan."""
+"""Replay a training round by round for an adversary that observes all of it: bit-exact for seeded runs, else by its plan.
+
+The weights of the last training are kept, so another attack on the same training need not train again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import pickle  # nosec B403: nothing is unpickled
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +21,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.engine.runtime import stop_if_asked
 from fedcdp.errors import RunError
-from fedcdp.files.tree import Tree
+from fedcdp.files.tree import Tree, tensors_in
 from fedcdp.mechanism.sampling import choose_clients
 from fedcdp.training.prepared import Prepared
 from fedcdp.training.rounds import Simulator
@@ -23,6 +29,8 @@ from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory, State
 from fedcdp.training.trainer import begin
 
+_KEPT = 2**29  # bytes of the states of all rounds; those of a longer training, or of a larger network, are not kept
+_MOST_CLIENTS = 20_000  # of a federation whose records are compared
 PLAN = "a training of the plan"
 REPLAYED = "the run's own rounds, replayed from its seed"
 FRESH = "a fresh training of the run's plan: its secure noise cannot be replayed"
@@ -63,13 +71,49 @@ class Course:
 
     def states(self, simulator: Simulator, state: State) -> Iterator[tuple[State, Tensor]]:
         """The state at the beginning of each round, and its clients; raises unless the replay ends at the run's model."""
+        training = self._identity(simulator, state)
+        if training is not None and training == _LAST.training:
+            for state, chosen in _LAST.rounds:
+                stop_if_asked()
+                yield state, chosen
+            return
+        rounds: list[tuple[State, Tensor]] = []
         for _ in range(self.rounds):
             stop_if_asked()
             chosen = torch.from_numpy(choose_clients(simulator.data.draws, self.federation.clients, state.round))
             yield state, chosen
+            rounds.append((state, chosen))
             state = simulator.round(state, chosen)
         if self.run is not None and self.is_replay:
             _require_same(state.average or state.weights, self.run)
+        if training is not None:
+            _LAST.training, _LAST.rounds = training, rounds
+
+    def _identity(self, simulator: Simulator, state: State) -> tuple[object, ...] | None:
+        """All that decides the weights of every round: code as it is, everything else as a digest. None: they are not kept.
+
+        Secure noise draws every training afresh, and a network that cannot be pickled may hold anything.
+        """
+        plan, federation = self.plan, self.federation
+        size = sum(value.numel() * value.element_size() for tree in state.trees().values() for value in tree.values())
+        if plan.secure_noise or size * self.rounds > _KEPT or federation.clients > _MOST_CLIENTS:
+            return None
+        digest = hashlib.sha256(
+            f"{plan.digest()} {self.rounds} {simulator.local_engine.name} {simulator.chunk} {self.device} {self.source} "
+            f"{torch.get_float32_matmul_precision()} {torch.backends.cudnn.allow_tf32}".encode()
+        )
+        try:
+            digest.update(pickle.dumps(self.network))  # its settings, too: they need not be in its parameters
+        except Exception:
+            return None
+        for array in federation.table(np.arange(federation.clients)):
+            digest.update(np.ascontiguousarray(array).data)
+        values = [*tensors_in(federation.train.inputs), federation.train.targets]
+        values += [] if self.run is None else list(self.run.model.parameters())  # a replay was compared with these
+        for value in values:
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest(), self.loss, simulator.method, *(type(module) for module in self.network.modules())
 
     def _computing(self) -> tuple[EngineName, int | None]:
         """The engine and chunk size of the run: other ones round differently."""
@@ -83,6 +127,22 @@ class Course:
             name, chunk = kept
         known: dict[str, EngineName] = {each: each for each in get_args(EngineName)}
         return known.get(name, "auto"), chunk
+
+
+@dataclass
+class _Memory:
+    """The rounds of the last training that ran to its end."""
+
+    training: tuple[object, ...] | None = None
+    rounds: list[tuple[State, Tensor]] = field(default_factory=list)
+
+
+_LAST = _Memory()
+
+
+def forget() -> None:
+    """Free the memory of the last training."""
+    _LAST.training, _LAST.rounds = None, []
 
 
 def _require_same(weights: Tree, run: Run) -> None:

@@ -85,7 +85,7 @@ class Formed(Gradients):
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`."""
-        rows = _finite(self.values).reshape(*self.values.shape[:2], -1)
+        rows = _finite(self.values, usable).reshape(*self.values.shape[:2], -1)
         kept = _kept(factors, usable, self.values)
         total = (kept[..., None] * rows).sum(1) if _value_by_value(rows) else kept[:, None] @ rows
         return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:])).contiguous()
@@ -138,9 +138,9 @@ class Products(Gradients):
         """See `Gradients`. One product over all examples and positions."""
         column = _kept(factors, usable, self.left)[:, None, :, None, None]
         if _value_by_value(self.left):
-            left, right = (_finite(value).flatten(2, 3) for value in (self.left * column, self.right))
+            left, right = (_finite(value, usable).flatten(2, 3) for value in (self.left * column, self.right))
             return self.shape((left[..., None] * right[..., None, :]).sum(2)).contiguous()
-        left, right = _finite(self.left) * column, _finite(self.right)
+        left, right = _finite(self.left, usable) * column, _finite(self.right, usable)
         return Products(self.name, left, right, self.shape).summed()
 
     def ready_to_clip(self) -> Gradients:
@@ -184,6 +184,8 @@ def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:
     return torch.where(usable, factors, 0.0).to(like.dtype)
 
 
-def _finite(values: Tensor) -> Tensor:
+def _finite(values: Tensor, usable: Tensor) -> Tensor:
     """The values with zero for NaN and infinities, which a factor of zero would not cancel. Usable examples have none."""
+    if values.device.type == "cpu" and not torch.compiler.is_compiling() and bool(usable.all()):
+        return values  # a copy would take a tenth of a round; to ask would make a GPU wait
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
