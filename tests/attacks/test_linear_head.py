@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,27 @@ def test_fewer_victims_are_taken_where_they_fill_the_memory(federation: Federati
     monkeypatch.setattr("fedcdp.attacks.sightings._MOST_VALUES", 3 * plan.rounds * CLASSES * 20)
     assert attacked(plan, model=model, federation=federation).summary()["victims"] == 3
     assert attacked(plan, model=model, federation=federation, victims=5).summary()["victims"] == 5
+
+
+@pytest.mark.parametrize(("changes", "looked_at"), [
+    ({}, [0, 3, 6]),
+    ({"method": "fed-cdp", "noise_multiplier": 0.1}, range(7)),
+    ({"per_round": 4}, range(7)),
+])  # fmt: skip
+def test_without_noise_a_few_rounds_are_read_if_memory_is_short(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], looked_at: Sequence[int]
+) -> None:
+    monkeypatch.setattr("fedcdp.attacks.sightings._MOST_WITHOUT_NOISE", 3 * CLASSES * 20)
+    model, plan = network(bias=False, zero=True), plan_of(rounds=7, **changes)
+    course = Course(model, federation, plan, torch.device("cpu"), F.cross_entropy)
+    head = find_head(model, (SIZE,))
+    assert head is not None
+    seen = sighted_throughout(course, head, "type2", None).victims
+    every = [state.weights["1.weight"].double() for state, _ in course.states(*course.begin())]
+    read = [weights.double() for victim in seen for weights in victim.weights]
+    assert {at for at, weights in enumerate(every) if any(torch.equal(weights, each) for each in read)} == set(looked_at)
+    if not changes:
+        assert attacked(plan, model=model, federation=federation).summary()["label_accuracy"] == 1
 
 
 def test_weights_that_all_victims_share_are_kept_once(federation: Federation) -> None:
