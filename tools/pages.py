@@ -12,6 +12,7 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `figure(SOURCE, digits)` | the value, rounded, with a comma between thousands: 1,800 or 0.08 |
 | `share(SOURCE, digits=3)` | the same without the zero before the point: .956 |
 | `percent(SOURCE, digits=0)` | a hundred times the value |
+| `gaps(SOURCES, OTHERS)` | the difference of two values, with its sign, or the range of several: −.008 to +.003 |
 | `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
 | `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
 | `attack_matrix(COLUMN, …)` | these columns of `results/attack_matrix.json`, a dash where a cell is missing |
@@ -19,14 +20,15 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `{% if measured(SOURCE) %}` … `{% endif %}` | a part that appears once SOURCE, or the whole file, is in `results` |
 
 A SOURCE is `FILE.json / step / step …`, a value in `results/FILE.json`, or `account OPTIONS / adversary / unit`, the ε
-that `fedcdp account OPTIONS` prints (for `zero-out`, unless a relation follows). A step is a key, `[key=value; key=value]`
-for the one row of a list that has these values, or `mean KEY` or `deviation KEY` over the rows of a list (without KEY:
-over a list of numbers).
+that `fedcdp account OPTIONS` prints (for `zero-out`, unless a relation follows). A step is a key, a position in a list,
+`[key=value; key=value]` for the one row of a list that has these values, or `mean KEY` or `deviation KEY` over the rows of a
+list (without KEY: over a list of numbers). SOURCES name several values, `{1,2,8}` one for each alternative.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -71,7 +73,7 @@ def render(text: str) -> str:
     """Render a template's text."""
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(
-        figure=figure, share=share, percent=percent, quoted=quoted, bench_table=bench_table, measured=measured,
+        figure=figure, share=share, percent=percent, gaps=gaps, quoted=quoted, bench_table=bench_table, measured=measured,
         attack_matrix=attack_matrix, breaching_table=breaching_table, **paper_figures.CALLS,
     )  # fmt: skip
     return environment.from_string(text).render()
@@ -90,6 +92,13 @@ def share(source: str, digits: int = 3) -> str:
 def percent(source: str, digits: int = 0) -> str:
     """A value in percent, without the sign."""
     return f"{100 * value_of(source):.{digits}f}"
+
+
+def gaps(sources: str, others: str) -> str:
+    """Each value minus the other one, or the range of these differences."""
+    pairs = zip(_alternatives(sources), _alternatives(others), strict=True)
+    differences = sorted(value_of(source) - value_of(other) for source, other in pairs)
+    return paper_figures.range_of(map(paper_figures.signed, differences), in_order=True)
 
 
 def quoted(file: str, text: str) -> str:
@@ -150,7 +159,13 @@ def _step(found: Any, step: str) -> Any:
     name, _, key = step.partition(" ")
     if isinstance(found, list) and name in ("mean", "deviation"):
         return {"mean": statistics.mean, "deviation": statistics.stdev}[name]([row[key] if key else row for row in found])
-    return found[step]
+    return found[int(step) if isinstance(found, list) else step]
+
+
+def _alternatives(sources: str) -> list[str]:
+    parts = re.split(r"\{(.*?)\}", sources)  # texts, and alternatives between them
+    choices = (part.split(",") if at % 2 else [part] for at, part in enumerate(parts))
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 @cache

@@ -5,6 +5,7 @@
 | `accuracy(TABLE, CELLS)` | the accuracy of a cell, .956, or the lowest and the highest of several: .951 to .960 |
 | `printed(TABLE, ROWS)` | the same for the paper's printed values |
 | `apart(TABLE, CELLS)` | measured minus printed, with its sign, or its range |
+| `within(TABLE, CELLS, …)` | the largest distance of measured from printed |
 | `over_splits(TABLE, CELL)` | the range of a cell's accuracy over its splits of the data |
 | `gain(TABLE, CELL, OTHER)` | the accuracy of one cell minus that of another |
 | `true_epsilon(TABLE, CELLS, WHOSE)` | ε of the trained mechanism, or its range; WHOSE is `server/record` or the like |
@@ -34,44 +35,47 @@ RESULTS = Path(__file__).parents[1] / "results" / "reproduction"
 
 def accuracy(name: str, cells: str) -> str:
     """See the module."""
-    return _range(_short(row["accuracy"]) for row in _cells(name, cells).values())
+    return range_of(_short(row["accuracy"]) for row in _cells(name, cells).values())
 
 
 def printed(name: str, rows: str) -> str:
     """See the module."""
     values = [value for row, value in table(name).printed.items() if fnmatchcase(row, rows)]
-    return _range(_short(value) for value in _some(values, name, rows))
+    return range_of(_short(value) for value in _some(values, name, rows))
 
 
 def apart(name: str, cells: str) -> str:
     """See the module."""
-    printed_, found = table(name).printed, _cells(name, cells)
-    differences = sorted(row["accuracy"] - printed_[table(name).cells[cell].row] for cell, row in found.items())
-    return _range((_signed(each) for each in differences), in_order=True)
+    return range_of((signed(each) for each in sorted(_differences(name, cells))), in_order=True)
+
+
+def within(name: str, *cells: str) -> str:
+    """See the module."""
+    return _short(max(abs(each) for pattern in cells for each in _differences(name, pattern)))
 
 
 def over_splits(name: str, cell: str) -> str:
     """See the module."""
     (row,) = _cells(name, cell).values()
-    return _range((_short(each) for each in sorted(row["accuracies"])), in_order=True)
+    return range_of((_short(each) for each in sorted(row["accuracies"])), in_order=True)
 
 
 def gain(name: str, cell: str, other: str) -> str:
     """See the module."""
     ((first,), (second,)) = (_cells(name, each).values() for each in (cell, other))
-    return _signed(first["accuracy"] - second["accuracy"])
+    return signed(first["accuracy"] - second["accuracy"])
 
 
 def true_epsilon(name: str, cells: str, whose: str) -> str:
     """See the module."""
     values = sorted(float(row["epsilon"][whose]) for row in _cells(name, cells).values())
-    return _range((_three_digits(each) for each in values), in_order=True)
+    return range_of((_three_digits(each) for each in values), in_order=True)
 
 
 def leaked(name: str, cells: str, what: str = "success_rate") -> str:
     """See the module."""
     values = sorted(100 * row[what] for row in _cells(name, cells).values())
-    return _range((f"{each:.0f}" for each in values), in_order=True)
+    return range_of((f"{each:.0f}" for each in values), in_order=True)
 
 
 def agreeing(name: str, methods: str) -> str:
@@ -83,7 +87,7 @@ def agreeing(name: str, methods: str) -> str:
 def of_section(name: str, column: str) -> str:
     """See the module."""
     values = sorted(float(row[column]) for each in _sections(name) for row in each["rows"] if row.get(column) is not None)
-    return _range((_three_digits(each) for each in values), in_order=True)
+    return range_of((_three_digits(each) for each in values), in_order=True)
 
 
 def trained_without(name: str) -> str:
@@ -92,7 +96,7 @@ def trained_without(name: str) -> str:
 
 
 CALLS = {each.__name__: each for each in (
-    accuracy, printed, apart, over_splits, gain, true_epsilon, leaked, agreeing, of_section, trained_without,
+    accuracy, printed, apart, within, over_splits, gain, true_epsilon, leaked, agreeing, of_section, trained_without,
 )}  # fmt: skip
 
 
@@ -112,13 +116,19 @@ def _cells(name: str, pattern: str) -> dict[str, Any]:
     return found
 
 
+def _differences(name: str, pattern: str) -> list[float]:
+    printed_ = table(name).printed
+    return [row["accuracy"] - printed_[table(name).cells[cell].row] for cell, row in _cells(name, pattern).items()]
+
+
 def _some(found: Any, name: str, pattern: str) -> Any:
     if not found:
         raise ValueError(f"nothing in {name} is called {pattern}")
     return found
 
 
-def _range(shown: Iterable[str], in_order: bool = False) -> str:
+def range_of(shown: Iterable[str], in_order: bool = False) -> str:
+    """The first and the last of several figures, or the only one."""
     values = list(shown) if in_order else sorted(shown)
     return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
@@ -127,9 +137,10 @@ def _short(value: float) -> str:
     return re.sub(r"^0\.", ".", f"{value:.3f}")
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A difference of two accuracies, with its sign."""
     return re.sub(r"^([+-])0\.", r"\1.", f"{value:+.3f}").replace("-", "−")
 
 
 def _three_digits(value: float) -> str:
-    return f"{float(f'{value:.3g}'):,.10g}"
+    return f"{float(f'{value:.3g}'):,.10g}".replace("inf", "∞")
