@@ -17,7 +17,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError, RunError
 from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 
-EngineName = Literal["auto", "kernel", "compiled", "batched", "functional"]
+EngineName = Literal["auto", "kernel", "compiled", "batched", "recorded", "functional"]
 Scaling = Literal["training", "public", "private"]
 TableTask = Literal["classification", "binary", "multilabel", "regression"]
 Missing = Literal["refuse", "indicator"]
@@ -88,7 +88,7 @@ class MachineSettings(_Checked):
     device: str = option("cpu", "cpu, cuda, or one of several GPUs, such as cuda:1.")
     engine: EngineName = option(
         "auto",
-        "How gradients are computed: kernel, compiled (GPU), batched, functional (any network), or auto (the fastest).",
+        "How gradients are computed: kernel, compiled (GPU), batched, recorded, functional (any network), or auto.",
     )
     chunk: int | None = option(None, "Clients trained at once. Default: the fastest number within a memory limit.")
     tf32: bool = option(

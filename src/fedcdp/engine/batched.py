@@ -14,21 +14,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fedcdp.config.experiment import EngineName
 from fedcdp.engine.base import Batch, Engine, Loss
-from fedcdp.engine.functional import FunctionalEngine, all_finite, joined, sum_of_finite
+from fedcdp.engine.by_layer import EngineByLayer
+from fedcdp.engine.functional import FunctionalEngine
 from fedcdp.engine.gradients import Gradients
 from fedcdp.engine.layers import Convolution, Embedding, Linear, Pair, Rule, Scaled, pair_of, without_weights
-from fedcdp.engine.runtime import few_clients, keep_freed_memory
+from fedcdp.engine.recorded import RecordedEngine
 from fedcdp.engine.traced import Remainder
 from fedcdp.errors import ModelError, PlanError
-from fedcdp.files.tree import Group, Layout, Tree, masked
-from fedcdp.mechanism.clipping import clip_factors, norms_of_groups
+from fedcdp.files.tree import Inputs, Layout, Tree, masked
 from fedcdp.models.batch_norm import BATCH_NORMS, has_fixed_statistics
 from fedcdp.models.image_features import FIXED
 from fedcdp.models.networks import DROPOUT
@@ -38,65 +37,20 @@ _LOG = logging.getLogger("fedcdp")
 LossGradients = Callable[[Tensor, Tensor], Tensor]
 
 
-class BatchedEngine:
+class BatchedEngine(EngineByLayer):
     """Gradients of an `nn.Sequential` of known layers. An unknown layer raises a `ModelError` that names it."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self._chain = chain_of(model)
-        self._reference = FunctionalEngine(model, loss)
-        self.model, self.layout, self.loss = model, self._reference.layout, self._reference.loss
-        self.outputs, self.check = self._reference.outputs, self._reference.check
+        super().__init__(model, loss)
         self._loss_gradients = _of_cross_entropy if loss is F.cross_entropy else _by_autograd(self.loss)
-        keep_freed_memory()
 
-    @torch.no_grad()
-    def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
-        """See `Engine`."""
-        return self._in_order({each.name: each.formed() for each in self._gradients(weights, batch)})
-
-    @torch.no_grad()
-    def summed_gradients(self, weights: Tree, batch: Batch) -> Tree:
-        """See `Engine`. One product for each layer over all examples, unless some gradient is not finite."""
-        summed = self.plain_sum(weights, batch)
-        return summed if all_finite(summed) else sum_of_finite(self.per_example_gradients(weights, batch), batch.present)
-
-    @torch.no_grad()
-    def plain_sum(self, weights: Tree, batch: Batch) -> Tree:
-        """See `Engine`."""
-        return self._in_order({each.name: each.summed() for each in self._gradients(weights, batch, real_only=True)})
-
-    @torch.no_grad()
-    def clipped_sum(
-        self, weights: Tree, batch: Batch, groups: tuple[Group, ...], bound: float, *, exact: bool = False
-    ) -> Tree:
-        """See `Engine`. Norms first, then one weighted sum for each layer; no control flow depends on a value."""
-        gradients = {each.name: each.ready_to_clip() for each in self._gradients(weights, batch)}
-        if not exact:
-            return self._in_order(_clipped_sum(gradients, groups, bound, batch.present))
-        held, present = sum(each.held for each in gradients.values()), batch.present
-        parts = [
-            _clipped_sum({name: each.in_float64(some) for name, each in gradients.items()}, groups, bound, present[some])
-            for some in few_clients(len(present), held, self.layout.size, present.device)
-        ]
-        return self._in_order(joined(parts))
-
-    def _gradients(self, weights: Tree, batch: Batch, real_only: bool = False) -> Iterator[Gradients]:
-        """The gradients of every tensor, from the last layer to the first; with `real_only`, zero for an empty slot."""
+    def gradients(self, weights: Tree, batch: Batch, real_only: bool = False) -> Iterator[Gradients]:
+        """See `EngineByLayer`: from the last layer to the first."""
         assert isinstance(batch.inputs, Tensor)  # a sequence of layers takes no keywords: `check` has refused them
         outputs, back = self._chain(weights, batch.inputs)
         deltas = self._loss_gradients(outputs.flatten(0, 1), batch.targets.flatten(0, 1)).unflatten(0, outputs.shape[:2])
         return back(masked(deltas, batch.present) if real_only else deltas)
-
-    def _in_order(self, tree: Tree) -> Tree:
-        return {name: tree[name] for name in self.layout.shapes}
-
-
-def _clipped_sum(gradients: dict[str, Gradients], groups: tuple[Group, ...], bound: float, present: Tensor) -> Tree:
-    """The sum over each client's examples of the clipped gradients, by the name of the tensor."""
-    norms = norms_of_groups({name: each.squared_norms() for name, each in gradients.items()}, groups)
-    factors = clip_factors(norms, bound, present)
-    of_name = {name: factor for group, factor in zip(groups, factors.of_groups, strict=True) for name in group}
-    return {name: each.weighted_sum(of_name[name], factors.usable) for name, each in gradients.items()}
 
 
 def _by_autograd(loss: Loss) -> LossGradients:
@@ -262,19 +216,33 @@ def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
-def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto") -> dict[str, Engine]:
+def _recorded(model: nn.Module, loss: Loss, example: Inputs | None, *, asked: bool) -> dict[str, Engine]:
+    """The engine that records what trained layers read, if it knows all of their operations."""
+    if example is None:
+        return {}
+    try:
+        return {"recorded": RecordedEngine(model, loss, example)}
+    except Exception as reason:  # a network may do anything, and fail at it; the engine's check says how
+        _LOG.log(logging.WARNING if asked else logging.INFO, "the recorded engine cannot be used: %s", reason)
+        return {}
+
+
+def engines_for(model: nn.Module, loss: Loss, name: EngineName = "auto", example: Inputs | None = None) -> dict[str, Engine]:
     """The engines that may be used for a network, by name; the batched one first if it knows every layer.
 
-    The batched engine is also the one that is compiled, and the reference for the kernel.
+    The batched engine is also the one that is compiled, and the reference for the kernel. A network of any other form is
+    recorded, if `example` gives the shapes and types of one example.
     """
     if name not in get_args(EngineName):
         raise PlanError(f"engine: {name!r} is not one of {', '.join(get_args(EngineName))}")
     reference: dict[str, Engine] = {"functional": FunctionalEngine(model, loss)}
     if name == "functional":
         return reference
+    if name == "recorded":
+        return _recorded(model, loss, example, asked=True) or reference
     try:
         batched: dict[str, Engine] = {"batched": BatchedEngine(model, loss)}
     except ModelError as reason:
         _LOG.log(logging.INFO if name == "auto" else logging.WARNING, "using the functional engine: %s", reason)
-        return reference
+        return reference | _recorded(model, loss, example, asked=False) if name == "auto" else reference
     return batched | reference if name == "auto" else batched

@@ -10,6 +10,7 @@ cannot be trained: a mistake that plain PyTorch reports too, or a limit of `torc
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -81,14 +82,8 @@ class FunctionalEngine:
 
     def check(self, weights: Tree, batch: Batch, per_example: bool) -> None:
         """See `Engine`."""
-        single = {name: value[None] for name, value in weights.items()}
         gradients = self.per_example_gradients if per_example else self.summed_gradients
-        nobody = Batch(each_tensor(batch.inputs, torch.zeros_like), torch.zeros_like(batch.targets), batch.present)
-        for tried, are_records in ((nobody, False), (batch, True)):
-            try:
-                gradients(single, tried)
-            except Exception as error:
-                raise refusal(self.model, self.loss, tried, error, are_records) from (None if are_records else error)
+        check_by(gradients, self.model, self.loss, weights, batch)
 
     def _call(self, weights: Tree, inputs: Inputs) -> Tensor:
         arguments, keywords = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
@@ -103,6 +98,17 @@ class FunctionalEngine:
         if losses.dim() != 1:
             raise ValueError(f"the loss of one example has shape {list(losses.shape[1:])}; it must be one number")
         return (losses * present).sum()
+
+
+def check_by(gradients: Callable[[Tree, Batch], object], model: nn.Module, loss: Loss, weights: Tree, batch: Batch) -> None:
+    """`Engine.check` by a function that computes gradients: first of zeros, whose errors may be quoted, then of records."""
+    single = {name: value[None] for name, value in weights.items()}
+    nobody = Batch(each_tensor(batch.inputs, torch.zeros_like), torch.zeros_like(batch.targets), batch.present)
+    for tried, are_records in ((nobody, False), (batch, True)):
+        try:
+            gradients(single, tried)
+        except Exception as error:
+            raise refusal(model, loss, tried, error, are_records) from (None if are_records else error)
 
 
 def _clipped_sum(gradients: Tree, groups: tuple[Group, ...], bound: float, present: Tensor) -> Tree:

@@ -85,9 +85,9 @@ class Formed(Gradients):
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`."""
-        rows = _finite(self.values, usable).reshape(*self.values.shape[:2], -1)
-        kept = _kept(factors, usable, self.values)
-        total = (kept[..., None] * rows).sum(1) if _value_by_value(rows) else kept[:, None] @ rows
+        rows = finite_or_zero(self.values, usable).reshape(*self.values.shape[:2], -1)
+        column = kept(factors, usable, self.values)
+        total = (column[..., None] * rows).sum(1) if _value_by_value(rows) else column[:, None] @ rows
         return self.shape(total.view(self.values.shape[:1] + self.values.shape[2:])).contiguous()
 
     def in_float64(self, clients: slice) -> Formed:
@@ -136,11 +136,11 @@ class Products(Gradients):
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`. One product over all examples and positions."""
-        column = _kept(factors, usable, self.left)[:, None, :, None, None]
+        column = kept(factors, usable, self.left)[:, None, :, None, None]
         if _value_by_value(self.left):
-            left, right = (_finite(value, usable).flatten(2, 3) for value in (self.left * column, self.right))
+            left, right = (finite_or_zero(value, usable).flatten(2, 3) for value in (self.left * column, self.right))
             return self.shape((left[..., None] * right[..., None, :]).sum(2)).contiguous()
-        left, right = _finite(self.left, usable) * column, _finite(self.right, usable)
+        left, right = finite_or_zero(self.left, usable) * column, finite_or_zero(self.right, usable)
         return Products(self.name, left, right, self.shape).summed()
 
     def ready_to_clip(self) -> Gradients:
@@ -179,12 +179,12 @@ def _value_by_value(values: Tensor) -> bool:
     return values.dtype != torch.float64 and torch.get_float32_matmul_precision() != "highest"
 
 
-def _kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:
+def kept(factors: Tensor, usable: Tensor, like: Tensor) -> Tensor:
     """The factors, zero for an example that is not usable."""
     return torch.where(usable, factors, 0.0).to(like.dtype)
 
 
-def _finite(values: Tensor, usable: Tensor) -> Tensor:
+def finite_or_zero(values: Tensor, usable: Tensor) -> Tensor:
     """The values with zero for NaN and infinities, which a factor of zero would not cancel. Usable examples have none."""
     if values.device.type == "cpu" and not torch.compiler.is_compiling() and bool(usable.all()):
         return values  # a copy would take a tenth of a round; to ask would make a GPU wait

@@ -23,6 +23,7 @@ from fedcdp.engine.batched import BatchedEngine
 from fedcdp.engine.cuda_graphs import Launcher, Program, Steps
 from fedcdp.engine.functional import all_finite
 from fedcdp.engine.packing import PackedEngine, rows_needed
+from fedcdp.engine.recorded import RecordedEngine
 from fedcdp.engine.runtime import BUDGET, stop_if_asked
 from fedcdp.files.tree import Inputs, Tree, each_tensor, repeat
 from fedcdp.mechanism.noise import SeededNoise, StepNoise
@@ -46,6 +47,9 @@ class Examples:
     def batch(self, records: Tensor, present: Tensor) -> Batch:
         """The examples in these slots."""
         return Batch(each_tensor(self.inputs, lambda value: value[records]), self.targets[records], present)
+
+
+_NAMES = {BatchedEngine: "batched", RecordedEngine: "recorded"}
 
 
 class LocalEngine(Protocol):
@@ -75,7 +79,7 @@ class StepwiseEngine:
     @property
     def name(self) -> str:
         """See `LocalEngine`."""
-        return "batched" if isinstance(self.gradients, BatchedEngine) else "functional"
+        return next((name for kind, name in _NAMES.items() if isinstance(self.gradients, kind)), "functional")
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         """See `LocalEngine`."""

@@ -1,0 +1,342 @@
+"""The recorded engine against the reference: layers of sequences, any form of network, and what has no rule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedcdp.engine import Batch, FunctionalEngine, engines_for
+from fedcdp.engine.recorded import RecordedEngine
+from fedcdp.engine.token_gradients import TokenProducts, TokenRows
+from fedcdp.errors import ModelError
+from fedcdp.files.tree import Tree
+
+CLASSES, WORDS, TOKENS, WIDTH = 3, 11, 5, 8
+CLIENTS, EXAMPLES = 2, 4
+
+
+class Around(nn.Module):
+    """An embedding, some layer on tokens with a way around it, and a classifier of the mean token."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=0), layer, nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        tokens = self.words(numbers)
+        found = self.layer(tokens)
+        return self.head((tokens + (found[0] if isinstance(found, tuple) else found)).mean(1))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, **options)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+        if self.attention.batch_first:
+            return self.attention(tokens, tokens, tokens, attn_mask=causal, need_weights=False)[0]
+        turned = tokens.transpose(0, 1)
+        return self.attention(turned, torch.tanh(turned), torch.tanh(turned))[0].transpose(0, 1)
+
+
+class Adapted(nn.Module):
+    """A frozen dense layer with trained factors of low rank beside it (LoRA), written as products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.base(tokens) + tokens @ self.down.T @ self.up.t()
+
+
+class Gated(nn.Module):
+    """A gated unit with a scale of its own, a position table as a parameter, and a product by `addmm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.places = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(TOKENS, WIDTH))
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens + self.places
+        hidden = self.scale * (F.silu(self.gate(tokens)) * self.up(tokens))
+        return torch.addmm(self.bias, hidden.reshape(-1, WIDTH), self.weight).view(tokens.shape)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.shared(torch.tanh(self.shared(tokens)))
+
+
+LAYERS = {
+    "dense layers": lambda: nn.Sequential(nn.Linear(WIDTH, 20), nn.GELU(), nn.Linear(20, WIDTH)),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "layer norm without bias": lambda: nn.LayerNorm(WIDTH, bias=False),
+    "rms norm": lambda: nn.RMSNorm(WIDTH),
+    "self-attention": lambda: SelfAttention(batch_first=True),
+    "attention to others": lambda: SelfAttention(),
+    "attention without bias": lambda: SelfAttention(bias=False, batch_first=True),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
+    "encoder layer, norm first": lambda: nn.TransformerEncoderLayer(
+        WIDTH, 2, 16, dropout=0.0, batch_first=True, norm_first=True
+    ),
+    "lstm": lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
+    "lstm both ways": lambda: nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True),
+    "gru": lambda: nn.GRU(WIDTH, WIDTH, batch_first=True),
+    "rnn": lambda: nn.RNN(WIDTH, WIDTH, batch_first=True),
+    "adapters": Adapted,
+    "gated unit": Gated,
+    "a layer used twice, and one never": Twice,
+}
+
+
+class Pictures(nn.Module):
+    """Convolutions with a way around, as in a residual network; `flat` for one dimension."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        kind = nn.Conv1d if flat else nn.Conv2d
+        self.first, self.norm = kind(2, 4, 3, padding=1, stride=2), nn.GroupNorm(2, 4)
+        self.second, self.head = kind(4, 4, 3, padding=2, dilation=2, bias=False), nn.Linear(4, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = F.relu(self.norm(self.first(images)))
+        return self.head((hidden + self.second(hidden)).flatten(2).mean(2))
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the matrix of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.words(numbers % CLASSES)))).mean(1)
+
+
+def own_weights(model: nn.Module) -> Tree:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: p.detach() + 0.1 * torch.randn(CLIENTS, *p.shape, generator=generator)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def batch_of(shape: tuple[int, ...] | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    lead = (CLIENTS, EXAMPLES)
+    numbers = torch.randint(WORDS, (*lead, TOKENS), generator=generator)
+    inputs = numbers if shape is None else torch.randn(*lead, *shape, generator=generator)
+    present = torch.rand(lead, generator=generator) < 0.8
+    return Batch(inputs, torch.randint(CLASSES, lead, generator=generator), present)
+
+
+def compare(model: nn.Module, batch: Batch) -> RecordedEngine:
+    """Everything that an engine computes, by both engines."""
+    torch.manual_seed(0)
+    engine, reference = RecordedEngine(model, F.cross_entropy, batch.inputs[0, :1]), FunctionalEngine(model, F.cross_entropy)
+    weights = own_weights(model)
+    raw = reference.per_example_gradients(weights, batch)
+    same(engine.per_example_gradients(weights, batch), raw, batch.present)
+    same(engine.summed_gradients(weights, batch), reference.summed_gradients(weights, batch))
+    for mode in ("layer", "flat"):
+        for exact in (False, True):
+            groups = reference.layout.groups(mode)
+            wanted = reference.clipped_sum(weights, batch, groups, 0.3, exact=exact)
+            same(engine.clipped_sum(weights, batch, groups, 0.3, exact=exact), wanted)
+    first = Batch(batch.inputs[:1], batch.targets[:1], batch.present[:1])  # type: ignore[index]
+    engine.check({name: value[0] for name, value in weights.items()}, first, per_example=True)
+    return engine
+
+
+def same(found: Tree, wanted: Tree, real: Tensor | None = None) -> None:
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        one, other = (found[name], value) if real is None else (found[name][real], value[real])
+        assert one.dtype == other.dtype
+        scale = max(1.0, float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * scale, msg=lambda said, name=name: f"{name}: {said}")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_of_tokens_gives_what_the_reference_gives(name: str) -> None:
+    torch.manual_seed(3)
+    compare(Around(LAYERS[name]()), batch_of())
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_convolutions_give_what_the_reference_gives(flat: bool) -> None:
+    compare(Pictures(flat), batch_of((2, 9) if flat else (2, 9, 8)))
+
+
+def test_a_table_that_is_also_a_matrix_has_both_gradients() -> None:
+    compare(Tied(), batch_of())
+
+
+def test_several_inputs_by_name() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
+            self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, numbers: Tensor, mask: Tensor) -> Tensor:
+            tokens = self.encoder(self.words(numbers), src_key_padding_mask=mask == 0)
+            return self.head((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+    model, batch = Masked(), batch_of()
+    inputs = {"numbers": batch.inputs, "mask": (torch.arange(TOKENS) < 3).float().expand(CLIENTS, EXAMPLES, TOKENS)}
+    batch = Batch(inputs, batch.targets, batch.present)  # type: ignore[dict-item]
+    one = {name: value[0, :1] for name, value in inputs.items()}
+    weights = own_weights(model)
+    wanted = FunctionalEngine(model, F.cross_entropy).per_example_gradients(weights, batch)
+    same(RecordedEngine(model, F.cross_entropy, one).per_example_gradients(weights, batch), wanted, batch.present)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3), st.integers(0, 1000))
+def test_random_networks_give_what_the_reference_gives(names: list[str], seed: int) -> None:
+    class Chained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(LAYERS[name]() for name in names)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            for layer in self.layers:
+                found = layer(tokens)
+                tokens = tokens + torch.tanh(found[0] if isinstance(found, tuple) else found)
+            return tokens
+
+    torch.manual_seed(seed)
+    compare(Around(Chained()), batch_of())
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+def products(tokens: int, outputs: int, inputs: int, opposite: bool = False) -> TokenProducts:
+    """Gradients of a dense layer; with `opposite`, every token but the first nearly cancels another."""
+    generator = torch.Generator().manual_seed(4)
+    left, right = (torch.randn(1, 1, 3, tokens, width, generator=generator) for width in (outputs, inputs))
+    if opposite:
+        left[..., 2::2, :], right[..., 2::2, :] = -left[..., 1::2, :] * 1e3, right[..., 1::2, :] * 1e-3
+        left, right = (value + 1e-7 * torch.randn(value.shape, generator=generator) for value in (left, right))
+    return TokenProducts("w", left, right, lambda value: value.squeeze(-3))
+
+
+@pytest.mark.parametrize("opposite", [False, True])
+def test_norms_from_tokens_never_fall_short(opposite: bool) -> None:
+    each = products(tokens=5, outputs=64, inputs=64, opposite=opposite)
+    assert each.ready_to_clip() is each  # nothing was formed
+    exact = (each.left.double().mT @ each.right.double()).square().sum((1, 3, 4))
+    found = each.squared_norms().double()
+    assert bool((found >= exact * (1 - 2**-22)).all())
+    assert bool((found <= exact * (1 + 1e-5) + 1e-8).all())
+
+
+def test_a_long_sequence_of_narrow_tokens_is_formed() -> None:
+    each = products(tokens=64, outputs=8, inputs=8)
+    assert type(each.ready_to_clip()).__name__ == "Formed"
+
+
+def test_tokens_of_one_word_add_up_before_the_norm() -> None:
+    numbers, values = torch.tensor([[[1, 1, 2]]]), torch.tensor([[[[3.0], [1.0], [-2.0]]]])
+    rows = TokenRows("w", numbers, values, rows=4)
+    assert float(rows.squared_norms()) == pytest.approx(4**2 + 2**2)
+    assert rows.formed()[0, 0, :, 0].tolist() == [0, 4, -2, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_adds_nothing(bad: float) -> None:
+    each = products(tokens=3, outputs=64, inputs=64)
+    each.left[0, 0, 1, 2, 0] = bad
+    assert not bool(each.squared_norms()[0, 1].isfinite())
+    usable = torch.tensor([[True, False, True]])
+    wanted = each.formed()[:, [0, 2]].sum(1)
+    torch.testing.assert_close(each.weighted_sum(torch.ones(1, 3), usable), wanted)
+
+
+# What has no rule -----------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A trained tensor in an operation without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        tokens = F.one_hot(numbers % WIDTH, WIDTH).float().mean(1)
+        return self.head(F.linear(tokens, torch.tanh(self.inner.weight)))
+
+
+def test_an_operation_without_a_rule_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    example = batch_of().inputs[0, :1]  # type: ignore[index]
+    with pytest.raises(ModelError, match="no rule for tanh of a trained tensor"):
+        RecordedEngine(Odd(), F.cross_entropy, example)
+    with caplog.at_level("WARNING", logger="fedcdp"):
+        assert list(engines_for(Odd(), F.cross_entropy, "recorded", example)) == ["functional"]
+    assert "the recorded engine cannot be used: there is no rule for tanh of a trained tensor" in caplog.text
+    assert list(engines_for(Odd(), F.cross_entropy, "auto", example)) == ["functional"]
+
+
+def test_a_network_of_any_form_may_be_recorded() -> None:
+    example = batch_of().inputs[0, :1]  # type: ignore[index]
+    assert list(engines_for(Tied(), F.cross_entropy, "auto", example)) == ["functional", "recorded"]
+    assert list(engines_for(Tied(), F.cross_entropy, "recorded", example)) == ["recorded"]
+    assert list(engines_for(Tied(), F.cross_entropy)) == ["functional"]
+
+
+def test_a_network_that_changes_with_its_inputs_is_refused() -> None:
+    class Moody(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(TOKENS, CLASSES)
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            Moody.calls += 1
+            once = self.head(numbers.float())
+            return once if Moody.calls == 1 else once + self.head(numbers.float())
+
+    batch, model = batch_of(), Moody()
+    engine = RecordedEngine(model, F.cross_entropy, batch.inputs[0, :1])
+    with pytest.raises(ModelError, match="differently for different inputs"):
+        engine.plain_sum(own_weights(model), batch)
+
+
+def test_a_training_with_it_equals_one_with_the_reference() -> None:
+    import fedcdp
+
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.randint(1, WORDS, (40, TOKENS), generator=generator)
+    data = fedcdp.data.Dataset(numbers, numbers[:, 0] % CLASSES, CLASSES)
+    federation = fedcdp.partition(data, clients=4, scheme="iid")
+    plan = fedcdp.Plan(per_round=4, rounds=2, local_steps=2, batch_size=3, noise_multiplier=0.5, learning_rate=0.1)
+    model = Around(SelfAttention(batch_first=True))
+    one, other = (fedcdp.simulate(model, federation, plan, engine=name) for name in ("recorded", "functional"))
+    assert (one.engine, other.engine) == ("recorded", "functional")
+    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
