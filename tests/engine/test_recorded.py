@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedcdp.engine import Batch, FunctionalEngine, engines_for
+from fedcdp.engine import Batch, FunctionalEngine, engines_for, runtime
 from fedcdp.engine.recorded import RecordedEngine
 from fedcdp.engine.token_gradients import TokenProducts, TokenRows
 from fedcdp.errors import ModelError
@@ -264,6 +264,20 @@ def test_tokens_of_one_word_add_up_before_the_norm() -> None:
     rows = TokenRows("w", numbers, values, rows=4)
     assert float(rows.squared_norms()) == pytest.approx(4**2 + 2**2)
     assert rows.formed()[0, 0, :, 0].tolist() == [0, 4, -2, 0]
+
+
+def test_products_of_clipped_gradients_are_never_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    each, ordinary, seen = products(tokens=3, outputs=64, inputs=64), TokenProducts.summed, []
+
+    def summed(self: TokenProducts) -> Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return ordinary(self)
+
+    monkeypatch.setattr(TokenProducts, "summed", summed)
+    with runtime.products(tf32=True):
+        each.weighted_sum(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
+        assert torch.get_float32_matmul_precision() == "high"
+    assert seen == ["highest"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.engine.gradients import Gradients, Products, finite_or_zero, kept
+from fedcdp.engine.runtime import products
 
 _PRICE_OF_FLOAT64 = 4  # on a CPU; on a GPU, memory counts more than multiplications
 _ROUNDING = 4 * 2.0**-53  # of a sum of n products in float64, for each of its n terms
@@ -30,9 +31,16 @@ class TokenProducts(Products):
         if not self._by_tokens:
             return super().squared_norms()
         left, right = self.left.double(), self.right.double()
-        products = (left @ left.mT) * (right @ right.mT)
+        inner = (left @ left.mT) * (right @ right.mT)
         sizes = left.square().sum(-1).sqrt() * right.square().sum(-1).sqrt()
-        return _safe(products.sum((1, 3, 4)), sizes.sum((1, 3)), self.left)
+        return _safe(inner.sum((1, 3, 4)), sizes.sum((1, 3)), self.left)
+
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+        """See `Gradients`. Factors of a product are never rounded here: a clipped gradient could exceed its bound."""
+        column = kept(factors, usable, self.left)[:, None, :, None, None]
+        left, right = finite_or_zero(self.left, usable) * column, finite_or_zero(self.right, usable)
+        with products(tf32=False):
+            return replace(self, left=left, right=right).summed()
 
     def ready_to_clip(self) -> Gradients:
         """See `Gradients`."""
@@ -67,8 +75,8 @@ class TokenRows(Gradients):
         """See `Gradients`. Tokens with the same number add up before their square is taken."""
         values = self.values.double()
         same = self.numbers[..., :, None] == self.numbers[..., None, :]
-        products = (values @ values.mT) * same
-        return _safe(products.sum((2, 3)), values.square().sum(-1).sqrt().sum(2), self.values)
+        inner = (values @ values.mT) * same
+        return _safe(inner.sum((2, 3)), values.square().sum(-1).sqrt().sum(2), self.values)
 
     def summed(self) -> Tensor:
         """See `Gradients`."""
