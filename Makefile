@@ -68,6 +68,7 @@ INTEGRATION_TESTS := \
 	tests/data/test_hugging_face.py \
 	tests/loggers/test_loggers_real.py \
 	tests/models/test_peft.py \
+	tests/models/test_recorded_transformers.py \
 	tests/models/test_scattering.py \
 	tests/training/test_adoption_opacus.py
 OVER := import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +98,7 @@ class RecordedEngine(EngineByLayer):
 
     def _call(self, weights: Tree, inputs: Inputs, recorder: _Recorder) -> Tensor:
         arguments, keywords = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-        with recorder, unfused(self._recurrent) if self._recurrent else nullcontext():
+        with recorder, unfused(self._recurrent):
             return answer_of(functional_call(self.model, (weights, self._constants), arguments, keywords))
 
     def _example_loss(
