@@ -200,7 +200,7 @@ def test_progress_reaches_its_end() -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_token_ids_are_checked_without_larger_records() -> None:
+def test_token_ids_are_checked_with_larger_weights() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))
 
     def leaves(network: nn.Module, inputs: Tensor, labels: Tensor) -> list[Tensor]:
@@ -209,6 +209,19 @@ def test_token_ids_are_checked_without_larger_records() -> None:
     tokens = torch.arange(12).reshape(4, 3) % 9
     found = fedcdp.check(leaves, model=model, examples=(tokens, torch.tensor([0, 1, 0, 1])), trials=100)
     assert found.verdict == "leaks"
+    assert "With weights ten times as large" in leaks(found)
+    assert found.multiplied == "weights"
+
+
+def test_a_record_that_cannot_become_larger_tests_no_clipping() -> None:
+    model = nn.Sequential(nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3))
+
+    def leaves(network: nn.Module, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+        loss = nn.functional.cross_entropy(network(inputs), labels, reduction="sum")
+        return [each + torch.randn_like(each) for each in torch.autograd.grad(loss, list(network.parameters()))]
+
+    found = fedcdp.check(leaves, model=model, examples=examples(), trials=100)
+    assert all(tensor.bounded is None for tensor in found.tensors)
     assert any("clipping was not tested" in finding.text for finding in found.findings)
 
 

@@ -79,6 +79,18 @@ def test_a_loader_tells_the_rate_and_the_steps(cli: Cli) -> None:
     assert row(found, "model") == row(same, "model")
 
 
+def test_adaptive_and_per_layer_clipping_of_opacus(cli: Cli) -> None:
+    flat = answer(cli(*OPACUS, "--json"))
+    several = answer(cli(*OPACUS, "--clipping", "per_layer", "--clip", 3, "--clip", 4, "--json"))
+    assert row(several, "model") == row(flat, "model")
+    assert several["facts"]["noise on the sum"] == "standard deviation σC = 5.5"
+    more = ["--clipping", "adaptive", "--unclipped-num-std", 0.7, "--records", 10_000, "--min-clipbound", 0.1]
+    following = answer(cli(*OPACUS, *more, "--max-clipbound", 9, "--json"))
+    assert row(following, "model")["epsilon"] > 1.5 * row(flat, "model")["epsilon"]
+    assert following["facts"]["clip bound"] == "least 0.1, largest 9"
+    assert any("in effect" in each["text"] for each in following["findings"])
+
+
 def test_shuffled_batches_cost_more(cli: Cli) -> None:
     poisson, shuffled = (answer(cli(*OPACUS, *more, "--json")) for more in ([], ["--no-poisson-sampling"]))
     assert row(shuffled, "model")["epsilon"] > 2 * row(poisson, "model")["epsilon"]
@@ -148,6 +160,9 @@ def test_ones_own_file_is_the_batch(cli: Cli, loops: str, own_npz: Path) -> None
         (["check", "opacus", "--sample-rate", 0.1, "--steps", 5], "--noise-multiplier: give it"),
         (["check", "opacus", "--batch-size", 9, "--records", 5, "--steps", 5], "--batch-size: 9"),
         ([*OPACUS, "--delta", 2], "delta: 2"),
+        ([*OPACUS, "--clip", 1, "--clip", 2], "clip: with clipping flat, Opacus takes one number"),
+        ([*OPACUS, "--clipping", "adaptive"], "unclipped_num_std: give it"),
+        ([*OPACUS, "--clipping", "adaptive", "--unclipped-num-std", 5], "records: give their number"),
         ([*OPACUS, "--out", "no/such/check.html"], "there is no directory"),
         ([*FLOWER, "--wrapper", "none"], "wrapper: 'none' is not one of"),
         ([*FLOWER, "--wrapper", "server-fixed", "--sensitivity", 1], "--sensitivity: only for --wrapper local"),

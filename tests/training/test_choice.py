@@ -44,7 +44,9 @@ def test_an_unknown_layer_is_left_to_the_reference_and_one_line_names_it(caplog,
 
 
 def test_another_name_is_refused():
-    with pytest.raises(PlanError, match="engine: 'nosuch' is not one of auto, kernel, compiled, batched, recorded, functional"):
+    with pytest.raises(
+        PlanError, match="engine: 'nosuch' is not one of auto, kernel, compiled, batched, recorded, functional"
+    ):
         engines_for(KNOWN, F.cross_entropy, "nosuch")  # type: ignore[arg-type]
 
 

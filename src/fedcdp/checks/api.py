@@ -21,6 +21,7 @@ from fedcdp.checks.opacus_settings import OpacusSettings
 from fedcdp.config.arguments import checked
 from fedcdp.engine import Loss
 from fedcdp.errors import PlanError
+from fedcdp.files.tree import Inputs
 
 Settings = OpacusSettings | FlowerSettings | LocalDpSettings
 RELATIONS = ("remove", "replace")
@@ -32,7 +33,7 @@ def check(
     target: OpacusSettings | FlowerSettings | LocalDpSettings | Callable[..., Any],
     *,
     model: nn.Module | None = None,
-    examples: tuple[Tensor, Tensor] | None = None,
+    examples: tuple[Inputs, Tensor] | None = None,
     epsilon: float | None = None,
     delta: float | None = None,
     settings: OpacusSettings | None = None,
@@ -52,14 +53,16 @@ def check(
     The function is called as `function(model, inputs, labels)`. It trains on these records from these weights, and returns
     everything that would leave the client: tensors by name, a list of tensors, or one tensor. Every call gets a fresh copy
     of the model. The check calls it many times: on the same records, for the noise of each tensor; with a record and without
-    it, for the clipping; and with a worst-case record, for a lower bound on ε. Then it runs the attacks that apply.
+    it, for the clipping; and with a worst-case record, for a lower bound on ε. Then it runs the attacks that apply. A larger
+    record has its inputs multiplied; where all inputs are whole numbers, such as token ids, the network's weights are.
 
     A check finds faults. That it finds none is no proof of privacy.
 
     Args:
         target: Settings, or a function.
         model: The network that the function starts from.
-        examples: Inputs and labels of a batch of one client, at least two records.
+        examples: Inputs and labels of a batch of one client, at least two records. Inputs are one tensor, or a dictionary
+            of tensors by name, which the function then gets.
         epsilon: The ε that is claimed. For a function, that of one call; for settings, that of the training, which is
             compared with the `model` row for a record (with noise at the server, for a client).
         delta: δ of the claim. Default: 1e-5, or that of the settings.
@@ -164,10 +167,10 @@ def _check_settings(target: Settings, claimed: float | None) -> Check:
 
 def _claim(epsilon: float | None, settings: OpacusSettings | None, relation: str) -> float | None:
     """The ε that one call is compared with: the claimed one, or that of one noised step of the settings."""
-    if settings is None or settings.noise_multiplier == 0:
+    if settings is None or settings.z == 0:
         return epsilon
     distance = 1.0 if relation == "remove" else 2.0
-    found = gaussian_epsilon(distance / settings.noise_multiplier, settings.delta)
+    found = gaussian_epsilon(distance / settings.z, settings.delta)
     return found if math.isfinite(found) else None
 
 

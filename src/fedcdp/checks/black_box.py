@@ -2,7 +2,8 @@
 
 `function(model, inputs, labels)` trains on the given records, from the given weights, and returns what would be sent:
 tensors by name, a list of tensors, or one tensor. Numbers, such as a loss or a count, are sent as well and belong to it.
-Every call gets a fresh copy of the network, so the function may train it in place. It draws its noise as it always does.
+Inputs are one tensor, or a dictionary of tensors by name. Every call gets a fresh copy of the network, so the function may
+train it in place. It draws its noise as it always does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fedcdp.errors import DataError, ModelError, PlanError
+from fedcdp.files.tree import Inputs, Tree, each_tensor, tensors_in
 
 Released = Any
 """What the function returns: `Mapping[str, Tensor | float]`, `Sequence[Tensor]`, or a `Tensor`."""
-Function = Callable[[nn.Module, Tensor, Tensor], Released]
-MOST_VALUES = 2_000_000
+Function = Callable[[nn.Module, Inputs, Tensor], Released]
+MOST_IN_DOUBLE = 2_000_000
+"""Numbers that are measured in float64; more of them are measured in float32, which takes half the memory."""
 
 
 @dataclass
@@ -37,38 +40,49 @@ class BlackBox:
     """Empty before the first call. All later calls must return the same."""
     calls: int = 0
 
-    def call(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Call the function once; everything that it returned, as one vector of float64."""
+    def call(self, inputs: Inputs, labels: Tensor) -> Tree:
+        """Call the function once; everything that it returned, each tensor flat."""
         self.calls += 1
         try:
-            returned = self.function(copy.deepcopy(self.model), inputs.clone(), labels.clone())
+            returned = self.function(copy.deepcopy(self.model), each_tensor(inputs, torch.clone), labels.clone())
         except (Exception, SystemExit) as error:
             said = str(error).strip().partition("\n")[0]
-            raise ModelError(f"{self.name} failed on {len(inputs)} records: {type(error).__name__}: {said[:200]}") from error
+            raise ModelError(f"{self.name} failed on {len(labels)} records: {type(error).__name__}: {said[:200]}") from error
         values = self._by_name(returned)
         shapes = {name: tuple(value.shape) for name, value in values.items()}
         if not self.shapes:
-            if sum(map(math.prod, shapes.values())) > MOST_VALUES:
-                raise PlanError(f"{self.name} returned more than {MOST_VALUES:,} numbers; check a smaller network")
-            self.shapes = shapes
+            self.shapes.update(shapes)
         elif shapes != self.shapes:
             raise ModelError(
                 f"{self.name} returned {_difference(self.shapes, shapes)}; every call must return the same shapes"
             )
-        return torch.cat([value.reshape(-1) for value in values.values()])
+        return {name: value.to("cpu", self.precision).reshape(-1) for name, value in values.items()}
 
-    def finite(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def finite(self, inputs: Inputs, labels: Tensor) -> Tree:
         """The same; a number that is not finite is refused."""
         seen = self.call(inputs, labels)
-        if not bool(seen.isfinite().all()):
-            bad = next(name for name, value in self.split(seen).items() if not bool(value.isfinite().all()))
-            raise ModelError(f"{self.name} returned values in {bad} that are not finite")
+        for name, value in seen.items():
+            if not bool(value.isfinite().all()):
+                raise ModelError(f"{self.name} returned values in {name} that are not finite")
         return seen
 
-    def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """The parts of a vector, by tensor name, each flat."""
-        sizes = [math.prod(shape) for shape in self.shapes.values()]
-        return dict(zip(self.shapes, vector.split(sizes, dim=-1), strict=True))
+    def with_weights(self, factor: float) -> BlackBox:
+        """The same function, from weights that are `factor` times as large."""
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        return replace(self, model=model, calls=0)
+
+    @property
+    def values(self) -> int:
+        """How many numbers a call returns."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The type in which the returned numbers are measured."""
+        return torch.float64 if self.values <= MOST_IN_DOUBLE else torch.float32
 
     def _by_name(self, returned: Released) -> dict[str, Tensor]:
         if isinstance(returned, nn.Module):
@@ -89,7 +103,8 @@ class BlackBox:
     def _tensor(self, name: str, value: object) -> Tensor:
         if isinstance(value, Tensor | np.ndarray | Real):
             try:
-                return torch.as_tensor(value).detach().to("cpu", torch.float64)
+                tensor = torch.as_tensor(value).detach()
+                return tensor if tensor.is_floating_point() else tensor.to(torch.float64)
             except (TypeError, ValueError, RuntimeError):
                 pass
         raise ModelError(
@@ -109,20 +124,33 @@ def _difference(before: dict[str, tuple[int, ...]], now: dict[str, tuple[int, ..
     return "the same tensors in another order"
 
 
-def checked_examples(examples: object) -> tuple[Tensor, Tensor]:
+def checked_examples(examples: object) -> tuple[Inputs, Tensor]:
     """Inputs and labels of a client's batch: at least two records."""
     if not isinstance(examples, Sequence) or len(examples) != 2:
         raise PlanError("examples: give a pair of inputs and labels")
+    inputs: Inputs
+    if isinstance(examples[0], Mapping):  # also the BatchEncoding of a tokenizer
+        inputs = {str(name): _records(value) for name, value in examples[0].items()}
+        if not inputs:
+            raise DataError("examples: the inputs are an empty dictionary")
+    else:
+        inputs = _records(examples[0])
+    labels = _records(examples[1])
+    tensors = tensors_in(inputs)
+    if any(not each.dim() or len(each) < 2 or len(each) != len(tensors[0]) for each in (*tensors, labels)):
+        told = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in told.items())
+        raise DataError(f"examples: {shapes} and labels {list(labels.shape)} are not two or more records with labels")
+    return inputs, labels
+
+
+def _records(values: Any) -> Tensor:
+    """A tensor of finite numbers; real numbers are float32."""
     try:
-        inputs, labels = (torch.as_tensor(each) for each in examples)
+        found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         raise DataError("examples: inputs and labels must be tensors or arrays of numbers") from None
-    inputs = inputs.float() if inputs.is_floating_point() else inputs
-    labels = labels.float() if labels.is_floating_point() else labels
-    if not inputs.dim() or not labels.dim() or len(inputs) != len(labels) or len(inputs) < 2:
-        raise DataError(
-            f"examples: inputs {list(inputs.shape)} and labels {list(labels.shape)} are not two or more records with labels"
-        )
-    if not bool(inputs.isfinite().all()) or not bool(labels.isfinite().all()):
+    found = found.float() if found.is_floating_point() else found
+    if not bool(found.isfinite().all()):
         raise DataError("examples: inputs and labels must be finite")
-    return inputs, labels
+    return found

@@ -2,8 +2,12 @@
 
 The trials have three parts that share no call, as in `fedcdp.audit`: one to fit statistics, one to choose among them, and
 the held-out rest, from which the bounds are computed. The statistics are projections on the record's own gradient and on the
-fitted difference of the means, over all tensors and for each alone, which finds a tensor with too little noise; Fisher's
-linear discriminant, which finds noise that can be subtracted; and the energy of the noise.
+fitted difference of the means, over all tensors and for each alone, which finds a tensor with too little noise; the gradient
+with every number divided by its own variance, which finds a part of a tensor with too little noise; Fisher's linear
+discriminant, which finds noise that can be subtracted; and the energy of the noise.
+
+Projections on the gradient use every returned number. The other statistics keep all numbers of some calls. Where a function
+returns more than `MOST_IN_DOUBLE` numbers, they use a random subset of each tensor.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ from fedcdp.audit.intervals import (
     gaussian_epsilon,
     mean_shift,
 )
-from fedcdp.checks.black_box import BlackBox
+from fedcdp.checks.black_box import MOST_IN_DOUBLE, BlackBox
 from fedcdp.checks.findings import CallAudit
-from fedcdp.checks.probes import NO_NOISE, Worlds
+from fedcdp.checks.probes import NO_NOISE
+from fedcdp.checks.worlds import Worlds
+from fedcdp.files.tree import Tree
 
 FEWEST_TRIALS = 100
 _LEARNING = 0.1  # share of the trials to fit statistics; an equal share chooses among them
 _FEWEST_FITTED, _MOST_FITTED = 20, 200
 _MOST_KEPT = 2e7  # numbers of the outputs that are kept to fit statistics
+_SAMPLED, _FEWEST_SAMPLED = 100_000, 64  # numbers of a large function that are kept of each call, and of each tensor
 _KURTOSIS = 0.5  # excess of the fourth moment up to which noise counts as Gaussian; Laplace noise has 3, uniform −1.2
 
 
@@ -61,18 +68,54 @@ class Trials:
         return area_under_curve(present, absent)
 
 
+class Reader:
+    """What the audit keeps of a call: numbers of each tensor, and exact projections on the record's gradient."""
+
+    def __init__(self, box: BlackBox, gradient: Tree | None, variance: Tree, public: set[str]) -> None:
+        self.places = {name: self._chosen(math.prod(shape), box.values) for name, shape in box.shapes.items()}
+        self.sizes = [len(each) if each is not None else math.prod(box.shapes[name]) for name, each in self.places.items()]
+        self.kept = sum(self.sizes)
+        self.sampled = self.kept < box.values
+        self.names = [name for name in box.shapes if gradient is not None and name in gradient and name not in public]
+        self.plain = {} if gradient is None else {name: gradient[name] for name in self.names}
+        self.whitened = {
+            name: torch.where(variance[name] > 0, value / variance[name], 0.0) for name, value in self.plain.items()
+        }
+
+    @staticmethod
+    def _chosen(entries: int, total: int) -> Tensor | None:
+        """Places of the numbers that are kept, drawn at random; None: all."""
+        count = max(_FEWEST_SAMPLED, round(_SAMPLED * entries / total))
+        return None if total <= MOST_IN_DOUBLE or count >= entries else torch.randint(entries, (count,)).unique()
+
+    def of(self, seen: Tree) -> Tensor:
+        """The kept numbers of all tensors, then both projections of each tensor."""
+        kept = [seen[name] if places is None else seen[name][places] for name, places in self.places.items()]
+        dots = [torch.dot(seen[name], base[name]) for base in (self.plain, self.whitened) for name in self.names]
+        return torch.cat([*kept, *(each[None] for each in dots)]).double()
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """The kept numbers by tensor."""
+        return dict(zip(self.places, vector[..., : self.kept].split(self.sizes, dim=-1), strict=True))
+
+    def projections(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """The projections of each tensor: on the gradient, and on the gradient divided by the variances."""
+        plain, whitened = vector[..., self.kept :].split([len(self.names)] * 2, dim=-1)
+        return plain, whitened
+
+
 def run_trials(
     box: BlackBox,
     sides: Worlds,
-    gradient: Tensor | None,
+    reader: Reader,
     public: set[str],
     trials: int,
     delta: float,
     done: Callable[[], None],
 ) -> Trials:
-    """Call the function `trials` times in each world. `gradient` is the record's own, `public` names tensors to ignore."""
+    """Call the function `trials` times in each world. `public` names tensors to ignore."""
     fitted = int(min(max(_FEWEST_FITTED, _LEARNING * trials), _MOST_FITTED))
-    fitted = max(_FEWEST_FITTED, min(fitted, int(_MOST_KEPT / sum(math.prod(shape) for shape in box.shapes.values()))))
+    fitted = max(_FEWEST_FITTED, min(fitted, int(_MOST_KEPT / reader.kept)))
     chosen = max(_FEWEST_FITTED, int(_LEARNING * trials))
     held_out = trials - fitted - chosen
 
@@ -81,13 +124,14 @@ def run_trials(
         for batch in (sides.absent, sides.present):
             rows = []
             for _ in range(count):
-                rows.append(score(box.finite(*batch)))
+                rows.append(score(reader.of(box.finite(*batch))))
                 done()
             both.append(torch.stack(rows).numpy())
         return both[0], both[1]
 
     raw = [torch.from_numpy(each) for each in collect(fitted, lambda seen: seen)]
-    statistics = _Statistics(box, raw[0], raw[1], gradient, public)
+    statistics = _Statistics(reader, raw[0], raw[1], public)
+    raw.clear()
     tried = collect(chosen, statistics.of)
     best, threshold = choose_attack(*tried, held_out, delta)
     linear = range(len(statistics.names) - 1)  # without the energy, which is not Gaussian
@@ -100,30 +144,32 @@ def run_trials(
 
 
 class _Statistics:
-    """The statistics, fitted on outputs [calls, values] of both worlds."""
+    """The statistics, fitted on what a reader kept of calls [calls, values] in both worlds."""
 
-    def __init__(self, box: BlackBox, absent: Tensor, present: Tensor, gradient: Tensor | None, public: set[str]) -> None:
-        self.box, self.middle = box, absent.mean(0)
-        residuals = torch.cat([absent - absent.mean(0), present - present.mean(0)])
-        size = absent.abs().amax(0)
+    def __init__(self, reader: Reader, absent: Tensor, present: Tensor, public: set[str]) -> None:
+        self.reader, self.middle = reader, absent.mean(0)
+        kept = slice(0, reader.kept)
+        residuals = torch.cat([(each - each.mean(0))[:, kept] for each in (absent, present)])
         deviation = residuals.std(0)
-        self.deviation = torch.where(deviation <= NO_NOISE * size, 0.0, deviation)
-        self.keep = torch.cat([
-            torch.full((math.prod(shape),), float(name not in public), dtype=torch.float64)
-            for name, shape in box.shapes.items()
+        self.deviation = torch.where(deviation <= NO_NOISE * absent[:, kept].abs().amax(0), 0.0, deviation)
+        keep = torch.cat([
+            torch.full((size,), float(name not in public), dtype=torch.float64)
+            for name, size in zip(reader.places, reader.sizes, strict=True)
         ])  # fmt: skip
-        parts = box.split(self.deviation)
+        parts = reader.split(self.deviation)
         self.weights = {
             name: 0.0 if name in public or not bool(part.any()) else 1 / float(part.square().mean())
             for name, part in parts.items()
         }
-        difference = (present.mean(0) - absent.mean(0)) * self.keep
-        bases = {"difference of the means": difference}
-        if gradient is not None and bool(gradient.isfinite().all()):
-            bases["the record's gradient"] = gradient * self.keep
-        self.bases = bases
-        self.discriminant = _discriminant(residuals * self.keep, difference)
-        alone = [f"{name}, {base}" for base in bases for name in box.shapes]
+        self.difference = (present.mean(0) - absent.mean(0))[kept] * keep
+        self.differences = reader.split(self.difference)
+        self.own_weights = torch.tensor([self.weights[name] for name in reader.names], dtype=torch.float64)
+        self.discriminant = _discriminant(residuals * keep, self.difference)
+        own = ("the record's gradient", "the record's gradient by the noise of each number") if reader.names else ()
+        bases = ("difference of the means", *own)
+        alone = [f"{name}, {bases[0]}" for name in reader.places] + [
+            f"{name}, {base}" for base in own for name in reader.names
+        ]
         self.names = [*(f"all tensors, {base}" for base in bases), *alone, "linear discriminant", "energy of the noise"]
         self.signs = torch.ones(len(self.names), dtype=torch.float64)
         scores = [torch.stack([self.of(row) for row in world]) for world in (absent, present)]
@@ -131,23 +177,26 @@ class _Statistics:
         self.noise_is_gaussian = self._noise_is_gaussian(residuals)
 
     def of(self, seen: Tensor) -> Tensor:
-        """The scores of one output."""
+        """The scores of what was kept of one call."""
         moved = seen - self.middle
-        parts = self.box.split(moved)
-        together, alone = [], []
-        for base in self.bases.values():
-            dots = {name: torch.dot(each, parts[name]) for name, each in self.box.split(base).items()}
-            together.append(
-                sum((self.weights[name] * dot for name, dot in dots.items()), torch.zeros((), dtype=torch.float64))
-            )
-            alone += list(dots.values())
-        noised = self.deviation > 0
-        energy = (moved[noised] / self.deviation[noised]).square().sum() if bool(noised.any()) else moved.square().sum() * 0
-        return torch.stack([*together, *alone, torch.dot(self.discriminant, moved), energy]) * self.signs
+        parts = self.reader.split(moved)
+        fitted = torch.stack([torch.dot(each, parts[name]) for name, each in self.differences.items()])
+        together = [torch.dot(fitted, torch.tensor([self.weights[name] for name in parts], dtype=torch.float64))]
+        alone = [fitted]
+        if self.reader.names:
+            plain, whitened = self.reader.projections(moved)
+            together += [torch.dot(plain, self.own_weights), whitened.sum()]
+            alone += [plain, whitened]
+        kept, noised = moved[: self.reader.kept], self.deviation > 0
+        energy = (kept[noised] / self.deviation[noised]).square().sum() if bool(noised.any()) else kept.sum() * 0
+        ends = torch.stack([torch.dot(self.discriminant, kept), energy])
+        return torch.cat([torch.stack(together), *alone, ends]) * self.signs
 
     def _noise_is_gaussian(self, residuals: Tensor) -> bool:
         """Whether the fourth moments of the noised entries, tensor by tensor, are those of Gaussian noise."""
-        for rows, deviation in zip(self.box.split(residuals).values(), self.box.split(self.deviation).values(), strict=True):
+        for rows, deviation in zip(
+            self.reader.split(residuals).values(), self.reader.split(self.deviation).values(), strict=True
+        ):
             noised = rows[:, deviation > 0]
             if not noised.numel():
                 continue

@@ -47,7 +47,7 @@ class TensorProbe:
     silent: int
     """Entries that depend on the records but carry no noise."""
     moved: Mapping[float, float]
-    """How far a record moves the tensor (L2 norm), by the factor on the record's inputs."""
+    """How far a record moves the tensor (L2 norm), by the factor on what `Check.multiplied` names."""
     bounded: bool | None
     """Whether a tenfold larger record moves it no further; None where that was not measured."""
 
@@ -67,6 +67,8 @@ class CallAudit:
     """Proven if the noise is Gaussian. None: the measured noise is not."""
     statistic: str
     """The statistic that separated the worlds best."""
+    sampled: int | None = None
+    """How many of the returned numbers the fitted statistics use, if not all."""
 
     @property
     def strongest(self) -> float:
@@ -109,6 +111,8 @@ class Check:
     """Summaries of the attacks that were run (functions only)."""
     contradicted: bool = False
     """Whether the claim is wrong."""
+    multiplied: Literal["inputs", "weights"] = "inputs"
+    """What was multiplied to make a record move the tensors further: its inputs, or the network's weights."""
 
     @property
     def verdict(self) -> Verdict:
@@ -136,6 +140,7 @@ class Check:
             "privacy": None if self.privacy is None else self.privacy.as_json(),
             "adversaries": [asdict(scope) | {"attacks": list(scope.attacks)} for scope in self.scopes],
             "tensors": [_tensor_json(tensor) for tensor in self.tensors],
+            "multiplied": self.multiplied,
             "audit": None if self.audit is None else {k: _for_json(v) for k, v in vars(self.audit).items()},
             "attacks": list(self.attacks),
         }

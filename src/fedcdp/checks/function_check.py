@@ -14,12 +14,23 @@ from torch import Tensor
 from fedcdp.accounting.statement import Privacy, format_epsilon
 from fedcdp.checks import call_attacks, probes
 from fedcdp.checks.black_box import BlackBox
-from fedcdp.checks.call_audit import FEWEST_TRIALS, Trials, run_trials
+from fedcdp.checks.call_audit import FEWEST_TRIALS, Reader, Trials, run_trials
 from fedcdp.checks.findings import AttackScope, CallAudit, Check, Finding, TensorProbe, sorted_findings
 from fedcdp.checks.opacus_settings import OpacusSettings
-from fedcdp.checks.probes import SCALES, Movement, Worlds
+from fedcdp.checks.probes import SCALES, Movement, Noise
+from fedcdp.checks.worlds import (
+    Batch,
+    Worlds,
+    hostile_batch,
+    real_inputs,
+    record_at,
+    repeated_values,
+    scaled_record,
+    worlds,
+)
 from fedcdp.engine import Loss
 from fedcdp.errors import ModelError, PlanError
+from fedcdp.files.tree import Inputs, Tree, each_tensor
 
 _REPEATS = 32  # calls for each probe
 _FEWEST, _MOST, _SECONDS = 300, 5000, 15.0  # trials by default, and the time that they may take
@@ -33,7 +44,7 @@ class FunctionCheck:
     """A function, a batch of records, and what is claimed about it."""
 
     box: BlackBox
-    inputs: Tensor
+    inputs: Inputs
     labels: Tensor
     relation: str
     delta: float
@@ -43,6 +54,16 @@ class FunctionCheck:
     settings: OpacusSettings | None
     progress: Callable[[int, int], None] | None
     found: list[Finding] = field(default_factory=list)
+    stages: dict[float, BlackBox] = field(default_factory=dict)
+    """The function by the factor on the network's weights, where inputs are whole numbers."""
+    variance: Tree = field(default_factory=dict)
+    """The variance of every number over calls on the same records."""
+    worst: Batch | None = None
+    """The record of whole numbers with the largest gradient."""
+    sampled: int | None = None
+    """How many numbers the fitted statistics of the audit use, if not all."""
+    blind: bool = False
+    """Whether the audit does not know the record's gradient."""
     exceeded: bool = False
     """Whether something leaves for which no finite ε holds, or an ε above the claim was shown."""
     done: int = 0
@@ -52,9 +73,10 @@ class FunctionCheck:
         """Measure, attack, and say what was found."""
         if self.trials is not None and self.trials < FEWEST_TRIALS:
             raise PlanError(f"trials: {self.trials} is not allowed; it must be at least {FEWEST_TRIALS}")
+        self.box.finite(self.inputs, self.labels)
         trials = self._affordable() if self.trials is None else self.trials
         presence = max(FEWEST_TRIALS, int(_PRESENCE * trials))
-        self.total = _REPEATS * (1 + len(self._scales)) + 2 * trials + 2 * presence
+        self.total = _REPEATS * self._probes + 2 * trials + 2 * presence
         tensors, movements, counts = self._probe()
         audit = self._audit(self._canary(movements), counts, trials)
         attacks = [self._presence(counts, presence)]
@@ -86,29 +108,54 @@ class FunctionCheck:
             audit=audit,
             attacks=tuple(attacks),
             contradicted=self.exceeded and self.claimed is not None,
+            multiplied="inputs" if self._real else "weights",
         )
 
     # Measurements ------------------------------------------------------------------------------------------------------
 
     @property
+    def _real(self) -> bool:
+        """Whether the record's inputs can be multiplied; otherwise the network's weights are."""
+        return bool(real_inputs(self.inputs))
+
+    @property
     def _scales(self) -> tuple[float, ...]:
-        """Factors on the record; inputs that are whole numbers, such as token ids, cannot be made larger."""
-        return SCALES if self.inputs.is_floating_point() else SCALES[:1]
+        """Factors on the record's inputs or the network's weights; without a gradient, larger weights tell nothing."""
+        known = self._real or self._expected(self.box, record_at(self._batch, 0)) is not None
+        return SCALES if known else SCALES[:1]
+
+    @property
+    def _probes(self) -> int:
+        """How often a batch is called `_REPEATS` times."""
+        return 1 + len(self._scales) if self._real else 2 * len(self._scales)
+
+    @property
+    def _batch(self) -> Batch:
+        return self.inputs, self.labels
 
     def _affordable(self) -> int:
         """The number of trials that fit the time, from the time of some calls."""
-        self.box.finite(self.inputs, self.labels)
         started = time.perf_counter()
         for _ in range(3):
             self.box.finite(self.inputs, self.labels)
         a_call = (time.perf_counter() - started) / 3
         return int(min(_MOST, max(_FEWEST, _SECONDS / (2 * (1 + _PRESENCE) * a_call))))
 
-    def _worlds(self, scale: float) -> Worlds:
-        record, label = self.inputs[0] if scale == 1 else self.inputs[0] * scale, self.labels[0]
-        if scale > 1 or self.relation == "replace" or not self.inputs.is_floating_point():
-            label = call_attacks.hostile_label(self.box.model, record, label, scale)
-        return probes.worlds(self.inputs, self.labels, (record, label), self.relation)
+    def _stage(self, scale: float) -> tuple[BlackBox, Worlds]:
+        """The function, and two batches that differ in a record, for a factor on its inputs or on the network's weights."""
+        if self._real:
+            record = scaled_record(self.box, self._batch, scale, hostile=scale > 1 or self._replaces)
+            return self.box, worlds(self._batch, record, self.relation)
+        if self.worst is None:
+            self.worst = repeated_values(self.box, self._batch, self.loss, place=int(self._replaces))
+        if scale not in self.stages:
+            self.stages[scale] = self.box if scale == 1 else self.box.with_weights(scale)
+        box = self.stages[scale]
+        return box, worlds(hostile_batch(box, self._batch), hostile_batch(box, self.worst), self.relation)
+
+    @property
+    def _replaces(self) -> bool:
+        return self.relation == "replace"
 
     def _count(self) -> None:
         self._report(self.done + 1)
@@ -124,54 +171,64 @@ class FunctionCheck:
 
     def _probe(self) -> tuple[list[TensorProbe], dict[float, Movement], set[str]]:
         """The noise and the movement of each tensor, and the tensors that only tell the number of records."""
-        box = self.box
-        self.box.finite(*self._worlds(1.0).present)
-        absent = probes.repeat(box, self._worlds(1.0).absent, _REPEATS, self._count)
-        if not bool(absent.isfinite().all()):
+        box, sides = self._stage(1.0)
+        box.finite(*sides.present)
+        base = absent = probes.repeat(box, sides.absent, _REPEATS, self._count)
+        if not base.is_finite():
             raise ModelError(f"{box.name} returned values that are not finite")
-        noise = probes.noise_of(box, absent)
-        movements, firsts, not_finite = {}, [absent[0]], []
+        noise = probes.noise_of(base)
+        movements, not_finite = {}, []
+        differs = {name: torch.zeros_like(each.still) for name, each in noise.items()}
         for scale in self._scales:
-            sides = self._worlds(scale)
-            present = probes.repeat(box, sides.present, _REPEATS, self._count)
-            moved = probes.measure_movement(box, present, absent, self._expected(sides))
+            staged, sides = self._stage(scale)
+            try:
+                if staged is not box:
+                    absent = probes.repeat(staged, sides.absent, _REPEATS, self._count)
+                present = probes.repeat(staged, sides.present, _REPEATS, self._count)
+            except ModelError:
+                if staged is box:
+                    raise
+                not_finite.append(scale)
+                continue
+            moved = probes.measure_movement(present, absent, self._expected(staged, record_at(sides.present, 0)))
             if moved is None and scale == 1:
                 raise ModelError(f"{box.name} returned values that are not finite")
             if moved is None:
                 not_finite.append(scale)
                 continue
             movements[scale] = moved
-            firsts.append(present[0])
+            for name, other in probes.differing(present, absent).items():
+                differs[name] |= other
             if scale == 1:
-                self._compare_noise(noise, probes.noise_of(box, present))
+                self._compare_noise(noise, probes.noise_of(present))
         if not_finite:
-            self.found.append(
-                Finding("warning", f"a record {not_finite[0]:g} times as large makes values leave that are not finite")
-            )  # fmt: skip
+            self._report_not_finite(not_finite[0])
+        self.variance = {name: base.variance(name) for name in base.mean}
         counts = self._counts(noise)
-        stacked = torch.stack(firsts)
-        spread = stacked.amax(0) - stacked.amin(0)
-        differs = box.split(spread > probes.NO_NOISE * stacked.abs().amax(0))
-        differs |= {name: torch.zeros_like(differs[name]) for name in counts}
-        tensors = probes.describe_tensors(box, noise, movements, differs)
+        silent = {name: 0 if name in counts else int((each.still & differs[name]).sum()) for name, each in noise.items()}
+        tensors = probes.describe_tensors(box, noise, movements, silent)
         self._report_tensors(tensors, counts)
         return tensors, movements, counts
 
-    def _counts(self, noise: dict[str, Tensor]) -> set[str]:
+    def _report_not_finite(self, scale: float) -> None:
+        said = f"a record {scale:g} times as large makes values leave that are not finite"
+        if not self._real:
+            said = f"with weights {scale:g} times as large, the function fails or returns values that are not finite"
+        self.found.append(Finding("warning", said))
+
+    def _counts(self, noise: dict[str, Noise]) -> set[str]:
         """Numbers without noise that are the number of records, whatever the records are; of interest if it differs."""
         if self.relation != "remove":
             return set()
+        most = len(self.labels)
         first, second = (
-            self.box.split(self.box.finite(self.inputs[:number], self.labels[:number]))
-            for number in (len(self.inputs), len(self.inputs) - 1)
+            self.box.finite(each_tensor(self.inputs, lambda value: value[:number]), self.labels[:number])  # noqa: B023
+            for number in (most, most - 1)
         )
         return {
             name
             for name, values in first.items()
-            if values.numel() == 1
-            and not bool(noise[name].any())
-            and float(values) == len(self.inputs)
-            and float(second[name]) == len(self.inputs) - 1
+            if values.numel() == 1 and not noise[name].noised and float(values) == most and float(second[name]) == most - 1
         }
 
     def _canary(self, movements: dict[float, Movement]) -> float:
@@ -179,32 +236,38 @@ class FunctionCheck:
         furthest = max(each.strength for each in movements.values())
         return max(scale for scale, each in movements.items() if each.strength >= _ABOUT * furthest - 1)
 
-    def _trials(self, sides: Worlds, counts: set[str], trials: int) -> Trials:
-        return run_trials(self.box, sides, self._expected(sides), counts, trials, self.delta, self._count)
+    def _trials(self, box: BlackBox, sides: Worlds, counts: set[str], trials: int) -> Trials:
+        gradient = self._expected(box, record_at(sides.present, 0))
+        reader = Reader(box, gradient, self.variance, counts)
+        self.sampled, self.blind = (reader.kept if reader.sampled else None), gradient is None
+        return run_trials(box, sides, reader, counts, trials, self.delta, self._count)
 
-    def _expected(self, sides: Worlds) -> Tensor | None:
-        """The gradient of the record that the worlds differ in."""
-        return call_attacks.expected_gradient(self.box, sides.present[0][:1], sides.present[1][:1], self.loss)
+    def _expected(self, box: BlackBox, record: Batch) -> Tree | None:
+        """The gradient of one record."""
+        return call_attacks.expected_gradient(box, *record, self.loss)
 
     def _audit(self, scale: float, counts: set[str], trials: int) -> CallAudit:
-        return self._trials(self._worlds(scale), counts, trials).audit(self.relation, self.delta, trials)
+        audit = self._trials(*self._stage(scale), counts, trials).audit(self.relation, self.delta, trials)
+        self._report_sampling()
+        return replace(audit, sampled=self.sampled)
 
     def _presence(self, counts: set[str], trials: int) -> dict[str, Any]:
         """How well one call tells whether a record of the batch, as it is, was there."""
-        area = self._trials(self._worlds(1.0), counts, trials).auc()
+        record = scaled_record(self.box, self._batch, 1.0, hostile=self._replaces)
+        area = self._trials(self.box, worlds(self._batch, record, self.relation), counts, trials).auc()
         return {"attack": "matched-filter", "trials": trials, "auc": area.value, "auc_interval_99": [area.low, area.high]}
 
     # What it adds up to --------------------------------------------------------------------------------------------------
 
-    def _compare_noise(self, absent: dict[str, Tensor], present: dict[str, Tensor]) -> None:
+    def _compare_noise(self, absent: dict[str, Noise], present: dict[str, Noise]) -> None:
         """Whether the noise shows the number of records."""
         for name in absent:
-            without, with_it = (float(each[name].square().sum()) for each in (absent, present))
-            entries = int((absent[name] > 0).sum())
+            without, with_it = (each[name].squares for each in (absent, present))
+            entries = absent[name].noised
             if not without or not with_it or not entries:
                 continue
             sure = 8 * (2 / (_REPEATS - 1) / entries * 2) ** 0.5  # of the difference of two logarithms of variances
-            if abs(torch.tensor(without / with_it).log().item()) > sure + 0.01:
+            if abs(math.log(without / with_it)) > sure + 0.01:
                 what = "the number of records" if self.relation == "remove" else "the records"
                 public = "; if that number is public, check with relation replace" if self.relation == "remove" else ""
                 self.found.append(
@@ -224,15 +287,34 @@ class FunctionCheck:
             )  # fmt: skip
         if unbounded:
             names = _listed([tensor.name for tensor in unbounded])
-            self.found.append(
-                Finding("leak", f"not clipped: {names}. A record ten times as large moves it several times further")
-            )
+            self.found.append(Finding("leak", f"not clipped: {names}. {self._larger()} several times further"))
         if any(tensor.bounded is None for tensor in tensors):
-            self.found.append(Finding("warning", "clipping was not tested, because no larger record could be tried"))
+            self.found.append(
+                Finding("warning", "clipping was not tested, because no record with a larger gradient could be tried")
+            )
         for name in sorted(counts):
             self.found.append(
                 Finding("warning", f"the number of records leaves without noise ({name}); ε must treat it as public")
             )
+
+    def _larger(self) -> str:
+        return "A record ten times as large moves it" if self._real else "With weights ten times as large, a record moves it"
+
+    def _report_sampling(self) -> None:
+        """Say which statistics of the audit see only a part of the numbers."""
+        if self.sampled is None:
+            return
+        part, whole = f"{self.sampled:,}", f"{self.box.values:,}"
+        if self.blind:
+            self.found.append(
+                Finding("warning", f"the record's gradient could not be computed, so the audit sees only {part} of {whole} "
+                        "numbers and may miss that noise is too weak; pass the loss that the function trains with")
+            )  # fmt: skip
+            return
+        self.found.append(
+            Finding("note", f"noise and clipping were measured on all {whole} numbers. In the audit, the record's gradient "
+                    f"is compared with all of them, but fitted statistics use {part}, drawn at random from every tensor")
+        )  # fmt: skip
 
     def _report_reconstruction(self, summary: dict[str, Any] | None, reason: str) -> None:
         if summary is None:
@@ -271,13 +353,13 @@ class FunctionCheck:
 
     def _facts(self, audit: CallAudit) -> list[tuple[str, str]]:
         shapes = self.box.shapes
-        numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+        calls = sum(box.calls for box in {id(box): box for box in (self.box, *self.stages.values())}.values())
         relation = {"remove": "with a record and without it", "replace": "with a record and with another in its place"}
         facts = [
             ("function", self.box.name),
-            ("leaves the client", f"{len(shapes)} tensors, {numbers:,} numbers"),
-            ("records", f"{len(self.inputs)}; calls {relation[self.relation]}"),
-            ("calls", f"{self.box.calls:,}, of which {audit.trials:,} in each world of the audit"),
+            ("leaves the client", f"{len(shapes)} tensors, {self.box.values:,} numbers"),
+            ("records", f"{len(self.labels)}; calls {relation[self.relation]}"),
+            ("calls", f"{calls:,}, of which {audit.trials:,} in each world of the audit"),
             ("ε of one call, at least", f"{format_epsilon(audit.epsilon_lower)} at δ = {self.delta:g} (99.9 % sure)"),
         ]
         if audit.epsilon_gaussian is not None:

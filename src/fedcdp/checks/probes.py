@@ -3,12 +3,14 @@
 Noise is the deviation over calls on the same records. Movement is the distance between the mean outputs with a record and
 without it (or with another in its place), for the record as it is and for larger and larger ones. A loop that clips moves
 no further when a record is ten times as large.
+
+Every returned number is measured. Means and variances are updated call by call, so the memory does not grow with the calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,27 +18,57 @@ from torch import Tensor
 
 from fedcdp.checks.black_box import BlackBox
 from fedcdp.checks.findings import TensorProbe
+from fedcdp.checks.worlds import Batch
+from fedcdp.files.tree import Tree
 
 SCALES = (1.0, 10.0, 100.0, 1e3, 1e4)
-"""Factors on the inputs of the probed record."""
+"""Factors on the inputs of the probed record, or on the network's weights."""
 NO_NOISE = 1e-6  # relative to the values: what rounding can do
 _GROWTH = 3.0  # a tensor that moves so many times further for a tenfold record is not clipped; linear growth is 10
 _SURE = 5.0  # standard errors
 
 
-@dataclass(frozen=True)
-class Worlds:
-    """Two batches that differ in one record."""
+class Moments:
+    """Means and variances of every returned number over calls, by Welford's update."""
 
-    present: tuple[Tensor, Tensor]
-    absent: tuple[Tensor, Tensor]
+    def __init__(self) -> None:
+        self.calls = 0
+        self.mean: Tree = {}
+        self._squares: Tree = {}
+
+    def add(self, seen: Tree) -> None:
+        """Count one more call."""
+        self.calls += 1
+        if self.calls == 1:
+            self.mean = {name: value.clone() for name, value in seen.items()}
+            self._squares = {name: torch.zeros_like(value) for name, value in seen.items()}
+            return
+        for name, value in seen.items():
+            before = value - self.mean[name]
+            self.mean[name].add_(before, alpha=1 / self.calls)
+            self._squares[name].addcmul_(before, before, value=1 - 1 / self.calls)
+
+    def variance(self, name: str) -> Tensor:
+        """The variance of every number of a tensor."""
+        return self._squares[name] / (self.calls - 1)
+
+    def deviation(self, name: str) -> Tensor:
+        """The standard deviation of every number of a tensor; what rounding explains counts as none."""
+        found = self.variance(name).sqrt_()
+        return torch.where(found <= NO_NOISE * self.mean[name].abs(), 0.0, found)
+
+    def is_finite(self) -> bool:
+        """Whether every number of every call was finite."""
+        return all(bool(tree[name].isfinite().all()) for tree in (self.mean, self._squares) for name in tree)
 
 
-def worlds(inputs: Tensor, labels: Tensor, record: tuple[Tensor, Tensor], relation: str) -> Worlds:
-    """A batch in which `record` takes the first place, and one without it, or with the record that was there."""
-    first = (torch.cat([record[0][None], inputs[1:]]), torch.cat([record[1][None], labels[1:]]))
-    rest = (inputs[1:], labels[1:]) if relation == "remove" else (inputs, labels)
-    return Worlds(first, rest)
+def repeat(box: BlackBox, batch: Batch, times: int, done: Callable[[], None]) -> Moments:
+    """The moments of calls on one batch."""
+    found = Moments()
+    for _ in range(times):
+        found.add(box.call(*batch))
+        done()
+    return found
 
 
 @dataclass(frozen=True)
@@ -51,6 +83,8 @@ class Movement:
     """The length along the record's own gradient, without the noise's share: less noise hides it. Zero if unknown."""
     strength: float
     """The difference along the gradient over all tensors, in standard errors; without a gradient, its length."""
+    gradient: float | None = None
+    """The length of the record's own gradient: how far a loop that does not clip would move. None: unknown."""
 
     def length(self, name: str) -> float:
         """The distance by which a tensor moves; 0 where the noise hides it."""
@@ -61,78 +95,113 @@ class Movement:
         return self.squared[name] > _SURE * self.error[name]
 
 
-def repeat(box: BlackBox, batch: tuple[Tensor, Tensor], times: int, done: Callable[[], None]) -> Tensor:
-    """Outputs [times, values] of calls on one batch."""
-    seen = []
-    for _ in range(times):
-        seen.append(box.call(*batch))
-        done()
-    return torch.stack(seen)
-
-
-def measure_movement(box: BlackBox, present: Tensor, absent: Tensor, gradient: Tensor | None) -> Movement | None:
-    """How far the means of two sets of outputs are apart; None if a value is not finite."""
-    if not bool(present.isfinite().all()) or not bool(absent.isfinite().all()):
+def measure_movement(present: Moments, absent: Moments, gradient: Tree | None) -> Movement | None:
+    """How far the means of two sets of calls are apart; None if a value is not finite."""
+    if not present.is_finite() or not absent.is_finite():
         return None
-    difference = present.mean(0) - absent.mean(0)
-    variance = present.var(0, correction=1) / len(present) + absent.var(0, correction=1) / len(absent)
-    rounding = (NO_NOISE * present.abs().amax(0)) ** 2
+    expected = {} if gradient is None else gradient
+    norm = math.sqrt(sum(_sum(value.square()) for value in expected.values()))
     squared, error, along = {}, {}, {}
-    parts = [box.split(each) for each in (difference, variance, rounding, difference * 0 if gradient is None else gradient)]
-    for name in box.shapes:
-        moved, noise, rounded, expected = (each[name] for each in parts)
-        squared[name] = float(moved.square().sum() - noise.sum())
-        spread = 2 * float(noise.square().sum()) + 4 * float((noise * moved.square()).sum())
-        error[name] = math.sqrt(spread) + float(rounded.sum())
-        distance, deviation = _along(moved, noise, expected)
+    dot = spread = largest = 0.0
+    for name, mean in present.mean.items():
+        moved = mean - absent.mean[name]
+        noise = present.variance(name).div_(present.calls).add_(absent.variance(name).div_(absent.calls))
+        rounded = NO_NOISE**2 * (_sum(mean.square()) + _sum(present.variance(name)))
+        squared[name] = _sum(moved.square()) - _sum(noise)
+        error[name] = math.sqrt(2 * _sum(noise.square()) + 4 * _sum(moved.square().mul_(noise))) + rounded
+        largest = max(largest, float(mean.abs().max())) if mean.numel() else largest
+        direction = expected.get(name)
+        if direction is None:
+            along[name] = 0.0
+            continue
+        own, own_spread = _sum(moved.mul_(direction)), _sum(noise.mul_(direction).mul_(direction))
+        distance, deviation = _over(abs(own), _norm(direction)), _over(math.sqrt(own_spread), _norm(direction))
         along[name] = math.sqrt(max(0.0, distance**2 - deviation**2)) if distance > 3 * deviation else 0.0
-    distance, deviation = _along(difference, variance, difference * 0 if gradient is None else gradient)
+        dot, spread = dot + own, spread + own_spread
     total = math.sqrt(max(0.0, sum(squared.values())))
-    strength = total if gradient is None else distance / (deviation or NO_NOISE * float(present.abs().max()) or 1.0)
-    return Movement(squared, error, along, strength)
+    if gradient is None:
+        return Movement(squared, error, along, total)
+    strength = abs(dot) / norm / (math.sqrt(spread) / norm or NO_NOISE * largest or 1.0)
+    return Movement(squared, error, along, strength, norm)
 
 
-def _along(moved: Tensor, variance: Tensor, expected: Tensor) -> tuple[float, float]:
-    """A difference along an expected direction, and its standard error."""
-    length = float(expected.norm())
-    if not length:
-        return 0.0, 0.0
-    direction = expected / length
-    return abs(float(torch.dot(moved, direction))), math.sqrt(float((variance * direction.square()).sum()))
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one tensor over calls on the same records."""
+
+    squares: float
+    """The sum of the variances."""
+    noised: int
+    """Numbers with noise."""
+    still: Tensor
+    """Which numbers have none."""
+
+    @property
+    def deviation(self) -> float:
+        """The root mean square of the deviations."""
+        return math.sqrt(self.squares / len(self.still)) if len(self.still) else 0.0
 
 
-def noise_of(box: BlackBox, seen: Tensor) -> dict[str, Tensor]:
-    """The deviation of every entry over calls on the same records; what rounding explains counts as none."""
+def noise_of(seen: Moments) -> dict[str, Noise]:
+    """The noise of each tensor."""
     found = {}
-    for name, values in box.split(seen).items():
-        deviation = values.std(0, correction=1)
-        found[name] = torch.where(deviation <= NO_NOISE * values.abs().amax(0), 0.0, deviation)
+    for name in seen.mean:
+        deviation = seen.deviation(name)
+        found[name] = Noise(_sum(deviation.square()), int((deviation > 0).sum()), deviation == 0)
+    return found
+
+
+def differing(present: Moments, absent: Moments) -> Tree:
+    """Which numbers have other means in two sets of calls, by more than rounding explains."""
+    found = {}
+    for name, mean in present.mean.items():
+        other = absent.mean[name]
+        found[name] = (mean - other).abs() > NO_NOISE * torch.maximum(mean.abs(), other.abs())
     return found
 
 
 def describe_tensors(
-    box: BlackBox,
-    noise: dict[str, Tensor],
-    movements: dict[float, Movement],
-    differs: dict[str, Tensor],
+    box: BlackBox, noise: dict[str, Noise], movements: dict[float, Movement], silent: dict[str, int]
 ) -> list[TensorProbe]:
-    """One line for each tensor. `differs` marks the entries that are not the same in all probes."""
-    probes = []
-    for name, shape in box.shapes.items():
-        silent = int(((noise[name] == 0) & differs[name]).sum())
-        deviation = float(noise[name].square().mean().sqrt()) if noise[name].numel() else 0.0
-        moved = {scale: movement.length(name) for scale, movement in movements.items()}
-        probes.append(TensorProbe(name, shape, deviation, silent, moved, _is_bounded(name, movements)))
-    return probes
+    """One line for each tensor. `silent` are the numbers without noise that are not the same in all probes."""
+    tested = _can_be_larger(movements)
+    return [
+        TensorProbe(
+            name=name,
+            shape=shape,
+            noise=noise[name].deviation,
+            silent=silent[name],
+            moved={scale: movement.length(name) for scale, movement in movements.items()},
+            bounded=_is_bounded(name, movements) if tested else None,
+        )
+        for name, shape in box.shapes.items()
+    ]
 
 
-def _is_bounded(name: str, movements: dict[float, Movement]) -> bool | None:
+def _can_be_larger(movements: dict[float, Movement]) -> bool:
+    """Whether a loop that does not clip would move further for the largest record than for one ten times smaller."""
+    if len(movements) < 2:
+        return False
+    before, last = (movements[scale].gradient for scale in sorted(movements)[-2:])
+    return before is None or last is None or last >= _GROWTH * before
+
+
+def _is_bounded(name: str, movements: dict[float, Movement]) -> bool:
     """Whether the largest record moves a tensor about as far as one ten times smaller."""
-    scales: Sequence[float] = sorted(movements)
-    if len(scales) < 2:
-        return None
-    last, before = movements[scales[-1]], movements[scales[-2]]
+    before, last = (movements[scale] for scale in sorted(movements)[-2:])
     if not last.is_seen(name):
         return True
     reference = max(before.squared[name], 0.0) + _SURE * before.error[name]
     return last.squared[name] <= _GROWTH**2 * reference
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))
+
+
+def _norm(values: Tensor) -> float:
+    return math.sqrt(_sum(values.square()))
+
+
+def _over(value: float, by: float) -> float:
+    return value / by if by else 0.0

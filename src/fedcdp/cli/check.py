@@ -40,6 +40,7 @@ app = typer.Typer(
 
 _FEDERATION = "Federation"
 _LOCAL = "LocalDpMod"
+_ADAPTIVE = "Adaptive clipping (--clipping adaptive)"
 Noise = Annotated[float | None, typer.Option("--noise-multiplier", help="Noise multiplier σ.", show_default=False)]
 Delta = Annotated[float, typer.Option("--delta", help="δ of the statement.")]
 Claimed = Annotated[
@@ -80,7 +81,52 @@ def opacus(
         int | None, typer.Option("--records", help="Records, at each client if there are several.", show_default=False)
     ] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", help="Epochs instead of --steps.", show_default=False)] = None,
-    clip: Annotated[float, typer.Option("--clip", help="Clip bound C: max_grad_norm.")] = 1.0,
+    clip: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--clip",
+            help="Clip bound C: max_grad_norm. With --clipping per_layer, repeat it for every parameter tensor. Default: 1.",
+            show_default=False,
+        ),
+    ] = None,
+    clipping: Annotated[
+        str, typer.Option("--clipping", metavar="flat|per_layer|adaptive", help="clipping of make_private.")
+    ] = "flat",
+    unclipped_num_std: Annotated[
+        float | None,
+        typer.Option(
+            "--unclipped-num-std",
+            help="Standard deviation of the noise on the number of unclipped gradients.",
+            rich_help_panel=_ADAPTIVE,
+            show_default=False,
+        ),
+    ] = None,
+    target_unclipped_quantile: Annotated[
+        float | None,
+        typer.Option(
+            "--target-unclipped-quantile",
+            help="Share of gradients that the bound should leave unclipped.",
+            rich_help_panel=_ADAPTIVE,
+            show_default=False,
+        ),
+    ] = None,
+    clipbound_learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--clipbound-learning-rate",
+            help="Learning rate of the bound.",
+            rich_help_panel=_ADAPTIVE,
+            show_default=False,
+        ),
+    ] = None,
+    min_clipbound: Annotated[
+        float | None,
+        typer.Option("--min-clipbound", help="Least bound.", rich_help_panel=_ADAPTIVE, show_default=False),
+    ] = None,
+    max_clipbound: Annotated[
+        float | None,
+        typer.Option("--max-clipbound", help="Largest bound.", rich_help_panel=_ADAPTIVE, show_default=False),
+    ] = None,
     delta: Delta = 1e-5,
     poisson_sampling: Annotated[
         bool, typer.Option(help="Whether batches are Poisson samples, or those of a shuffled DataLoader.")
@@ -104,12 +150,18 @@ def opacus(
         sample_rate=rate,
         steps=_steps(steps, epochs, rate),
         delta=delta,
-        clip=clip,
+        clip=_clip(clip, clipping),
         poisson=poisson_sampling,
         clients=1 if clients is None else clients,
         per_round=per_round,
         rounds=rounds,
         records=records,
+        clipping=clipping,  # type: ignore[arg-type]
+        unclipped_num_std=unclipped_num_std,
+        target_unclipped_quantile=target_unclipped_quantile,
+        clipbound_learning_rate=clipbound_learning_rate,
+        min_clipbound=min_clipbound,
+        max_clipbound=max_clipbound,
     )
     show_check(check(settings, epsilon=claimed_epsilon), out, as_json)
 
@@ -353,6 +405,12 @@ def _rate(sample_rate: float | None, batch_size: int | None, records: int | None
     if not 1 <= batch_size <= records:
         raise PlanError(f"--batch-size: {batch_size} is not allowed; it must be from 1 to the number of records, {records}")
     return 1 / -(-records // batch_size)
+
+
+def _clip(bounds: list[float] | None, clipping: str) -> float | list[float]:
+    """The bound, or, for `per_layer`, a list of them."""
+    given = [1.0] if bounds is None else bounds
+    return given[0] if len(given) == 1 and clipping != "per_layer" else given
 
 
 def _steps(steps: int | None, epochs: int | None, rate: float) -> int:

@@ -47,6 +47,7 @@ def render_check(check: Check) -> str:
         tensors=[_tensor_cells(tensor, scales) for tensor in check.tensors[:_MOST_TENSORS]],
         more_tensors=max(0, len(check.tensors) - _MOST_TENSORS),
         scales=scales,
+        multiplied={"inputs": "its inputs", "weights": "the network's weights"}[check.multiplied],
         attacks=[_attack_cells(each) for each in check.attacks],
         e=format_epsilon,
         is_vacuous=lambda epsilon: VACUOUS <= epsilon < math.inf,
