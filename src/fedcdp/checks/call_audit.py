@@ -68,7 +68,7 @@ class Trials:
         return area_under_curve(present, absent)
 
 
-class Reader:
+class CallReader:
     """What the audit keeps of a call: numbers of each tensor, and exact projections on the record's gradient."""
 
     def __init__(self, box: BlackBox, gradient: Tree | None, variance: Tree, public: set[str]) -> None:
@@ -107,7 +107,7 @@ class Reader:
 def run_trials(
     box: BlackBox,
     sides: Worlds,
-    reader: Reader,
+    reader: CallReader,
     public: set[str],
     trials: int,
     delta: float,
@@ -146,7 +146,7 @@ def run_trials(
 class _Statistics:
     """The statistics, fitted on what a reader kept of calls [calls, values] in both worlds."""
 
-    def __init__(self, reader: Reader, absent: Tensor, present: Tensor, public: set[str]) -> None:
+    def __init__(self, reader: CallReader, absent: Tensor, present: Tensor, public: set[str]) -> None:
         self.reader, self.middle = reader, absent.mean(0)
         kept = slice(0, reader.kept)
         residuals = torch.cat([(each - each.mean(0))[:, kept] for each in (absent, present)])

@@ -14,10 +14,10 @@ from torch import Tensor
 from fedcdp.accounting.statement import Privacy, format_epsilon
 from fedcdp.checks import call_attacks, probes
 from fedcdp.checks.black_box import BlackBox
-from fedcdp.checks.call_audit import FEWEST_TRIALS, Reader, Trials, run_trials
+from fedcdp.checks.call_audit import FEWEST_TRIALS, CallReader, Trials, run_trials
 from fedcdp.checks.findings import AttackScope, CallAudit, Check, Finding, TensorProbe, sorted_findings
 from fedcdp.checks.opacus_settings import OpacusSettings
-from fedcdp.checks.probes import SCALES, Movement, Noise
+from fedcdp.checks.probes import SCALES, MeasuredNoise, Movement
 from fedcdp.checks.worlds import (
     Batch,
     Worlds,
@@ -216,7 +216,7 @@ class FunctionCheck:
             said = f"with weights {scale:g} times as large, the function fails or returns values that are not finite"
         self.found.append(Finding("warning", said))
 
-    def _counts(self, noise: dict[str, Noise]) -> set[str]:
+    def _counts(self, noise: dict[str, MeasuredNoise]) -> set[str]:
         """Numbers without noise that are the number of records, whatever the records are; of interest if it differs."""
         if self.relation != "remove":
             return set()
@@ -238,7 +238,7 @@ class FunctionCheck:
 
     def _trials(self, box: BlackBox, sides: Worlds, counts: set[str], trials: int) -> Trials:
         gradient = self._expected(box, record_at(sides.present, 0))
-        reader = Reader(box, gradient, self.variance, counts)
+        reader = CallReader(box, gradient, self.variance, counts)
         self.sampled, self.blind = (reader.kept if reader.sampled else None), gradient is None
         return run_trials(box, sides, reader, counts, trials, self.delta, self._count)
 
@@ -259,7 +259,7 @@ class FunctionCheck:
 
     # What it adds up to --------------------------------------------------------------------------------------------------
 
-    def _compare_noise(self, absent: dict[str, Noise], present: dict[str, Noise]) -> None:
+    def _compare_noise(self, absent: dict[str, MeasuredNoise], present: dict[str, MeasuredNoise]) -> None:
         """Whether the noise shows the number of records."""
         for name in absent:
             without, with_it = (each[name].squares for each in (absent, present))

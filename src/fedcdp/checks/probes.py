@@ -126,7 +126,7 @@ def measure_movement(present: Moments, absent: Moments, gradient: Tree | None) -
 
 
 @dataclass(frozen=True)
-class Noise:
+class MeasuredNoise:
     """The noise of one tensor over calls on the same records."""
 
     squares: float
@@ -142,12 +142,12 @@ class Noise:
         return math.sqrt(self.squares / len(self.still)) if len(self.still) else 0.0
 
 
-def noise_of(seen: Moments) -> dict[str, Noise]:
+def noise_of(seen: Moments) -> dict[str, MeasuredNoise]:
     """The noise of each tensor."""
     found = {}
     for name in seen.mean:
         deviation = seen.deviation(name)
-        found[name] = Noise(_sum(deviation.square()), int((deviation > 0).sum()), deviation == 0)
+        found[name] = MeasuredNoise(_sum(deviation.square()), int((deviation > 0).sum()), deviation == 0)
     return found
 
 
@@ -161,7 +161,7 @@ def differing(present: Moments, absent: Moments) -> Tree:
 
 
 def describe_tensors(
-    box: BlackBox, noise: dict[str, Noise], movements: dict[float, Movement], silent: dict[str, int]
+    box: BlackBox, noise: dict[str, MeasuredNoise], movements: dict[float, Movement], silent: dict[str, int]
 ) -> list[TensorProbe]:
     """One line for each tensor. `silent` are the numbers without noise that are not the same in all probes."""
     tested = _can_be_larger(movements)
