@@ -186,6 +186,7 @@ def test_flower_cuts_the_noise_of_whole_numbers() -> None:
     assert (counts[0] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sensitivity", "verdict"), [(0.2, "exceeds the claim"), (2.0, "consistent with the claim")])
 def test_flowers_local_mod_is_checked_as_a_function(sensitivity: float, verdict: str) -> None:
     """A record may turn the clipped update around, so a sensitivity of 2·C is honest and one of C/5 is not."""

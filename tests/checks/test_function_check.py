@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fedcdp
 from fedcdp.checks import Check, OpacusSettings
 from tests.checks.loops import BATCH, Loop, dp_sgd, examples, gradients, network
+from tests.support.seeds import seeds
 
 SETTINGS = OpacusSettings(noise_multiplier=1.0, sample_rate=0.1, steps=10)
 
@@ -39,7 +40,7 @@ def trained(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tenso
 # The honest loop --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_the_honest_loop_passes(seed: int) -> None:
     found = checked(dp_sgd(), seed=seed)
     assert found.verdict == "consistent with the claim"
@@ -83,7 +84,7 @@ def test_measured_noise_and_movement_are_those_of_the_loop() -> None:
 # Sabotage ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_layer_without_noise_is_caught(name: str, seed: int) -> None:
     found = checked(dp_sgd(silent=(name,)), seed=seed)
@@ -91,14 +92,14 @@ def test_a_layer_without_noise_is_caught(name: str, seed: int) -> None:
     assert f"without noise: {name}." in leaks(found)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_half_the_noise_is_caught(seed: int) -> None:
     found = checked(dp_sgd(sigma=0.5), seed=seed)
     assert found.verdict == "exceeds the claim"
     assert "more than the claimed 4.377" in leaks(found)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_missing_clip_is_caught(seed: int) -> None:
     found = checked(dp_sgd(clip=None), seed=seed)
     assert found.verdict == "exceeds the claim"

@@ -15,6 +15,7 @@ import fedcdp
 from fedcdp.checks import Check, OpacusSettings, black_box, call_attacks, call_audit
 from fedcdp.checks.probes import Moments
 from tests.checks.loops import BATCH, Loop, dp_sgd
+from tests.support.seeds import seeds
 
 WIDTH = 1500
 SETTINGS = OpacusSettings(noise_multiplier=1.0, sample_rate=0.1, steps=10)
@@ -59,7 +60,7 @@ def weaker(row: int, factor: float) -> Draw:
     return draw
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_the_honest_loop_passes_and_the_sampling_is_stated(seed: int) -> None:
     found = checked(dp_sgd(), seed=seed)
     assert found.verdict == "consistent with the claim"
@@ -72,7 +73,7 @@ def test_the_honest_loop_passes_and_the_sampling_is_stated(seed: int) -> None:
     assert found.summary()["audit"]["sampled"] == found.audit.sampled
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_half_the_noise_is_caught(seed: int) -> None:
     found = checked(dp_sgd(sigma=0.5), seed=seed)
     assert found.verdict == "exceeds the claim"
@@ -101,7 +102,7 @@ def test_a_part_without_noise_is_caught_to_the_last_number(count: int) -> None:
     assert found.tensors[0].silent == count
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_row_with_less_noise_is_caught(seed: int) -> None:
     found = checked(dp_sgd(draw=weaker(2, 0.05)), seed=seed)
     assert found.verdict == "exceeds the claim"

@@ -13,6 +13,7 @@ import fedcdp
 from fedcdp.checks import Check, OpacusSettings
 from fedcdp.report.check_page import render_check
 from tests.checks.text_loops import COUNT, LENGTH, Tokens, classifier, dp_sgd, gradients, texts
+from tests.support.seeds import seeds
 
 SETTINGS = OpacusSettings(noise_multiplier=1.0, sample_rate=0.1, steps=10)
 EXTRAS = [0, 3]  # only whole numbers, and real numbers beside them
@@ -36,7 +37,7 @@ def test_the_closed_form_is_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_the_honest_loop_passes(extras: int, seed: int) -> None:
     found = checked(dp_sgd(), extras, seed=seed)
     assert found.verdict == "consistent with the claim"
@@ -53,7 +54,9 @@ def test_half_the_noise_is_caught(extras: int) -> None:
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("name", ["words.weight", "head.weight", "head.bias"])
+@pytest.mark.parametrize(
+    "name", ["words.weight", *(pytest.param(name, marks=pytest.mark.slow) for name in ("head.weight", "head.bias"))]
+)
 def test_a_layer_without_noise_is_caught(extras: int, name: str) -> None:
     found = checked(dp_sgd(silent=(name,)), extras, trials=100)
     assert found.verdict == "exceeds the claim"
@@ -104,6 +107,7 @@ def test_a_mask_of_real_numbers_is_not_multiplied() -> None:
     assert largest[1] > 1e3
 
 
+@pytest.mark.slow
 def test_another_record_of_whole_numbers_takes_the_place() -> None:
     found = checked(dp_sgd(sigma=0.25), relation="replace")
     assert found.verdict == "exceeds the claim"
