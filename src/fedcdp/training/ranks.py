@@ -1,0 +1,241 @@
+"""Ranks: the processes that train together, on one machine or on several, as torchrun or a process group of yours numbers them.
+
+Rank 0 leads. It alone decides, charges the ledger, makes the server's step, writes and prints. The other ranks follow: they
+train chunks of the clients that rank 0 names, and send back sums. `Ranks()` is one process, which leads and has no followers.
+
+| who must agree or know | how |
+| --- | --- |
+| all ranks have the same plan, data, network and versions | `agree`, before the first release |
+| what only one rank may decide, draw or read from the run directory | `once`: rank 0 does it and tells the others |
+| the weights of a round | `spread` |
+| the sums of the chunks | `send` and `receive`, in the order of the chunks |
+| a rank failed | it leaves its error in the store of the process group and closes its connections |
+
+Guarantee: no rank waits for a lost one. A closed connection ends every rank with one sentence: the error that the failed rank
+left, or `LostRankError`. A machine that vanishes without closing its connections is missed after 30 minutes.
+
+Ranks are one party: every one holds all data, and sums from before the server's noise pass between them, unencrypted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedcdp import errors
+from fedcdp.engine.runtime import stop_if_asked
+from fedcdp.errors import FedcdpError, LostRankError, RankError
+from fedcdp.files.tree import Tree
+
+T = TypeVar("T")
+_PATIENCE = timedelta(minutes=30)
+_FAILED = "fedcdp/failed/"
+
+
+@dataclass
+class Ranks:
+    """This process among those that train together. By default it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    _group: Any = field(default=None, repr=False)
+    """The connections while a training joins the ranks."""
+
+    @staticmethod
+    def present() -> Ranks:
+        """The ranks of the process group that this process has initialised; one process if there is none."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks()
+        return Ranks(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other ranks."""
+        return self.size > 1
+
+    def device(self, device: str | torch.device) -> torch.device:
+        """The device of this rank: of several GPUs that `cuda` may mean, the one with the rank's number on its machine."""
+        named = torch.device(device)
+        if not self.several or named.type != "cuda" or named.index is not None:
+            return named
+        local = int(os.environ.get("LOCAL_RANK", self.rank))
+        if local >= torch.cuda.device_count():
+            raise RankError(
+                f"device: rank {self.rank} is number {local} on its machine, which has {torch.cuda.device_count()} GPUs; "
+                "start at most one rank for each"
+            )
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Connect the ranks for the enclosed work. If it fails on one rank, it fails on all; nested calls do nothing."""
+        if not self.several or self._group is not None:
+            yield
+            return
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        with self._talking("the other ranks"):
+            self._group = dist.new_group(timeout=_PATIENCE, backend=backend)
+        try:
+            yield
+            with self._talking("the other ranks"):
+                dist.barrier(group=self._group)
+        except BaseException as error:
+            self._leave_word(error)
+            raise
+        finally:
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)
+
+    def once(self, make: Callable[[], T]) -> T:
+        """The result of a function that rank 0 alone calls."""
+        if not self.several:
+            return make()
+        if not self.leads:
+            heard: T = self.heard()
+            return heard
+        made = make()
+        self.tell(made)
+        return made
+
+    def tell(self, value: object) -> None:
+        """Tell the followers a value; nothing if there are none."""
+        if self.several:
+            with self._talking("the other ranks"):
+                dist.broadcast_object_list([value], src=0, group=self._group, device=torch.device("cpu"))
+
+    def heard(self) -> Any:
+        """What rank 0 tells next."""
+        told: list[Any] = [None]
+        with self._talking("rank 0"):
+            dist.broadcast_object_list(told, src=0, group=self._group, device=torch.device("cpu"))
+        return told[0]
+
+    def agree(self, facts: Mapping[str, str | bytes]) -> None:
+        """Raise a `RankError` on every rank unless all have the same facts. Digests, as bytes, are never shown."""
+        if not self.several:
+            return
+        gathered: list[Any] | None = [None] * self.size if self.leads else None
+        with self._talking("the other ranks"):
+            dist.gather_object(dict(facts), gathered, dst=0, group=self._group)
+        for rank, theirs in enumerate(gathered or ()):
+            for name, ours in facts.items():
+                if (other := theirs.get(name)) != ours:
+                    shown = "" if isinstance(ours, bytes) else f" ({str(other)[:100]}, and {ours[:100]} at rank 0)"
+                    raise RankError(f"{name}: rank {rank} does not have that of rank 0{shown}; all ranks need the same")
+        self.once(lambda: None)  # nobody goes on before rank 0 has compared
+
+    def spread(self, tree: Tree) -> Tree:
+        """Rank 0's tensors on all ranks; `tree` has their names and shapes."""
+        found = {}
+        with self._talking("the other ranks"):
+            for name, value in tree.items():
+                sent = value.contiguous() if self.leads else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                dist.broadcast(sent, src=0, group=self._group)
+                found[name] = value if self.leads else torch.empty_like(value).copy_(sent)  # strides decide how sums round
+        return found
+
+    def send(self, value: Tensor) -> Callable[[], None]:
+        """Begin to send a tensor to rank 0. The result waits until it was sent; until then the tensor must not change."""
+        with self._talking("rank 0"):
+            work = dist.isend(value, 0, group=self._group)
+
+        def wait() -> None:
+            with self._talking("rank 0"):
+                if work is not None:
+                    work.wait()
+
+        return wait
+
+    def receive(self, into: Tensor, rank: int) -> None:
+        """Receive a tensor from a follower."""
+        with self._talking(f"rank {rank}"):
+            dist.recv(into, rank, group=self._group)
+
+    # Failures ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _talking(self, other: str) -> Iterator[None]:
+        """Say in a sentence that a connection was lost: what the failed rank said, if it could."""
+        try:
+            yield
+        except RuntimeError as error:
+            stop_if_asked()  # Ctrl-C reaches all ranks, and another one may have stopped first
+            raise self._word_left() or LostRankError(f"the connection to {other} was lost, so this training ends") from error
+
+    def _leave_word(self, error: BaseException) -> None:
+        """Leave an error for the other ranks. A lost connection is not left: all of them see it themselves."""
+        if isinstance(error, LostRankError) and not self.leads:
+            return
+        said = str(error) if isinstance(error, FedcdpError) else ""
+        about = {"rank": self.rank, "kind": type(error).__name__, "message": said}
+        with suppress(RuntimeError):
+            if not (store := _store()).check([self._key]):
+                store.set(self._key, json.dumps(about))
+
+    def _word_left(self) -> BaseException | None:
+        """The error that another rank has left."""
+        with suppress(RuntimeError):  # the store ended with the process that served it
+            if self._group is not None and (store := _store()).check([self._key]):
+                return _error(**json.loads(store.get(self._key)))
+        return None
+
+    @property
+    def _key(self) -> str:
+        return f"{_FAILED}{self._group.group_name}"
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _error(rank: int, kind: str, message: str) -> BaseException:
+    """The error of another rank; that of rank 0 in its own words."""
+    if kind == KeyboardInterrupt.__name__:
+        return KeyboardInterrupt()
+    known = getattr(errors, kind, None)
+    if not message or known is None:
+        return LostRankError(f"rank {rank} failed ({kind}), so this training ends; its own output says why")
+    said: FedcdpError = known(message if rank == 0 else f"rank {rank}: {message}")
+    return said
+
+
+@contextmanager
+def ranks_of_job() -> Iterator[Ranks]:
+    """The ranks that torchrun started, connected for the enclosed work; one process if it was not torchrun."""
+    if job_size() == 1 or dist.is_initialized():
+        yield Ranks.present()
+        return
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise LostRankError(f"the ranks of this job did not find each other: {reason}") from error
+    try:
+        ranks = Ranks.present()
+        with ranks.joined():
+            yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def job_size() -> int:
+    """The number of processes that torchrun started; 1 without it."""
+    written = os.environ.get("WORLD_SIZE", "1")
+    if not written.isdecimal() or int(written) < 1:
+        raise RankError(f"WORLD_SIZE: {written[:100]!r} is not allowed; torchrun sets it to a whole number of at least 1")
+    return int(written)
