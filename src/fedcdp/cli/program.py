@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import time
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -11,9 +13,10 @@ import typer
 from fedcdp import _startup
 from fedcdp._version import __version__
 from fedcdp.cli import attack, bench, check, deploy, privacy, report, reproduce, train, usage
-from fedcdp.errors import ClaimError, DefectError, FedcdpError, StoppedError, StorageError
+from fedcdp.errors import ClaimError, DefectError, FedcdpError, LostRankError, RankError, StoppedError, StorageError
 from fedcdp.files.disk import is_fault_of_the_machine
 from fedcdp.files.untrusted import printable
+from fedcdp.training.ranks import job_size
 
 app = typer.Typer(
     cls=usage.PlainGroup,
@@ -101,13 +104,20 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+_ON_RANKS = ("train",)  # commands that several ranks of a job share
+
+
 @app.callback()
 def _global_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Gradient-leakage resilient federated learning for PyTorch."""
+    command = context.invoked_subcommand
+    if command not in _ON_RANKS and (ranks := job_size()) > 1:
+        raise RankError(f"{command}: it does not use several ranks, and would do everything {ranks} times; run it without torchrun")
 
 
 _INTERRUPTED = 130  # typer's status for Ctrl-C
@@ -123,8 +133,8 @@ def main() -> None:
         if status == _INTERRUPTED:
             _fail("stopped", 1)
         sys.exit(status if isinstance(status, int) else 0)
-    except (StoppedError, ClaimError, DefectError, StorageError) as error:
-        _fail(str(error), 1)
+    except (StoppedError, ClaimError, DefectError, StorageError, LostRankError) as error:
+        _fail(str(error), 1, lost=isinstance(error, LostRankError))
     except FedcdpError as error:
         _fail(str(error), 1 if is_fault_of_the_machine(error.__cause__) else 2)
     except _UsageError as error:
@@ -168,10 +178,25 @@ def _explained(error: Any) -> str:
     return re.sub(r"( Did you mean .*\?)\1", r"\1", message)  # typer and click may both suggest a command
 
 
-def _fail(message: str, status: int) -> NoReturn:
-    one_line = printable(" ".join(message.split()))
-    typer.echo(f"fedcdp: {one_line}", err=True)
+_TIME_TO_SPEAK = 1.0  # seconds; when one rank has ended, torchrun ends the others
+
+
+def _fail(message: str, status: int, *, lost: bool = False) -> NoReturn:
+    if _speaks(lost):
+        one_line = printable(" ".join(message.split()))
+        typer.echo(f"fedcdp: {one_line}", err=True)
+    else:
+        time.sleep(_TIME_TO_SPEAK)
     sys.exit(status)
+
+
+def _speaks(lost: bool) -> bool:
+    """Whether this process prints the line: of the ranks of a job, the first on each machine, since they fail together.
+
+    If a rank was lost it may be rank 0, which cannot say so: then rank 1 prints it as well.
+    """
+    rank, local = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+    return local == "0" or (lost and rank == "1" and "rank 0" in str(sys.exception()))
 
 
 if __name__ == "__main__":

@@ -30,16 +30,17 @@ class Portion:
     """The counts of each of the clients [clients], if there are any."""
 
     def flat(self) -> Tensor:
-        """Everything in one tensor, to send it to another process."""
-        parts = [*self.total.values(), *(() if self.counts is None else (self.counts,))]
-        return torch.cat([part.reshape(-1) for part in parts])
+        """Everything in one tensor, to send it to another process, whose trees may have another order."""
+        return torch.cat([part.reshape(-1) for part in self._parts()])
 
-    def filled(self, flat: Tensor) -> Portion:
-        """A portion of this shape with the values of `flat`."""
-        sizes = [value.numel() for value in self.total.values()]
-        *values, counts = flat.split([*sizes, len(flat) - sum(sizes)])
-        total = {name: part.view(like.shape) for (name, like), part in zip(self.total.items(), values, strict=True)}
-        return Portion(total, self.clients, None if self.counts is None else counts)
+    def fill(self, flat: Tensor) -> None:
+        """Take the values of `flat`, which comes from a portion of this shape."""
+        parts = self._parts()
+        for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(values.view(part.shape))
+
+    def _parts(self) -> list[Tensor]:
+        return [self.total[name] for name in sorted(self.total)] + ([] if self.counts is None else [self.counts])
 
 
 class Aggregate:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -141,12 +142,14 @@ class Ranks:
 
     def spread(self, tree: Tree) -> Tree:
         """Rank 0's tensors on all ranks; `tree` has their names and shapes."""
-        found = {}
+        found = dict(tree)
         with self._talking("the other ranks"):
-            for name, value in tree.items():
+            for name in sorted(tree):  # a checkpoint has them in another order
+                value = tree[name]
                 sent = value.contiguous() if self.leads else torch.empty(value.shape, dtype=value.dtype, device=value.device)
                 dist.broadcast(sent, src=0, group=self._group)
-                found[name] = value if self.leads else torch.empty_like(value).copy_(sent)  # strides decide how sums round
+                if not self.leads:
+                    found[name] = torch.empty_like(value).copy_(sent)  # strides decide how sums round
         return found
 
     def send(self, value: Tensor) -> Callable[[], None]:
@@ -161,10 +164,11 @@ class Ranks:
 
         return wait
 
-    def receive(self, into: Tensor, rank: int) -> None:
-        """Receive a tensor from a follower."""
+    def receive(self, into: Tensor, rank: int) -> Tensor:
+        """Receive a tensor from a follower, in the place of `into`."""
         with self._talking(f"rank {rank}"):
             dist.recv(into, rank, group=self._group)
+        return into
 
     # Failures ----------------------------------------------------------------------------------------------------------
 
@@ -225,11 +229,14 @@ def ranks_of_job() -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise LostRankError(f"the ranks of this job did not find each other: {reason}") from error
+    # torchrun and cluster managers end the other ranks of a failed job by SIGTERM: a stop like Ctrl-C, at a safe point.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         ranks = Ranks.present()
         with ranks.joined():
             yield ranks
     finally:
+        signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
 
 

@@ -173,9 +173,9 @@ class Simulator:
             if (rank := number % ranks.size) == 0:
                 yield self._portion(state, clients, received)
             else:
-                empty = received.empty_portion(len(clients))
-                ranks.receive(into := empty.flat(), rank)
-                yield empty.filled(into)
+                portion = received.empty_portion(len(clients))
+                portion.fill(ranks.receive(portion.flat(), rank))
+                yield portion
 
     def follow(self, fresh: State) -> Any:
         """A follower's part: train its chunks of each round that the leader begins. Returns what the leader says at the end."""
