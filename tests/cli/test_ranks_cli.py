@@ -53,7 +53,9 @@ def test_bad_input_of_all_ranks_gives_one_line(workplace: Path, wrong: list[str]
 def test_a_command_that_cannot_share_its_work_is_refused(workplace: Path) -> None:  # noqa: ARG001
     (status, _, err), (other, *said) = commands_on_ranks(["account"], ["account"])
     assert (status, other, said) == (2, 2, ["", ""])
-    assert err == "fedcdp: account: it does not use several ranks, and would do everything 2 times; run it without torchrun\n"
+    assert (
+        err == "fedcdp: account: it does not use several ranks, and would do everything 2 times; run it without torchrun\n"
+    )
 
 
 def test_a_size_that_is_no_number_is_refused(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +93,6 @@ def test_a_killed_rank_ends_the_job_with_one_line(
     assert time.monotonic() - killed < 30
     assert process.returncode == 1
     (line,) = [line for line in err.splitlines() if line.startswith("fedcdp: ")]
-    assert line.endswith("fedcdp train --resume --out run resumes after the last complete round, with any number of ranks") or (
-        line == "fedcdp: stopped; fedcdp train --resume --out run resumes after the last complete round"
-    )
+    assert line.endswith(
+        "fedcdp train --resume --out run resumes after the last complete round, with any number of ranks"
+    ) or (line == "fedcdp: stopped; fedcdp train --resume --out run resumes after the last complete round")

@@ -65,11 +65,12 @@ def train(
     with ranks_of_job() as ranks:
         quiet = quiet or not ranks.leads
         ranks.agree({"options": hashlib.sha256(repr((given, resume, target_epsilon)).encode()).digest()})
-        begun = None
+        begun: _Begun | None = None
         if ranks.leads:
             begin = _resumed if resume else _begun
             begun = begin(given, out, target_epsilon=target_epsilon, data_dir=data_dir, quiet=quiet)
-        experiment = ranks.once(lambda: begun and begun.experiment)
+            ranks.tell(begun.experiment)
+        experiment: Experiment = begun.experiment if begun else ranks.heard()
         run = _train(experiment, begun, out, resume=resume, data_dir=data_dir, quiet=quiet, ranks=ranks)
     if not ranks.leads:
         return
@@ -159,7 +160,9 @@ class _Begun:
     budget: Budget
 
 
-def _resumed(given: list[Settings], out: Path, *, target_epsilon: float | None, data_dir: Path | None, quiet: bool) -> _Begun:
+def _resumed(
+    given: list[Settings], out: Path, *, target_epsilon: float | None, data_dir: Path | None, quiet: bool
+) -> _Begun:
     """A run to go on with."""
     if target_epsilon is not None:
         raise PlanError("--target-epsilon: a resumed run keeps its noise; leave the option out")
@@ -208,7 +211,14 @@ def _say_how_it_was_planned(planned: Planned) -> None:
 
 
 def _train(
-    experiment: Experiment, begun: _Begun | None, out: Path, *, resume: bool, data_dir: Path | None, quiet: bool, ranks: Ranks
+    experiment: Experiment,
+    begun: _Begun | None,
+    out: Path,
+    *,
+    resume: bool,
+    data_dir: Path | None,
+    quiet: bool,
+    ranks: Ranks,
 ) -> Run:
     """Train as the leader has `begun`; a follower prepares the same experiment."""
     try:

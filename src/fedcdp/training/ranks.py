@@ -1,7 +1,7 @@
-"""Ranks: the processes that train together, on one machine or on several, as torchrun or a process group of yours numbers them.
+"""Ranks: the processes that train together, on one machine or on several, numbered by torchrun or by your process group.
 
-Rank 0 leads. It alone decides, charges the ledger, makes the server's step, writes and prints. The other ranks follow: they
-train chunks of the clients that rank 0 names, and send back sums. `Ranks()` is one process, which leads and has no followers.
+Rank 0 leads. It alone decides, charges the ledger, makes the server's step, writes and prints. The other ranks follow:
+they train chunks of the clients that rank 0 names, and send back sums. `Ranks()` is one process, which leads and has no followers.
 
 | who must agree or know | how |
 | --- | --- |
@@ -11,8 +11,8 @@ train chunks of the clients that rank 0 names, and send back sums. `Ranks()` is 
 | the sums of the chunks | `send` and `receive`, in the order of the chunks |
 | a rank failed | it leaves its error in the store of the process group and closes its connections |
 
-Guarantee: no rank waits for a lost one. A closed connection ends every rank with one sentence: the error that the failed rank
-left, or `LostRankError`. A machine that vanishes without closing its connections is missed after 30 minutes.
+Guarantee: no rank waits for a lost one. A closed connection ends every rank with one sentence: the error that the failed
+rank left, or `LostRankError`. A machine that vanishes without closing its connections is missed after 30 minutes.
 
 Ranks are one party: every one holds all data, and sums from before the server's noise pass between them, unencrypted.
 """
@@ -20,7 +20,6 @@ Ranks are one party: every one holds all data, and sums from before the server's
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedcdp import errors
+from fedcdp.config.job import job_size, local_rank
 from fedcdp.engine.runtime import stop_if_asked
 from fedcdp.errors import FedcdpError, LostRankError, RankError
 from fedcdp.files.tree import Tree
@@ -68,12 +68,11 @@ class Ranks:
         """Whether there are other ranks."""
         return self.size > 1
 
-    def device(self, device: str | torch.device) -> torch.device:
+    def device(self, device: str | torch.device) -> str | torch.device:
         """The device of this rank: of several GPUs that `cuda` may mean, the one with the rank's number on its machine."""
-        named = torch.device(device)
-        if not self.several or named.type != "cuda" or named.index is not None:
-            return named
-        local = int(os.environ.get("LOCAL_RANK", self.rank))
+        if not self.several or str(device) != "cuda":
+            return device
+        local = local_rank(otherwise=self.rank)
         if local >= torch.cuda.device_count():
             raise RankError(
                 f"device: rank {self.rank} is number {local} on its machine, which has {torch.cuda.device_count()} GPUs; "
@@ -203,7 +202,7 @@ class Ranks:
         return f"{_FAILED}{self._group.group_name}"
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
@@ -238,11 +237,3 @@ def ranks_of_job() -> Iterator[Ranks]:
     finally:
         signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
-
-
-def job_size() -> int:
-    """The number of processes that torchrun started; 1 without it."""
-    written = os.environ.get("WORLD_SIZE", "1")
-    if not written.isdecimal() or int(written) < 1:
-        raise RankError(f"WORLD_SIZE: {written[:100]!r} is not allowed; torchrun sets it to a whole number of at least 1")
-    return int(written)

@@ -5,8 +5,8 @@ global model. Only the weights, the state of a server optimiser, and a clip boun
 round to round. All randomness is derived from the seed and the round, so a stopped run continues exactly where it stopped
 (under secure noise: with fresh randomness).
 
-Ranks share the chunks of a round. The leader adds up their sums in the order of the chunks and alone makes the server's step,
-so on a CPU several ranks compute what one process does, to the bit.
+Ranks share the chunks of a round. The leader adds up their sums in the order of the chunks and alone makes the server's
+step, so on a CPU several ranks compute what one process does, to the bit.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Simulator:
                 yield portion
 
     def follow(self, fresh: State) -> Any:
-        """A follower's part: train its chunks of each round that the leader begins. Returns what the leader says at the end."""
+        """A follower's part: its chunks of each round that the leader begins. Returns what the leader says at the end."""
         while isinstance(call := self.ranks.heard(), RoundCall):
             state = replace(fresh, round=call.round, clip=call.clip, weights=self.ranks.spread(fresh.weights))
             received, sent = Aggregate(state.weights, self.plan), None

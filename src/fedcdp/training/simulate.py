@@ -59,8 +59,8 @@ def simulate(
 
     The given network stays unchanged. The trained one is `run.model`.
 
-    In a process group of several ranks (`torch.distributed`), all ranks call this with the same arguments, train together and
-    get the same run. Rank 0 alone uses `out`, `budget` and `progress`.
+    In a process group of several ranks (`torch.distributed`), all ranks call this with the same arguments, train together
+    and get the same run. Rank 0 alone uses `out`, `budget` and `progress`.
 
     Args:
         model: The network. The data's task says how many outputs it needs (`Dataset`): for classification, one for each
@@ -182,7 +182,9 @@ def simulate(
         if (adversary, unit) != ("server", "record"):
             from fedcdp.accounting.calibrate import Target
 
-            Target(1.0, adversary, unit).view(prepared.plan, prepared.population)  # refuses a row that the plan does not have
+            Target(1.0, adversary, unit).view(
+                prepared.plan, prepared.population
+            )  # refuses a row that the plan does not have
         run = train(
             prepared,
             adversary=adversary,

@@ -76,8 +76,9 @@ def train(
 ) -> Run:
     """Train a prepared experiment; other arguments as for `simulate`. The prepared objects are not changed.
 
-    A run without a directory goes on from its `memory`, if one is given. It ends after `most_rounds` more rounds. All `ranks`
-    call this with the same arguments and get the same result; only the leader uses `out`, `memory`, `budget` and `progress`.
+    A run without a directory goes on from its `memory`, if one is given. It ends after `most_rounds` more rounds. All
+    `ranks` call this with the same arguments and get the same result. Only the leader uses `out`, `memory`, `budget` and
+    `progress`.
     """
     for name, value in (("chunk", chunk), ("evaluate_every", evaluate_every), ("rounds", most_rounds)):
         check_count(name, value)
@@ -138,7 +139,7 @@ def train(
                 against=(adversary, unit),
                 again=again,
             )
-            ranks.tell(Outcome.of(run))
+            ranks.tell(SharedResult.of(run))
             return run
 
 
@@ -261,18 +262,18 @@ def ready(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SharedResult:
     """What the leader tells its followers about the finished run."""
 
     figures: dict[str, Any]
     weights: Tree
 
     @staticmethod
-    def of(run: Run) -> Outcome:
+    def of(run: Run) -> SharedResult:
         """The outcome of a run, with tensors on the CPU."""
         names = ("metrics", "seconds", "client_steps", "charges", "participations", "scores", "client_scores")
         weights = {name: value.cpu() for name, value in run.model.state_dict().items()}
-        return Outcome({name: getattr(run, name) for name in names}, weights)
+        return SharedResult({name: getattr(run, name) for name in names}, weights)
 
 
 def _followed(prepared: Prepared, simulator: Simulator, network: nn.Module, *, loss: Loss, again: partial[Run]) -> Run:
@@ -281,7 +282,7 @@ def _followed(prepared: Prepared, simulator: Simulator, network: nn.Module, *, l
         set_standardisation(network, *simulator.ranks.heard())
         simulator = _begun_again(prepared, simulator, network, loss)
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
-    outcome: Outcome = simulator.follow(State.first(prepared.plan, weights))
+    outcome: SharedResult = simulator.follow(State.first(prepared.plan, weights))
     model = copy.deepcopy(prepared.network).to(simulator.data.device)
     model.load_state_dict(outcome.weights)
     how = again.keywords
