@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix
+.PHONY: demo test slow fresh integration integrations audits crashes lost-ranks soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -99,6 +99,10 @@ DEVICE ?= cpu
 crashes: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.crash --device $(DEVICE) $(CRASHES) \
 		--out results/reliability/crashes$(if $(filter cuda%,$(DEVICE)),-gpu).json
+
+# One rank of a training on several is killed at random moments; the run is resumed by another number: some minutes.
+lost-ranks: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.crash.lost_ranks --out results/reliability/lost_ranks.json
 
 # A training watched for hours: flat memory, equally long rounds. (ALLOCATOR=returning: without what glibc keeps for itself.)
 HOURS ?= 1

@@ -1,7 +1,8 @@
 """Ranks: the processes that train together, on one machine or on several, numbered by torchrun or by your process group.
 
 Rank 0 leads. It alone decides, charges the ledger, makes the server's step, writes and prints. The other ranks follow:
-they train chunks of the clients that rank 0 names, and send back sums. `Ranks()` is one process, which leads and has no followers.
+they train chunks of the clients that rank 0 names, and send back sums. `Ranks()` is one process, which leads and has no
+followers.
 
 | who must agree or know | how |
 | --- | --- |
@@ -228,12 +229,19 @@ def ranks_of_job() -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise LostRankError(f"the ranks of this job did not find each other: {reason}") from error
-    # torchrun and cluster managers end the other ranks of a failed job by SIGTERM: a stop like Ctrl-C, at a safe point.
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         ranks = Ranks.present()
-        with ranks.joined():
+        with ranks.joined(), _ended_in_order():
             yield ranks
     finally:
-        signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Let SIGTERM, by which torchrun ends the other ranks of a failed job, stop the enclosed work as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
