@@ -2,10 +2,10 @@
 
     python -m tools.crash.lost_ranks --out results/reliability/lost_ranks.json      # make lost-ranks
 
-The ranks are forks that run `fedcdp train` in the environment that torchrun sets. As torchrun does, the job sends SIGTERM to
-the ranks that still run some seconds after the kill. After every kill, all ranks must have ended, with status 1 and one line.
-The ledger must count every round that a rank had begun, which independent witnesses recorded. Then the run is resumed, with
-one to three ranks, and some of these are killed as well. Under seeded noise the end must equal an undisturbed run of one
+The ranks are forks that run `fedcdp train` in the environment that torchrun sets. As torchrun does, the job sends SIGTERM
+to the ranks that still run some seconds after the kill. After every kill, all ranks must end, with one line at most. The
+ledger must count every round that a rank had begun, which independent witnesses recorded. Then the run is resumed, with one
+to three ranks, and some of these are killed as well. Under seeded noise the end must equal an undisturbed run of one
 process, to the bit. Under secure noise every release must be counted.
 """
 
@@ -98,9 +98,8 @@ class Job:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), "GLOO_SOCKET_IFNAME": "lo",
             }  # fmt: skip
-        _bear_witness(
-            os.open(self._aside / ("witness" if rank == 0 else "follower"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), rank
-        )
+        witness = self._aside / ("witness" if rank == 0 else "follower")
+        _bear_witness(os.open(witness, os.O_WRONLY | os.O_CREAT | os.O_APPEND), rank)
         train.accounting_is_installed = lambda: False
         sys.argv = ["fedcdp", *self._arguments]
         fedcdp_main()

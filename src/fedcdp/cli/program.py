@@ -130,7 +130,7 @@ def _speaks(lost: bool) -> bool:
     If rank 0 was lost it cannot say so, and rank 1 does.
     """
     try:
-        return local_rank() == 0 or (lost and job_rank() == 1 and "rank 0" in str(sys.exception()))
+        return local_rank() == 0 or (lost and job_rank() == 1 and "the connection to rank 0" in str(sys.exception()))
     except RankError:  # the environment is not torchrun's
         return True
 

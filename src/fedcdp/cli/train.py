@@ -238,6 +238,8 @@ def _train(
                 ranks=ranks,
             )
     except KeyboardInterrupt:
+        if begun is None:
+            raise StoppedError("stopped with the other ranks") from None
         if not RunDirectory(out).config.is_file():
             raise StoppedError(f"stopped before the first round; {out} was not created") from None
         raise StoppedError(f"stopped; {_how_to_resume(out)}") from None

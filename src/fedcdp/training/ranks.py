@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from fedcdp.files.tree import Tree
 
 T = TypeVar("T")
 _PATIENCE = timedelta(minutes=30)
-_FAILED = "fedcdp/failed/"
+_NOTICED, _PAUSE = 2.0, 0.02  # seconds
 
 
 @dataclass
@@ -51,6 +52,8 @@ class Ranks:
     size: int = 1
     _group: Any = field(default=None, repr=False)
     """The connections while a training joins the ranks."""
+    _key: str = field(default="", repr=False)
+    """Under which a failed rank leaves its error in the store."""
 
     @staticmethod
     def present() -> Ranks:
@@ -89,18 +92,18 @@ class Ranks:
             yield
             return
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        with self._talking("the other ranks"):
+        with self._talking():
             self._group = dist.new_group(timeout=_PATIENCE, backend=backend)
+            self._key = f"fedcdp/failed/{self._group.group_name}"
         try:
             yield
-            with self._talking("the other ranks"):
+            with self._talking():
                 dist.barrier(group=self._group)
         except BaseException as error:
             self._leave_word(error)
             raise
         finally:
-            group, self._group = self._group, None
-            dist.destroy_process_group(group)
+            self._close()
 
     def once(self, make: Callable[[], T]) -> T:
         """The result of a function that rank 0 alone calls."""
@@ -116,13 +119,13 @@ class Ranks:
     def tell(self, value: object) -> None:
         """Tell the followers a value; nothing if there are none."""
         if self.several:
-            with self._talking("the other ranks"):
+            with self._talking():
                 dist.broadcast_object_list([value], src=0, group=self._group, device=torch.device("cpu"))
 
     def heard(self) -> Any:
         """What rank 0 tells next."""
         told: list[Any] = [None]
-        with self._talking("rank 0"):
+        with self._talking():
             dist.broadcast_object_list(told, src=0, group=self._group, device=torch.device("cpu"))
         return told[0]
 
@@ -131,7 +134,7 @@ class Ranks:
         if not self.several:
             return
         gathered: list[Any] | None = [None] * self.size if self.leads else None
-        with self._talking("the other ranks"):
+        with self._talking():
             dist.gather_object(dict(facts), gathered, dst=0, group=self._group)
         for rank, theirs in enumerate(gathered or ()):
             for name, ours in facts.items():
@@ -143,7 +146,7 @@ class Ranks:
     def spread(self, tree: Tree) -> Tree:
         """Rank 0's tensors on all ranks; `tree` has their names and shapes."""
         found = dict(tree)
-        with self._talking("the other ranks"):
+        with self._talking():
             for name in sorted(tree):  # a checkpoint has them in another order
                 value = tree[name]
                 sent = value.contiguous() if self.leads else torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -154,11 +157,11 @@ class Ranks:
 
     def send(self, value: Tensor) -> Callable[[], None]:
         """Begin to send a tensor to rank 0. The result waits until it was sent; until then the tensor must not change."""
-        with self._talking("rank 0"):
+        with self._talking():
             work = dist.isend(value, 0, group=self._group)
 
         def wait() -> None:
-            with self._talking("rank 0"):
+            with self._talking():
                 if work is not None:
                     work.wait()
 
@@ -173,13 +176,16 @@ class Ranks:
     # Failures ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _talking(self, other: str) -> Iterator[None]:
-        """Say in a sentence that a connection was lost: what the failed rank said, if it could."""
+    def _talking(self, other: str = "another rank") -> Iterator[None]:
+        """Say in a sentence that a connection was lost: what the failed rank said, or the leader about it, if they could."""
         try:
             yield
         except RuntimeError as error:
             stop_if_asked()  # Ctrl-C reaches all ranks, and another one may have stopped first
-            raise self._word_left() or LostRankError(f"the connection to {other} was lost, so this training ends") from error
+            if not self.leads:
+                self._close()  # the leader may wait for this rank, and notices now
+            lost = LostRankError(f"the connection to {other if self.leads else 'rank 0'} was lost, so this training ends")
+            raise self._word_left() or lost from error
 
     def _leave_word(self, error: BaseException) -> None:
         """Leave an error for the other ranks. A lost connection is not left: all of them see it themselves."""
@@ -192,15 +198,22 @@ class Ranks:
                 store.set(self._key, json.dumps(about))
 
     def _word_left(self) -> BaseException | None:
-        """The error that another rank has left."""
+        """The error that another rank has left, or soon leaves: the leader may not have noticed yet."""
+        until = time.monotonic() + (0 if self.leads else _NOTICED)
         with suppress(RuntimeError):  # the store ended with the process that served it
-            if self._group is not None and (store := _store()).check([self._key]):
-                return _error(**json.loads(store.get(self._key)))
+            while self._key:
+                if (store := _store()).check([self._key]):
+                    return _error(**json.loads(store.get(self._key)))
+                if time.monotonic() > until:
+                    break
+                with suppress(KeyboardInterrupt):  # torchrun ends this rank, which is ending
+                    time.sleep(_PAUSE)
         return None
 
-    @property
-    def _key(self) -> str:
-        return f"{_FAILED}{self._group.group_name}"
+    def _close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def _store() -> Any:
