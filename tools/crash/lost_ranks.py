@@ -173,7 +173,7 @@ def _arguments(run: Path, options: list[str]) -> list[str]:
 def main() -> int:
     """Run, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="Kills of a rank that still ran, in each scenario.")
+    parser.add_argument("--kills", type=int, default=5, help="Kills of a rank that still ran, in each scenario.")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="Write the result to this JSON file.")
