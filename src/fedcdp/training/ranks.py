@@ -41,7 +41,7 @@ from fedcdp.files.tree import Tree
 
 T = TypeVar("T")
 _PATIENCE = timedelta(minutes=30)
-_NOTICED, _PAUSE = 2.0, 0.02  # seconds
+_NOTICED, _PAUSE = 5.0, 0.02  # seconds
 
 
 @dataclass
