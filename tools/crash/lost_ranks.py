@@ -170,18 +170,25 @@ def _arguments(run: Path, options: list[str]) -> list[str]:
     return ["train", "--out", str(run), *(["--resume", "--quiet"] if begun else options)]
 
 
+def _measured_before(path: Path, commit: str | None) -> dict[str, dict[str, int]]:
+    """The scenarios that a result file has of this commit: they can be measured one by one."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    scenarios: dict[str, dict[str, int]] = before.get("scenarios", {}) if before.get("commit") == commit else {}
+    return scenarios
+
+
 def main() -> int:
     """Run, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=5, help="Kills of a rank that still ran, in each scenario.")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="Write the result to this JSON file.")
+    parser.add_argument("--out", type=Path, default=None, help="Write the result to this JSON file, or add it.")
     given = parser.parse_args()
     commit = clean_commit(str(given.out)) if given.out else None
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    started, found = time.monotonic(), {}
+    found: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["FEDCDP_CACHE"] = str(Path(temporary) / "cache")
         for number, name in enumerate(given.scenarios):
@@ -189,6 +196,7 @@ def main() -> int:
             found[name] = dict(sorted(counts.items()))
             print(f"{name}: {found[name]}", flush=True)
     if given.out:
+        found = _measured_before(given.out, commit) | found
         result = {
             "command": shlex.join(
                 ["python", "-m", "tools.crash.lost_ranks", "--kills", str(given.kills), "--seed", str(given.seed)]
@@ -196,7 +204,6 @@ def main() -> int:
             "commit": commit,
             "kills": sum(counts["kills"] for counts in found.values()),
             "scenarios": found,
-            "seconds": round(time.monotonic() - started),
             "machine": describe(torch.device("cpu")) | {"load_average": load_average()},
         }
         write_atomically(given.out, (json.dumps(result, indent=1) + "\n").encode())

@@ -74,16 +74,21 @@ class Ranks:
 
     def device(self, device: str | torch.device) -> str | torch.device:
         """The device of this rank: of several GPUs that `cuda` may mean, the one with the rank's number on its machine."""
-        if not self.several or str(device) != "cuda":
+        if not self.several or str(device) != "cuda" or not torch.cuda.is_available():
             return device
-        local = local_rank(otherwise=self.rank)
-        if local >= torch.cuda.device_count():
-            raise RankError(
-                f"device: rank {self.rank} is number {local} on its machine, which has {torch.cuda.device_count()} GPUs; "
-                "start at most one rank for each"
-            )
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
+        own = torch.device("cuda", local_rank(otherwise=self.rank) % torch.cuda.device_count())
+        torch.cuda.set_device(own)
+        return own
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise a `RankError` on every rank if two of them have the same GPU, which NCCL does not support."""
+        if not self.several or device.type != "cuda":
+            return
+        found = self._gathered(str(torch.cuda.get_device_properties(device).uuid))
+        for rank, gpu in enumerate(found):
+            if (other := found.index(gpu)) < rank:
+                raise RankError(f"device: ranks {other} and {rank} have the same GPU; start at most one rank for each GPU")
+        self.once(lambda: None)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -133,15 +138,19 @@ class Ranks:
         """Raise a `RankError` on every rank unless all have the same facts. Digests, as bytes, are never shown."""
         if not self.several:
             return
-        gathered: list[Any] | None = [None] * self.size if self.leads else None
-        with self._talking():
-            dist.gather_object(dict(facts), gathered, dst=0, group=self._group)
-        for rank, theirs in enumerate(gathered or ()):
+        for rank, theirs in enumerate(self._gathered(dict(facts))):
             for name, ours in facts.items():
                 if (other := theirs.get(name)) != ours:
                     shown = "" if isinstance(ours, bytes) else f" ({str(other)[:100]}, and {ours[:100]} at rank 0)"
                     raise RankError(f"{name}: rank {rank} does not have that of rank 0{shown}; all ranks need the same")
         self.once(lambda: None)  # nobody goes on before rank 0 has compared
+
+    def _gathered(self, value: object) -> list[Any]:
+        """The value of every rank, at rank 0; nothing elsewhere."""
+        found: list[Any] | None = [None] * self.size if self.leads else None
+        with self._talking():
+            dist.gather_object(value, found, dst=0, group=self._group)
+        return found or []
 
     def spread(self, tree: Tree) -> Tree:
         """Rank 0's tensors on all ranks; `tree` has their names and shapes."""

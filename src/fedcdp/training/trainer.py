@@ -94,6 +94,7 @@ def train(
     check_own_metrics(own, prepared.federation.validation)
     allows = budget if most_releases is None else _at_most(most_releases, budget)
     with ranks.joined(), deferred_interrupts(), products(tf32):
+        ranks.check_device(device)
         network = copy.deepcopy(prepared.network).to(device)
         simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk, ranks=ranks)
         if ranks.several:
