@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fedcdp.accounting.ledger import Ledger
-from tests.support.rank_jobs import commands_on_ranks
+from tests.support.rank_jobs import commands_on_ranks, free_port
 
 SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "2", "--chunk", "2"]
 TRAIN = ["train", *SMALL, "--json", "--out", "run"]
@@ -71,13 +71,23 @@ def test_a_size_that_is_no_number_is_refused(cli: Callable[..., Any], monkeypatc
 
 
 @pytest.mark.slow
-def test_torchrun_trains_what_one_process_does(cli: Callable[..., Any], start: Callable[..., Any], workplace: Path) -> None:
+def test_two_machines_train_what_one_process_does(
+    cli: Callable[..., Any], start: Callable[..., Any], workplace: Path
+) -> None:
+    """Two agents of torchrun stand for two machines. Rank 0 is on the first; the second has no run directory."""
     cli("train", *SMALL, "--quiet", "--out", "alone")
-    process = start(*TORCHRUN, 2, "-m", "fedcdp", *TRAIN)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    found = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    agents = [
+        start(*TORCHRUN, 2, *found, "--node-rank", node, "-m", "fedcdp", *TRAIN[:-1], f"run-{node}") for node in (0, 1)
+    ]
+    (out, err), (other, _) = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], err
     assert json.loads(out.splitlines()[-1])["rounds"] == 2
-    assert (workplace / "run" / "model.safetensors").read_bytes() == (workplace / "alone" / "model.safetensors").read_bytes()
+    assert other == ""
+    assert (workplace / "run-0" / "model.safetensors").read_bytes() == (
+        workplace / "alone" / "model.safetensors"
+    ).read_bytes()
+    assert not (workplace / "run-1").exists()
 
 
 @pytest.mark.slow

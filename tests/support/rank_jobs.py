@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,9 @@ def ended_on_ranks(size: int, function: Callable[[int], Any]) -> list[Ended]:
         ]
 
 
-def commands_on_ranks(*commands: list[str], environment: Mapping[str, str] | None = None) -> list[tuple[int, str, str]]:
+def commands_on_ranks(*commands: list[str]) -> list[tuple[int, str, str]]:
     """The status and the output of `fedcdp` on each rank of a job, with the environment that torchrun sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as place:
 
         def work(rank: int) -> None:
@@ -73,13 +71,21 @@ def commands_on_ranks(*commands: list[str], environment: Mapping[str, str] | Non
             os.environ |= {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(commands)),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            } | dict(environment or {})  # fmt: skip
+            }  # fmt: skip
             sys.argv = ["fedcdp", *commands[rank]]
             main()
 
         statuses = _forked(len(commands), work)
         said = [[(Path(place) / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(commands))]
         return [(status, *each) for status, each in zip(statuses, said, strict=True)]
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def _forked(size: int, work: Callable[[int], None]) -> list[int]:
