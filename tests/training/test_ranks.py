@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fedcdp
@@ -94,6 +95,20 @@ def test_a_run_in_memory_is_resumed_by_all_ranks() -> None:
         return result(trained(plan, most_releases=1).resume())
 
     assert on_ranks(2, in_parts) == [result(trained(plan))] * 2
+
+
+def test_a_follower_does_not_go_on_alone_with_a_run_in_memory() -> None:
+    """It has no state to go on from, and not the releases of a training that failed."""
+
+    def alone(_: int) -> int:
+        run = trained(plan_of("fed-cdp"), most_releases=1)
+        dist.destroy_process_group()
+        return run.resume().releases
+
+    first, second = ended_on_ranks(2, alone)
+    assert first.result == 2
+    assert type(second.error) is RunError
+    assert "only rank 0 can go on alone" in str(second.error)
 
 
 # Noise and draws -----------------------------------------------------------------------------------------------------

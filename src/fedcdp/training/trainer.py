@@ -29,7 +29,7 @@ from fedcdp.engine import Engine, Loss, engines_for
 from fedcdp.engine.frozen import split
 from fedcdp.engine.reachability import check_all_used
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
-from fedcdp.errors import ModelError, PlanError
+from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tensors import size_of
 from fedcdp.files.tree import Tree, each_tensor
 from fedcdp.mechanism.sampling import choose_clients
@@ -86,6 +86,9 @@ def train(
     device = usable_device(ranks.device(device))
     directory = None if out is None else RunDirectory(out)
     memory = memory or Memory(Releases(prepared.federation.clients))
+    if directory is None and memory.followed and ranks.leads:
+        raise RunError("resume: only rank 0 can go on alone with a run in memory, because it alone has counted all releases")
+    memory.followed = not ranks.leads
     if resume and directory and ranks.leads:
         engine, chunk = _kept_engine(directory, device, engine, chunk)
     audience = Audience(progress)
