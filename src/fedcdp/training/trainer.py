@@ -221,7 +221,8 @@ def ready(
             raise ModelError(f"{name} holds a weight that is not finite; training cannot start from it")
     front, trained = split(network, federation.train.inputs, device)
     data = ClientData(federation, plan, device, front, kept)
-    engines = engines_for(trained, loss, engine, each_tensor(data.first_batch().inputs, lambda value: value[0, :1]))
+    known = engines_for(trained, loss, engine, each_tensor(data.first_batch().inputs, lambda value: value[0, :1]))
+    engines = {name: data.within_memory(each) for name, each in known.items()}
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
