@@ -5,8 +5,8 @@
 
 24 clients hold 500 verses each (`verses` says which text and which licence). The classifier says what kind of book a verse
 is from, the language model predicts every word of a verse. Both are transformers of one layer that are trained from
-scratch. ε = 8 holds for a verse, against a server that reads every update, or only their sum. Each learning rate is the better of
-two, on the public verses with another seed; figures are of the test verses. A file of the same commit is completed.
+scratch. ε = 8 holds for a verse, against a server that reads every update, or only their sum. The learning rates come from
+a few trials with another seed on the public verses; figures are of the test verses. A file of the same commit is completed.
 """
 
 from __future__ import annotations
