@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedcdp.engine import Batch, FunctionalEngine, engines_for, runtime
+from fedcdp.engine.gradients import Formed
 from fedcdp.engine.recorded import RecordedEngine
 from fedcdp.engine.token_gradients import TokenProducts, TokenRows
 from fedcdp.errors import ModelError
@@ -337,6 +338,30 @@ def test_an_example_that_is_not_finite_adds_nothing(bad: float) -> None:
     usable = torch.tensor([[True, False, True]])
     wanted = each.formed()[:, [0, 2]].sum(1)
     torch.testing.assert_close(each.weighted_sum(torch.ones(1, 3), usable), wanted)
+
+
+def longest(engine: RecordedEngine, weights: Tree, batch: Batch, bound: float) -> float:
+    """The norm of the longest clipped gradient of a single example, over the bound."""
+    groups, found = engine.layout.groups("flat"), []
+    for place in range(EXAMPLES):
+        alone = Batch(batch.inputs, batch.targets, torch.arange(EXAMPLES).expand(CLIENTS, EXAMPLES) == place)
+        summed = engine.clipped_sum(weights, alone, groups, bound)
+        found.append(sum(value.double().flatten(1).square().sum(1) for value in summed.values()))
+    return float(torch.stack(found).max()) ** 0.5 / bound  # type: ignore[arg-type]
+
+
+def test_no_example_adds_more_than_the_bound_and_coarse_norms_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(6)
+    batch, found = batch_of(), {}
+    for name in ("dense layers", "encoder layer", "causal attention and SwiGLU", "adapters", "views", "gru"):
+        model = Around(LAYERS[name]())
+        engine, weights = RecordedEngine(model, F.cross_entropy, batch.inputs[0, :1]), own_weights(model)  # type: ignore[index]
+        assert 1 - 1e-4 < longest(engine, weights, batch, 1e-3) <= 1 + 1e-6, name
+        found[name] = (engine, weights)
+    for kind in (Formed, TokenProducts, TokenRows):
+        ordinary = kind.squared_norms
+        monkeypatch.setattr(kind, "squared_norms", lambda self, ordinary=ordinary: ordinary(self).bfloat16().float())
+    assert max(longest(*each, batch, 1e-3) for each in found.values()) > 1 + 1e-4
 
 
 # What has no rule -----------------------------------------------------------------------------------------------------
