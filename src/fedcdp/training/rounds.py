@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.engine.runtime import clients_within_budget, wait
+from fedcdp.engine.batched import BatchedEngine
+from fedcdp.engine.microbatches import MicrobatchEngine
+from fedcdp.engine.runtime import clients_within_budget, examples_within_budget, wait
 from fedcdp.files.tree import each_tensor, repeat
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import Draw, choose_records, choose_records_of_steps, zero_out
@@ -104,6 +106,15 @@ class ClientData:
         example = each_tensor(self.examples.inputs, lambda value: value[0])
         exact = self.plan.sums and self.plan.per_example
         return clients_within_budget(model, example, self.plan.slots, self.plan.per_example, exact)
+
+    def within_memory(self, engine: Engine) -> Engine:
+        """The engine, in parts of a batch where the batch of a single client exceeds the memory budget."""
+        if isinstance(engine, BatchedEngine):  # it may be compiled or packed, and holds little for each example
+            return engine
+        example = each_tensor(self.examples.inputs, lambda value: value[0])
+        exact = self.plan.sums and self.plan.per_example
+        most = examples_within_budget(engine.model, example, self.plan.per_example, exact)
+        return engine if most >= self.plan.slots else MicrobatchEngine(engine, most)
 
 
 @dataclass(frozen=True)

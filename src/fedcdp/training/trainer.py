@@ -6,6 +6,7 @@ Three steps: choose an engine, open the run, and run the rounds.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from fedcdp.config.experiment import EngineName, Experiment
 from fedcdp.data.dataset import Splits
 from fedcdp.engine import Engine, Loss, engines_for
 from fedcdp.engine.frozen import split
-from fedcdp.engine.reachability import check_all_used
+from fedcdp.engine.reachability import check_all_used, named_briefly
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
 from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tensors import size_of
@@ -50,6 +51,8 @@ from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.run import Run, hides_time
 from fedcdp.training.rundir import RunDirectory, State
 from fedcdp.training.scaling import copy_scaling, set_scaling, set_standardisation, standardised_by
+
+_LOG = logging.getLogger("fedcdp")
 
 
 def train(
@@ -253,7 +256,8 @@ def ready(
             raise ModelError(f"{name} holds a weight that is not finite; training cannot start from it")
     front, trained = split(network, federation.train.inputs, device)
     data = ClientData(federation, plan, device, front, kept)
-    engines = engines_for(trained, loss, engine, each_tensor(data.first_batch().inputs, lambda value: value[0, :1]))
+    known = engines_for(trained, loss, engine, each_tensor(data.first_batch().inputs, lambda value: value[0, :1]))
+    engines = {name: data.within_memory(each) for name, each in known.items()}
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
@@ -392,6 +396,12 @@ def _rounds(
         audience.tell(row, partial(_epsilon, prepared, *against, releases.rounds))
     final, seconds = state.average or state.weights, time.perf_counter() - started
     trained = _released_model(prepared.network, network, final)
+    if state.round and (still := _unmoved(prepared.network, final)):
+        _LOG.warning(
+            "%s did not change in %d rounds: is the learning rate too small, or its gradient zero at the starting weights?",
+            named_briefly(still),
+            state.round,
+        )
     scores, client_scores = Figures(), list[dict[str, Any]]()
     if data.validation is not None and state.round:
         scores, client_scores = score(simulator.engine, final, data.federation, data.validation, data.device, own)
@@ -447,6 +457,12 @@ def _released_model(untrained: nn.Module, computing: nn.Module, weights: Tree) -
     model.load_state_dict(weights, strict=False)
     copy_scaling(computing, model)
     return model
+
+
+def _unmoved(untrained: nn.Module, weights: Tree) -> list[str]:
+    """The trained tensors that are released as they were at the start, such as an adapter without a gradient."""
+    start = dict(untrained.named_parameters())
+    return [name for name, value in weights.items() if torch.equal(value.cpu(), start[name].detach().cpu())]
 
 
 def _at_most(releases: int, budget: Allows | None) -> Allows:
