@@ -100,7 +100,7 @@ def init(
     )
     planned = plan_for(nodes, given, target_epsilon)
     settings = replace(settings, nodes=planned.experiment.data.clients)
-    site = write(directory, settings, planned.experiment, client_epsilon, ways=ways or ())
+    site = write(directory, settings, planned.experiment, client_epsilon=client_epsilon, ways=ways or ())
     terminal.say_recipe(planned)
     terminal.notes(remarks(planned.experiment, given, calibrated=planned.epsilon is not None))
     terminal.console.print(

@@ -13,8 +13,9 @@ import pytest
 
 pytest.importorskip("cryptography")
 pytest.importorskip("flwr")
-yaml = pytest.importorskip("yaml")
+pytest.importorskip("yaml")
 
+import yaml
 from cryptography import x509
 from fastapi.routing import APIRoute
 from flwr.superlink.routers.fleet.router import router as fleet_router
@@ -25,6 +26,7 @@ from fedcdp.deploy.site.service_files import FLEET_CALLS, SERVER, WAYS, control_
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.errors import DeploymentError
 from tests.cli.conftest import Cli, cli, workplace
+from tests.support.nginx import require_nginx
 
 __all__ = ["cli", "workplace"]
 
@@ -78,9 +80,9 @@ def test_behind_the_proxy_the_server_listens_on_the_loopback_only(site: Site) ->
     assert site.require().control_port == CONTROL_PORT
 
 
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 @pytest.mark.parametrize("host", ["fl.example.org", "fe80::7"])
 def test_nginx_accepts_its_configuration(tmp_path: Path, host: str) -> None:
+    require_nginx()
     settings = SiteSettings(nodes=2, host=host, port=19443, control_port=CONTROL_PORT)
     site = write(tmp_path / "site", settings, experiment_for(2, [CANCER]))
     (site.proxy / "temp").mkdir()

@@ -8,9 +8,9 @@
 | `systemd` | `systemd/`: a unit for the server, its proxy, and each node |
 | `kubernetes` | `kustomization.yaml` and `kubernetes/` for the server; the same inside each node's folder |
 
-Every way starts the scripts that `fedcdp deploy up` runs. Images hold programs only: a build reads `container/`, which has
-no key and no data. Behind the proxy the server listens on the loopback, because Flower lets anyone who reaches its control API
-register keys and start apps. A node's machine needs nothing but the node's folder, its script and its unit.
+Every way starts the scripts that `fedcdp deploy up` runs. Images hold programs only: a build reads `container/`, which
+has no key and no data. Behind the proxy the server listens on the loopback, because Flower lets anyone who reaches its
+control API register keys and start apps. A node's machine needs nothing but the node's folder, its script and its unit.
 """
 
 from __future__ import annotations

@@ -187,11 +187,11 @@ def write(
         site.path.mkdir(parents=True, exist_ok=True)
         own = OwnFile.of(experiment)
         nodes = site.nodes(settings.nodes, () if own is None else own.names)
-        services = ServiceFiles(site, settings, experiment, nodes, ways)
-        texts = [
-            *_texts(site, nodes, settings, experiment, own, client_epsilon),
-            _app(site, experiment, _of_sizes(own) | dict(server or {})),
-        ]
+        services = ServiceFiles(
+            site=site, settings=settings, experiment=experiment, nodes=nodes, ways=tuple(dict.fromkeys(ways))
+        )
+        app = _app(site, experiment, _of_sizes(own) | dict(server or {}))
+        texts = [*_texts(services, own, client_epsilon), app]
         records = [] if own is None else [file for node in nodes for file in own.files(node)]
         secrets = _secrets(site, nodes, [settings.host, "localhost", "127.0.0.1", *services.host_names])
         lists = _lists(nodes, secrets) if experiment.plan.sums else []
@@ -237,24 +237,18 @@ def _lists(nodes: list[NodePlace], secrets: list[tuple[Path, bytes, int]]) -> li
     return [(node.known, list_text(known).encode(), _SECRET) for node in nodes]
 
 
-def _texts(
-    site: Site,
-    nodes: list[NodePlace],
-    settings: SiteSettings,
-    experiment: Experiment,
-    own: OwnFile | None,
-    client_epsilon: float | None,
-) -> list[tuple[Path, bytes, int]]:
+def _texts(services: ServiceFiles, own: OwnFile | None, client_epsilon: float | None) -> list[tuple[Path, bytes, int]]:
+    site, settings, experiment = services.site, services.settings, services.experiment
     policies: dict[int | None, str] = {}
     files = [
         (site.settings_file, settings.to_toml(), _PLAIN),
         (site.experiment, experiment.to_toml(), _PLAIN),
         (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
-        (site.path / "README.md", _readme(settings, experiment), _PLAIN),
+        (site.path / "README.md", _readme(services), _PLAIN),
         (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which do not belong in a repository
     ]
     files += [(site.path / name, text, _PROGRAM) for name, text in server_scripts(settings).items()]
-    for node in nodes:
+    for node in services.nodes:
         held = None if own is None else own.records(node.number - 1)
         if held not in policies:
             policies[held] = policy_text(experiment, client_epsilon, held)
@@ -292,10 +286,18 @@ def smallest_roster(plan: Plan) -> int:
     return min(plan.per_round, plan.colluders + 2)
 
 
-def _readme(settings: SiteSettings, experiment: Experiment) -> str:
+def _readme(services: ServiceFiles) -> str:
     """What the directory holds, how to start it, and what to replace before it guards real data."""
-    data = experiment.data.dataset or "your own examples"
-    return render("README.md", settings=settings, plan=experiment.plan, data=data, valid_days=VALID_DAYS)
+    settings, experiment = services.settings, services.experiment
+    return render(
+        "README.md",
+        settings=settings,
+        ways=services.ways,
+        names=[settings.host, *services.host_names],
+        plan=experiment.plan,
+        data=experiment.data.dataset or "your own examples",
+        valid_days=VALID_DAYS,
+    )
 
 
 def _connection(site: Site, settings: SiteSettings) -> str:
