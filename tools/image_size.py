@@ -29,7 +29,7 @@ from benchmarks.clean_tree import clean_commit
 from fedcdp.deploy.site.service_files import image_requirements
 
 ROOT = Path(__file__).parents[1]
-_PACKAGE = re.compile(r"^([\w.-]+)==(\S+) \\\n +--hash=sha256:([0-9a-f]{64})$", re.MULTILINE)
+PACKAGE = re.compile(r"^([\w.-]+)==(\S+) \\\n +--hash=sha256:([0-9a-f]{64})$", re.MULTILINE)
 _files_of = runpy.run_path(str(ROOT / ".ci" / "registry.py"))["files_of"]
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     compressed, unpacked = base_sizes(given.base)
     written["base"] = {"name": given.base_name, "compressed": compressed, "unpacked": unpacked}
     for variant in given.variants:
-        packages = _PACKAGE.findall(image_requirements(variant))
+        packages = PACKAGE.findall(image_requirements(variant))
         with ThreadPoolExecutor(8) as pool:
             sizes = list(pool.map(lambda each: wheel_sizes(*each, given.wheels), packages))
         wheels = {"compressed": sum(each[0] for each in sizes), "unpacked": sum(each[1] for each in sizes)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import stat
@@ -282,6 +283,30 @@ def test_kubectl_builds_the_manifests(site: Site) -> None:
         containers = built[expected]["spec"]["template"]["spec"]["containers"]
         assert containers[0]["image"].startswith("registry.example.org/fedcdp:")
         assert built["Secret"]["metadata"]["name"] in str(built[expected])
+
+
+# Signed apps ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_node_asks_for_signatures_if_its_owner_lists_keys(tmp_path: Path, listed: bool) -> None:
+    site = write(tmp_path / "site", SiteSettings(nodes=1), experiment_for(1, [CANCER]))
+    if listed:
+        (site.node(1).path / "trusted.yaml").write_text("fpk_1: ssh-ed25519 AAAA")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "flower-supernode").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (programs / "flower-supernode").chmod(0o755)
+    done = subprocess.run(
+        [str(site.path / "start-node-1.sh")],
+        env={"PATH": f"{programs}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = done.stdout.splitlines()
+    assert words[:2] == (["--trusted-entities", "trusted.yaml"] if listed else ["--superlink", "127.0.0.1:9443"])
+    assert words[-1] == "node.toml"
 
 
 # The options ---------------------------------------------------------------------------------------------------------
