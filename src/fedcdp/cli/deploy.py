@@ -131,7 +131,7 @@ def up(
 
     deployment = Deployment(directory)
     if resume and not (deployment.site.run.exists() and any(deployment.site.run.iterdir())):
-        raise DeploymentError(f"{deployment.site.run} does not exist: there is no run to resume")
+        raise DeploymentError(f"{deployment.site.run} is empty or does not exist: there is no run to resume")
     done = deployment.follower.rounds_done()
     plan = deployment.experiment.plan
     try:

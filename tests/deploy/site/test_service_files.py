@@ -354,6 +354,13 @@ def test_bad_options_are_one_line(cli: Cli, options: tuple[str, ...], said: str)
     assert not Path("site").exists()
 
 
+def test_a_folder_for_a_run_is_no_run_to_resume(cli: Cli, site: Site) -> None:
+    assert list(site.run.iterdir()) == []
+    outcome = cli("deploy", "up", site.path, "--resume")
+    assert outcome.status == 2
+    assert "no run to resume" in outcome.stderr
+
+
 def test_service_files_without_a_proxy_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match="control_port: 0 is not allowed for compose"):
         write(tmp_path / "site", SiteSettings(nodes=1), experiment_for(1, [CANCER]), ways=["compose"])

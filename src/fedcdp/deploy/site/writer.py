@@ -238,7 +238,7 @@ def _lists(nodes: list[NodePlace], secrets: list[tuple[Path, bytes, int]]) -> li
 
 
 def _texts(services: ServiceFiles, own: OwnFile | None, client_epsilon: float | None) -> list[tuple[Path, bytes, int]]:
-    site, settings, experiment = services.site, services.settings, services.experiment
+    site, settings, experiment, nodes = services.site, services.settings, services.experiment, services.nodes
     policies: dict[int | None, str] = {}
     files = [
         (site.settings_file, settings.to_toml(), _PLAIN),
@@ -248,7 +248,7 @@ def _texts(services: ServiceFiles, own: OwnFile | None, client_epsilon: float | 
         (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which do not belong in a repository
     ]
     files += [(site.path / name, text, _PROGRAM) for name, text in server_scripts(settings).items()]
-    for node in services.nodes:
+    for node in nodes:
         held = None if own is None else own.records(node.number - 1)
         if held not in policies:
             policies[held] = policy_text(experiment, client_epsilon, held)
