@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -29,8 +30,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "empty").mkdir()
     yield tmp_path / "empty"
-    for pid in pids_of(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGKILL):  # nginx ends its workers, whose command line names no place
+        for pid in pids_of(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not pids_of(tmp_path), "all processes to end", 10)
 
 
 @pytest.mark.slow
