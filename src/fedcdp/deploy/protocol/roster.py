@@ -34,7 +34,7 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.files.untrusted import MOST_JSON, parse_json, printable, read_bounded
 
 _LOG = logging.getLogger("flwr.fedcdp")
-_SOON, _LATE = 0.1, 1.0  # seconds between two polls for replies: at first, and later
+_SOON, _LATE = 0.1, 0.5  # seconds between two polls for replies: at first, and later
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, DecodeError)
 _ASK_AGAIN = 30.0  # seconds until a node without a readable answer is asked again
 

@@ -285,8 +285,7 @@ class _Server:
             _LOG.info("every round takes %g s (round-timeout): its duration must not reveal who took part",
                       self._settings.round_timeout)  # fmt: skip
         outcome = self._rounds(strategy, budget)
-        if isinstance(strategy, SumStrategy):
-            strategy.say_ended(self._grid)
+        strategy.say_ended(self._grid)
         return outcome
 
     def _strategy(self, roster: Roster, releases: Releases, state: State) -> PlanStrategy:

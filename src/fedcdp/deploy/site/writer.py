@@ -167,6 +167,8 @@ def _shortest(value: float) -> int | float:
 
 _SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
 _USUAL_NODES = 2
+_POLLS_A_SECOND = 20  # of all nodes together, which the server answers
+_SHORTEST_POLL, _LONGEST_POLL = 0.25, 3.0  # seconds; Flower's own pause is the longest
 _FIRST_RUNTIME_PORT = 9100  # used by the programs that a node starts; on one machine each node needs its own
 
 
@@ -340,7 +342,9 @@ def server_scripts(settings: SiteSettings) -> dict[str, str]:
 def node_script(settings: SiteSettings, number: int, name: str | None = None) -> str:
     """The script that starts a node; together with the node's folder, it is all that the node's machine needs."""
     port = _FIRST_RUNTIME_PORT + number
-    return render("start-node.sh", settings=settings, number=number, folder=name or f"node-{number}", runtime_port=port)
+    poll = min(_LONGEST_POLL, max(_SHORTEST_POLL, settings.nodes / _POLLS_A_SECOND))
+    folder = name or f"node-{number}"
+    return render("start-node.sh", settings=settings, number=number, folder=folder, runtime_port=port, poll=f"{poll:g}")
 
 
 def _readme(settings: SiteSettings, experiment: Experiment) -> str:
