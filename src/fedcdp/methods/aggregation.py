@@ -16,6 +16,7 @@ from fedcdp.config.plan import Plan
 from fedcdp.files.tree import Tree, combine
 from fedcdp.methods.base import Method, Moment
 from fedcdp.methods.quantile import clip_rule
+from fedcdp.methods.robust_means import robust_sum
 from fedcdp.methods.server_optimizers import OptimizerState, move_model
 
 
@@ -23,6 +24,7 @@ class Aggregate:
     """A running sum of what the clients of a round sent, in float64, so the grouping of clients does not matter.
 
     With noise on the sum clients send whole numbers, which are added modulo 2^64; the method decodes their sum.
+    A robust aggregator (`robust_means`) needs all updates at once, so these are kept.
     Under `fedsgd` clients send updates ΔW_k; under `fedaveraging` they send models W_k = W + ΔW_k. The results agree.
     """
 
@@ -33,20 +35,26 @@ class Aggregate:
         self._counts: list[Tensor] = []
         dtype = torch.int64 if plan.sums else torch.float64
         self._total = {name: torch.zeros_like(value, dtype=dtype) for name, value in weights.items()}
+        self._kept: list[Tree] = []
 
     def add(self, updates: Tree, counts: Tensor | None = None) -> None:
         """Add the admitted updates [clients, ...] of some clients, and their counts [clients] if there are any."""
         if counts is not None:
             self._counts.append(counts)
+        self._clients += len(next(iter(updates.values())))
+        if self._plan.aggregator != "mean":
+            self._kept.append(updates)
+            return
         for name, update in updates.items():
             sent = update if self._plan.sums else update.double()
             if self._plan.aggregation == "fedaveraging":
                 sent = self._weights[name] + sent
             self._total[name] += sent.sum(0)
-        self._clients += len(next(iter(updates.values())))
 
     def total_update(self) -> Tree:
-        """Σ ΔW_k over the clients that took part, as they sent it."""
+        """Σ ΔW_k over the clients that took part, as they sent it; or what a robust aggregator puts in its place."""
+        if self._kept:
+            return robust_sum({name: torch.cat([each[name] for each in self._kept]) for name in self._total}, self._plan)
         if self._plan.aggregation == "fedsgd":
             return self._total
         return combine(self._total, self._weights, -float(self._clients))
