@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.deploy.protocol.failures import Failures
 from fedcdp.deploy.protocol.first_release import gather_moments
+from fedcdp.deploy.protocol.kept_features import without_front
 from fedcdp.deploy.protocol.local_round import first_batch
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
 from fedcdp.deploy.protocol.sum_rounds import SumStrategy
 from fedcdp.deploy.protocol.task import Task, hides_participation
-from fedcdp.engine import Loss
+from fedcdp.engine import Engine, Loss
 from fedcdp.engine.reachability import check_all_used
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.files.disk import write_atomically
@@ -377,8 +379,16 @@ class _Server:
         if plan.private:
             row["clip"] = plan.clip_at(before.round, before.clip)
         if self._validation is not None and (state.round % every == 0 or state.round == plan.rounds):
-            row |= evaluate(strategy.engine, state.average or state.weights, self._validation, torch.device("cpu"))
+            engine, records = self._watched
+            row |= evaluate(engine, state.average or state.weights, records, torch.device("cpu"))
         return row
+
+    @cached_property
+    def _watched(self) -> tuple[Engine, Dataset]:
+        """The network behind its frozen front, and the validation records as that front gives them, in all rounds."""
+        assert self._validation is not None
+        trained, inputs = without_front(self._job.network, self._validation.inputs, torch.device("cpu"), None)
+        return self._job.engine(trained), replace(self._validation, inputs=inputs)
 
     # Stored files ----------------------------------------------------------------------------------------------------
 

@@ -94,13 +94,13 @@ class Job:
     table: TableSchema | None = None
     """What the columns of clients' tables mean, which they check; None: nothing is said."""
 
-    def engine(self) -> Engine:
-        """The network, prepared for its plan, and its loss."""
+    def engine(self, network: nn.Module | None = None) -> Engine:
+        """The network, or a part of it, prepared for its plan, and its loss."""
         if (loss := self.loss or task_called(self.learning_task).loss) is None:
             raise PlanError(
                 f"loss: task {self.learning_task} has no loss of its own; pass a function of outputs and targets"
             )
-        return next(iter(engines_for(prepare(self.network, self.plan, "cpu"), loss).values()))
+        return next(iter(engines_for(prepare(network or self.network, self.plan, "cpu"), loss).values()))
 
     def task(self) -> Task:
         """The task that the server publishes for this job."""
