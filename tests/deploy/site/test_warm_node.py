@@ -24,8 +24,9 @@ import pytest
 import torch
 
 from fedcdp.deploy.site import supernode, warm_node
+from fedcdp.deploy.site.flower_commands import free_ports, listens
 from fedcdp.errors import DeploymentError
-from tests.support.flower_site import HAS_FLOWER, source_path
+from tests.support.flower_site import HAS_FLOWER, source_path, wait_until
 
 needs_flower = pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")
 
@@ -123,6 +124,33 @@ def test_a_node_ends_as_its_supernode_does(tmp_path: Path, monkeypatch: pytest.M
 
 
 @needs_flower
+@pytest.mark.slow
+def test_a_supernode_gives_tasks_to_its_own_warm_process_only(tmp_path: Path) -> None:
+    import httpx
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from flwr.supercore.constant import TaskType
+
+    (tmp_path / "secret").write_bytes(b"own")
+    (own_port,) = free_ports(1)
+    about = ["--isolation", "process", "--port", str(own_port), "--superexec-auth-secret-file", str(tmp_path / "secret")]
+    program = [sys.executable, "-P", supernode.__file__, str(os.getpid()), "0.5"]
+    environment = os.environ | {"FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    node = subprocess.Popen(
+        [*program, "--insecure", "--superlink", "127.0.0.1:9", *about], env=environment, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: listens(own_port), "the SuperNode to listen", 60)
+        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+        answer = warm_node.runtime_client(f"127.0.0.1:{own_port}", b"own").AcquireTask(request)
+        assert not answer.HasField("task")
+        with pytest.raises(httpx.HTTPError, match=r"401|403"):
+            warm_node.runtime_client(f"127.0.0.1:{own_port}", b"another").AcquireTask(request)
+    finally:
+        node.terminate()
+        assert node.wait(30) == 0  # by Flower's own farewell
+
+
+@needs_flower
 def test_a_signal_ends_the_supernode_and_the_message_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
@@ -134,11 +162,11 @@ def test_a_signal_ends_the_supernode_and_the_message_at_work(
     started: list[int] = []
     serve = warm_node._serve
 
-    def serve_one(address: str, node: Any, children: set[int]) -> None:
+    def serve_one(address: str, node: Any, children: set[int], secret: bytes) -> None:
         started.extend([node.pid, warm_node._fork(address, "token")])
         children.add(started[1])
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        serve(address, node, children)
+        serve(address, node, children, secret)
 
     before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:

@@ -4,6 +4,9 @@ Flower starts a Python process for every message, which imports torch for second
 process imports everything once. It asks the SuperNode for tasks, as Flower's launcher (`flower-superexec`) does. For each
 task it forks, and the child does what `flwr-clientapp` does: it handles one message and ends.
 
+The SuperNode gives tasks only to the process that knows a secret, made anew at each start. So no other process of the
+machine gets this node's messages, and this one gets no other node's if both are told the same port.
+
 Children inherit imported code and nothing else. The warm process never reads the node's data, policy, ledger or keys, never
 sees a message, and draws no random number, so nothing of one message can reach the next.
 
@@ -22,12 +25,15 @@ import contextlib
 import importlib
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -40,6 +46,7 @@ from fedcdp.errors import DeploymentError
 _LOG = logging.getLogger("flwr.fedcdp")
 _TASK_SECONDS = 0.05  # between two questions for a task, on the loopback
 _GRACE_SECONDS = 10.0
+_ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 _CODE = (
     "flwr.supernode.runtime.run_clientapp",
     "fedcdp.deploy.protocol.client",
@@ -64,17 +71,21 @@ def run_node(port: int, pause: float, arguments: Sequence[str]) -> int:
         raise DeploymentError(f"poll: {pause:g} is not allowed; it must be above 0 and at most 60 seconds")
     require_flower()
     command = [sys.executable, "-P", supernode.__file__, str(os.getpid()), str(pause)]
-    # Its own session: a terminal's Ctrl-C reaches this process only, which ends the SuperNode once.
-    node = subprocess.Popen([*command, *arguments, "--isolation", "process", "--port", str(port)], start_new_session=True)
-    children = set[int]()
-    try:
-        with ended_by_signals():
-            _import_code()
-            _serve(f"127.0.0.1:{port}", node, children)
-    except KeyboardInterrupt:
-        _LOG.info("the node is told to end")
-    finally:
-        _end(node, children)
+    with tempfile.TemporaryDirectory() as place:  # readable by its owner only
+        secret = Path(place) / "secret"
+        secret.write_bytes(secrets.token_bytes(32))
+        about = ["--isolation", "process", "--port", str(port), "--superexec-auth-secret-file", str(secret)]
+        # Its own session: a terminal's Ctrl-C reaches this process only, which ends the SuperNode once.
+        node = subprocess.Popen([*command, *arguments, *about], start_new_session=True)
+        children = set[int]()
+        try:
+            with ended_by_signals():
+                _import_code()
+                _serve(f"127.0.0.1:{port}", node, children, secret.read_bytes())
+        except KeyboardInterrupt:
+            _LOG.info("the node is told to end")
+        finally:
+            _end(node, children)
     return node.returncode
 
 
@@ -84,26 +95,35 @@ def _import_code() -> None:
             importlib.import_module(name)
 
 
-def _serve(address: str, node: subprocess.Popen[bytes], children: set[int]) -> None:
+def runtime_client(address: str, secret: bytes) -> Any:
+    """A client of the SuperNode at this address, which shares the secret."""
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
+    from flwr.supercore.runtime import RuntimeHttpClient
+
+    return RuntimeHttpClient.from_server_address(
+        server_address=address,
+        insecure=True,  # the loopback, as between Flower's own processes
+        root_certificates=None,
+        interceptors=[
+            RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+            SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={_ACQUIRE}),
+        ],
+    )
+
+
+def _serve(address: str, node: subprocess.Popen[bytes], children: set[int], secret: bytes) -> None:
     """Fork for each task of the SuperNode, while it runs."""
     import httpx
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
     from flwr.supercore.constant import TaskType
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-    from flwr.supercore.runtime import RuntimeHttpClient
 
-    client = RuntimeHttpClient.from_server_address(
-        server_address=address,
-        insecure=True,  # the loopback, as between Flower's own processes
-        root_certificates=None,
-        interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
-    )
+    client = runtime_client(address, secret)
     request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
     while node.poll() is None:
         _reap(children)
         try:
-            answer: Any = client.AcquireTask(request)
-        except httpx.HTTPError:  # it does not listen yet, or has just ended
+            answer = client.AcquireTask(request)
+        except httpx.HTTPError:  # it does not listen yet, has just ended, or is another node's
             time.sleep(_TASK_SECONDS)
             continue
         if answer.HasField("task") and answer.token:
