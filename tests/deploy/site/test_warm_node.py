@@ -26,6 +26,8 @@ import torch
 from fedcdp.deploy.site import supernode, warm_node
 from fedcdp.deploy.site.flower_commands import free_ports, listens
 from fedcdp.errors import DeploymentError
+from fedcdp.files.tree import Layout
+from fedcdp.mechanism.noise import SecureNoise
 from tests.support.flower_site import HAS_FLOWER, source_path, wait_until
 
 needs_flower = pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")
@@ -33,7 +35,11 @@ needs_flower = pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installe
 
 def drawn() -> str:
     """One draw of everything random that a message may use, but torch's generators, which start alike in every process."""
-    return f"{secrets.token_hex(8)} {random.random()} {np.random.random()} {os.urandom(8).hex()}"  # noqa: NPY002
+    layout, client = Layout.of(torch.nn.Linear(3, 2)), torch.tensor([0])
+    noises = [SecureNoise(layout), SecureNoise(layout, "chacha20")]
+    trees = [noise.for_update(0, client, 1.0) for noise in noises] + [noises[0].for_sum(0, client, 0, 2**24)]
+    values = [f"{float(tree['weight'][0, 0, 0])}" for tree in trees]  # the last one by OpenDP
+    return " ".join([*values, secrets.token_hex(8), f"{random.random()} {np.random.random()}", os.urandom(8).hex()])  # noqa: NPY002
 
 
 @needs_flower
@@ -42,9 +48,11 @@ def test_no_two_messages_share_randomness(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / token).write_text(f"{drawn()} {torch.rand(1).item()}")
 
     monkeypatch.setattr("flwr.supernode.runtime.run_clientapp.run_clientapp", draw)
+    importlib.import_module("opendp.prelude")  # before the fork, as the warm process does
     for name in "ab":
         os.waitpid(warm_node._fork("127.0.0.1:1", name), 0)
     one, other = ((tmp_path / name).read_text().split() for name in "ab")
+    assert len(one) == len(other) == 8
     assert not set(one[:-1]) & set(other[:-1])
     assert one[-1] == other[-1]  # as in two new processes: torch seeds itself by a constant
 

@@ -8,7 +8,7 @@ The SuperNode gives tasks only to the process that knows a secret, made anew at 
 machine gets this node's messages, and this one gets no other node's if both are told the same port.
 
 Children inherit imported code and nothing else. The warm process never reads the node's data, policy, ledger or keys, never
-sees a message, and draws no random number, so nothing of one message can reach the next.
+sees a message, and keeps no random state, so nothing of one message can reach the next.
 
 | state that a fork could copy | why no two children share it |
 | --- | --- |
