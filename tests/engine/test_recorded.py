@@ -396,21 +396,25 @@ def test_a_network_of_any_form_may_be_recorded() -> None:
     assert list(engines_for(Tied(), F.cross_entropy)) == ["functional"]
 
 
-def test_a_network_that_changes_with_its_inputs_is_refused() -> None:
+@pytest.mark.parametrize("change", ["more often", "another layer", "another view"])
+def test_a_network_that_changes_with_its_inputs_is_refused(change: str) -> None:
     class Moody(nn.Module):
-        twice = False
+        mood = ""
 
         def __init__(self) -> None:
             super().__init__()
-            self.head = nn.Linear(TOKENS, CLASSES)
+            self.head, self.other = nn.Linear(TOKENS, CLASSES), nn.Linear(TOKENS, CLASSES)
+            self.table = nn.Parameter(torch.randn(2, CLASSES))
 
         def forward(self, numbers: Tensor) -> Tensor:
-            once = self.head(numbers.float())
-            return once + self.head(numbers.float()) if self.twice else once
+            first, second = (self.other, self.head) if self.mood == "another layer" else (self.head, self.other)
+            once = first(numbers.float()) + torch.tanh(second(numbers.float()))
+            once = once + self.table[1 if self.mood == "another view" else 0]
+            return once + self.head(numbers.float()) if self.mood == "more often" else once
 
     batch, model = batch_of(), Moody()
-    engine = RecordedEngine(model, F.cross_entropy, batch.inputs[0, :1])
-    model.twice = True
+    engine = RecordedEngine(model, F.cross_entropy, batch.inputs[0, :1])  # type: ignore[index]
+    model.mood = change
     with pytest.raises(ModelError, match="differently for different inputs"):
         engine.plain_sum(own_weights(model), batch)
 

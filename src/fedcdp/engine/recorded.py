@@ -57,9 +57,11 @@ class RecordedEngine(EngineByLayer):
 
     def gradients(self, weights: Tree, batch: Batch, real_only: bool = False) -> Iterator[Gradients]:
         """See `EngineByLayer`."""
-        return self._gradients_by(self._derived, weights, batch, real_only)
+        return self._gradients_by(self._derived, weights, batch, real_only=real_only)
 
-    def _gradients_by(self, derived: Derived, weights: Tree, batch: Batch, real_only: bool) -> Iterator[Gradients]:
+    def _gradients_by(
+        self, derived: Derived, weights: Tree, batch: Batch, *, real_only: bool = False
+    ) -> Iterator[Gradients]:
         uses = self._uses_for(each_tensor(batch.inputs, lambda value: value[0, :1]))
         lead = batch.present.shape
         probes = tuple(weights[use.weight or use.bias or ""].new_zeros(()).expand(*lead, *use.shape) for use in uses)
@@ -80,11 +82,11 @@ class RecordedEngine(EngineByLayer):
             weights = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
             recorder = UseRecorder(weights, None)
             with torch.no_grad():
-                self._call(weights, self._copied(), _made_up(example), recorder)
+                self._call(weights, _made_up(example), recorder, constants=self._copied())
             self._uses[key] = tuple(recorder.uses)
         return self._uses[key]
 
-    def _call(self, weights: Tree, constants: Tree, inputs: Inputs, recorder: UseRecorder) -> Tensor:
+    def _call(self, weights: Tree, inputs: Inputs, recorder: UseRecorder, *, constants: Tree) -> Tensor:
         with recorder, unfused(self._recurrent):
             return self._plain(weights, constants, inputs)
 
@@ -102,9 +104,9 @@ class RecordedEngine(EngineByLayer):
         def example_loss(
             probes: tuple[Tensor, ...], weights: Tree, example: Inputs, target: Tensor
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
-            recorder = UseRecorder(weights, probes)
-            outputs = self._call(weights, self._constants, each_tensor(example, lambda value: value[None]), recorder)
-            if len(recorder.uses) != len(probes):
+            recorder, inputs = UseRecorder(weights, probes), each_tensor(example, lambda value: value[None])
+            outputs = self._call(weights, inputs, recorder, constants=self._constants)
+            if tuple(recorder.uses) != self._uses_for(inputs):
                 raise ModelError(CHANGING)
             return loss(outputs, target[None]), tuple(recorder.reads)
 
@@ -132,7 +134,7 @@ class RecordedEngine(EngineByLayer):
         alone = {name: value.detach()[None] for name, value in weights.items()}
         with torch.no_grad():
             derived = self._deriving(lambda outputs, _: (outputs * mix).sum())
-            found = {each.name: each.formed()[0, 0] for each in self._gradients_by(derived, alone, batch, real_only=False)}
+            found = {each.name: each.formed()[0, 0] for each in self._gradients_by(derived, alone, batch)}
         wanted = {
             name: torch.zeros_like(value[0]) if slope is None else slope
             for (name, value), slope in zip(alone.items(), slopes, strict=True)

@@ -37,8 +37,10 @@ class Use:
     shape: torch.Size
     padding: int | None = None
     """The row of an embedding that has no gradient."""
-    view: Callable[[Tensor], Tensor] | None = None
+    view: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
     """A view or a copy, as a function of the trained tensor."""
+    seen: str = ""
+    """Which view it is."""
 
 
 _Handler = Callable[..., Tensor | None]
@@ -266,7 +268,8 @@ class UseRecorder(TorchFunctionMode):
             return func(value, *rest, **options)
 
         result = view(weight).clone()  # a network that overwrites it must not overwrite the weight
-        return self.probed(result, Use("view", name, None, result.shape, view=view), result.new_zeros(()))
+        seen = f"{func.__name__} {rest} {options}"
+        return self.probed(result, Use("view", name, None, result.shape, view=view, seen=seen), result.new_zeros(()))
 
 
 def _tensors(values: object) -> Iterator[bool]:
