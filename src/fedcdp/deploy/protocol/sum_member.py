@@ -123,23 +123,27 @@ class SumClient:
         """
         plan, policy = task.plan, self._policy
         if self.node not in roster:
-            raise RefusedError("the roster does not have this node")
+            raise RefusedError("the roster does not have this node", kind="roster")
         if len(set(roster)) != len(roster):
-            raise RefusedError("the roster has a node twice")
+            raise RefusedError("the roster has a node twice", kind="roster")
         if len(roster) > plan.per_round:
-            raise RefusedError(f"the roster has {len(roster)} members; the task has {plan.per_round} in a round")
+            raise RefusedError(
+                f"the roster has {len(roster)} members; the task has {plan.per_round} in a round", kind="roster"
+            )
         if len(roster) < task.smallest_cohort:
-            raise RefusedError(f"the roster has {len(roster)} members; the task promises {task.smallest_cohort} or more")
+            raise RefusedError(
+                f"the roster has {len(roster)} members; the task promises {task.smallest_cohort} or more", kind="roster"
+            )
         if len(roster) < 2 or len(roster) - plan.colluders < policy.smallest_honest:
-            raise RefusedError(policy.too_few_honest(len(roster), plan.colluders))
+            raise RefusedError(policy.too_few_honest(len(roster), plan.colluders), kind="roster")
         for node in roster:
             self._check_listed(node)
         if (key := stored_key(self._state, task)) is None:
-            raise RefusedError("this client has no run key for the task any more")
+            raise RefusedError("this client has no run key for the task any more", kind="roster")
         me = SumMember(self.node, key.public_key().public_bytes_raw())
         peers = stored_peers(self._state, task) | {self.node: me}
         if missing := [node for node in roster if node not in peers]:
-            raise RefusedError(f"there is no signed run key of the member {missing[0][:8].hex()}…")
+            raise RefusedError(f"there is no signed run key of the member {missing[0][:8].hex()}…", kind="roster")
         members = sorted(peers[node] for node in roster)
         bound = plan.clip_at(asked.number, asked.clip)
         context = context_of(
@@ -150,10 +154,11 @@ class SumClient:
     def _check_listed(self, node: bytes) -> None:
         if (known := self._known.nodes.get(node)) is None:
             whose = "this node" if node == self.node else f"the member {node[:8].hex()}…"
-            raise RefusedError(f"{whose} is not on the list of known nodes")
+            raise RefusedError(f"{whose} is not on the list of known nodes", kind="roster")
         if known.made_by == "operator" and not self._policy.trust_operator_keys:
             whose = "of this node" if node == self.node else "of a member"
             raise RefusedError(
                 f"the key {whose} was made by the operator, who may have kept it: make a new one on its own machine with "
-                "fedcdp deploy rekey, or for tests set trust_operator_keys"
+                "fedcdp deploy rekey, or for tests set trust_operator_keys",
+                kind="roster",
             )
