@@ -181,14 +181,30 @@ class Budget:
         """ε so far, for display; recomputed only as often as it costs little compared with training."""
         if not (accounting_is_installed() and self._experiment.plan.private):
             return ""
-        started = time.perf_counter()
-        if self._computing <= _SHARE_OF_TIME * (started - self._started) or rounds == self._experiment.plan.rounds:
+        if self._is_cheap() or rounds == self._experiment.plan.rounds:
             released = Ledger.open(self._ledger).rounds if self._ledger and self._ledger.exists() else rounds
-            epsilon = self._target.reached(self._experiment.plan, self._population, released)
-            shown = format_epsilon(epsilon, digits=3)
+            shown = format_epsilon(self._timed(released), digits=3)
             self._latest = f"ε {shown} ({self._target.adversary}, round {rounds})"
-            self._computing += time.perf_counter() - started
         return self._latest
+
+    def spent_by(self, released: tuple[int, ...]) -> float | None:
+        """ε of releases of these rounds; None where there is none, or where it takes long compared with training."""
+        if not (accounting_is_installed() and self._experiment.plan.private and released and self._is_cheap()):
+            return None
+        try:
+            return self._timed(released)
+        except PlanError:  # the plan has no row for this adversary and unit
+            return None
+
+    def _is_cheap(self) -> bool:
+        return self._computing <= _SHARE_OF_TIME * (time.perf_counter() - self._started)
+
+    def _timed(self, released: int | tuple[int, ...]) -> float:
+        started = time.perf_counter()
+        try:
+            return self._target.reached(self._experiment.plan, self._population, released)
+        finally:
+            self._computing += time.perf_counter() - started
 
 
 _POINTS = 10

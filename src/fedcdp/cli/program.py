@@ -10,7 +10,7 @@ import typer
 
 from fedcdp import _startup
 from fedcdp._version import __version__
-from fedcdp.cli import attack, bench, check, deploy, privacy, report, reproduce, train, usage
+from fedcdp.cli import attack, bench, check, operate, privacy, report, reproduce, train, usage
 from fedcdp.errors import ClaimError, DefectError, FedcdpError, StoppedError, StorageError
 from fedcdp.files.disk import is_fault_of_the_machine
 from fedcdp.files.untrusted import printable
@@ -92,7 +92,7 @@ usage.add_to(
     "fedcdp bench --section engines --device cuda --out speed.json",
 )(bench.bench)
 app.add_typer(check.app, name="check")
-app.add_typer(deploy.app, name="deploy")
+app.add_typer(operate.app, name="deploy")
 
 
 def _print_version(asked: bool) -> None:

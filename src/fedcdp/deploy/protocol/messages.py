@@ -278,6 +278,11 @@ def read_ended(content: RecordDict) -> str:
     return _text(_config(content, "ended"), "task")
 
 
+def size_of(content: RecordDict) -> int:
+    """The bytes of the arrays in a message."""
+    return sum(wire.bytes_of(record) for record in content.array_records.values())
+
+
 # Parts ---------------------------------------------------------------------------------------------------------------
 
 

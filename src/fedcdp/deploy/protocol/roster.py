@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from fedcdp.deploy.protocol import messages
 from fedcdp.deploy.protocol.messages import Subscription
+from fedcdp.deploy.protocol.monitor_file import Tally
 from fedcdp.deploy.protocol.sum_keys import SignedKey
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.errors import RunError, WireError
@@ -99,15 +100,28 @@ def load_roster(path: Path) -> Roster:
 # Sending and receiving -----------------------------------------------------------------------------------------------
 
 
-def exchange(grid: Grid, outgoing: list[Message], timeout: float, *, in_full: bool = False) -> Iterator[Message]:
-    """Send messages, and yield each reply as it arrives, until all have arrived or the time is up.
+def exchange(
+    grid: Grid, outgoing: list[Message], timeout: float, *, in_full: bool = False, tally: Tally | None = None
+) -> Iterator[Message]:
+    """Send messages, and yield each reply as it arrives, until all have arrived or the time is up; count their bytes.
 
     Unlike with `Grid.send_and_receive`, an unreadable reply does not affect other replies. With `in_full` the exchange
     always takes the whole time, however few clients are asked and however soon they answer.
     """
     end = time.monotonic() + timeout
     waiting = {each for each in grid.push_messages(outgoing) if each} if outgoing else set()
-    return _replies(grid, waiting, end, in_full)  # all messages are sent before the first reply is requested
+    replies = _replies(grid, waiting, end, in_full)  # all messages are sent before the first reply is requested
+    return replies if tally is None else _counted(outgoing, replies, tally)
+
+
+def _counted(outgoing: list[Message], replies: Iterator[Message], tally: Tally) -> Iterator[Message]:
+    """The replies; the bytes of both directions are added to a tally."""
+    for message in outgoing:
+        tally.count("fedcdp_bytes_total", "sent", by=messages.size_of(message.content))
+    for reply in replies:
+        if reply.has_content():
+            tally.count("fedcdp_bytes_total", "received", by=messages.size_of(reply.content))
+        yield reply
 
 
 def _replies(grid: Grid, waiting: set[str], end: float, in_full: bool) -> Iterator[Message]:

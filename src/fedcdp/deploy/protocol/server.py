@@ -44,6 +44,7 @@ from fedcdp.data.partition import Federation
 from fedcdp.deploy.protocol.failures import Failures
 from fedcdp.deploy.protocol.first_release import gather_moments
 from fedcdp.deploy.protocol.local_round import first_batch
+from fedcdp.deploy.protocol.monitor_file import MonitorFile, Tally
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
 from fedcdp.deploy.protocol.sum_rounds import SumStrategy
@@ -264,6 +265,9 @@ class _Server:
     def run(self) -> Outcome:
         """Everything that remains of the run."""
         (self._directory.path / "outcome.json").unlink(missing_ok=True)
+        resumed = Tally()
+        resumed.forget("fedcdp_run_ended")
+        MonitorFile(self._directory.path).add(resumed, hidden=self._hidden)
         standardised = self._job.plan.scaling_noise is None or restore_scaling(self._job.network, self._directory)
         state = self._load_state()
         if state.round >= self._job.plan.rounds:
@@ -337,20 +341,46 @@ class _Server:
         number = before.round + 1
         moved = self._move(strategy, number, budget)
         row = self._measure(strategy, before)
+        seconds = round(time.perf_counter() - started, 4)
         if not self._hidden:
-            row["seconds"] = round(time.perf_counter() - started, 4)
+            row["seconds"] = seconds
         self._directory.append_metrics(row)
         self._directory.save_state(strategy.state, self._job.plan.digest())
+        self._show(strategy, budget, seconds)
         told = {name: row[name] for name in ("clients",) if name in row} | dict(filter(None, [main_figure(row)]))
         _LOG.info("round %d of %d: %s", number, self._job.plan.rounds, ", ".join(f"{k} {v:.4g}" for k, v in told.items()))
         return moved
+
+    def _show(self, strategy: PlanStrategy, budget: Budget, seconds: float) -> None:
+        """Write what those who watch the server may see of a finished round (`monitor_file`).
+
+        Durations of rounds are left out wherever the simulator may hide them (`training.run.hides_time`): a server does not
+        know whether its clients' sizes differ.
+        """
+        tally, plan, strategy.tally = strategy.tally, self._job.plan, Tally()
+        self._show_progress(tally, strategy.state)
+        tally.set("fedcdp_clients", len(strategy.roster))
+        tally.set("fedcdp_releases", len(strategy.releases.charges))
+        tally.count("fedcdp_answers_total", by=len(strategy.admitted))
+        if not plan.hides_members:
+            tally.set("fedcdp_last_round_seconds", seconds)
+        run = self._experiment.run
+        if (spent := budget.spent_by(strategy.releases.rounds)) is not None:
+            tally.set("fedcdp_epsilon_spent", spent, run.adversary, run.unit)
+            if run.max_epsilon is not None:
+                tally.set("fedcdp_epsilon_left", max(0.0, run.max_epsilon - spent), run.adversary, run.unit)
+        MonitorFile(self._directory.path).add(tally, hidden=self._hidden)
+
+    def _show_progress(self, tally: Tally, state: State) -> None:
+        tally.set("fedcdp_rounds", state.round)
+        tally.set("fedcdp_rounds_planned", self._job.plan.rounds)
 
     def _move(self, strategy: PlanStrategy, number: int, budget: Budget) -> bool:
         """Ask the clients of a round, and move the model by what they answer; returns whether it moved."""
         if isinstance(strategy, SumStrategy):
             return strategy.run_round(self._grid, self._settings.round_timeout, budget.allows)
         out = strategy.configure_train(number, strategy.arrays(), ConfigRecord(), self._grid)
-        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden)
+        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden, tally=strategy.tally)
         return strategy.aggregate_train(number, replies)[0] is not None
 
     def _measure(self, strategy: PlanStrategy, before: State) -> Row:
@@ -431,6 +461,10 @@ class _Server:
         warning = no_better_than_guessing(self._score(state), self._validation)
         outcome = Outcome(ended, state.round, sentence, warning)
         write_atomically(self._directory.path / "outcome.json", json.dumps(asdict(outcome)).encode())
+        shown = Tally()
+        self._show_progress(shown, state)
+        shown.set("fedcdp_run_ended", 1, ended)
+        MonitorFile(self._directory.path).add(shown, hidden=self._hidden)
         _LOG.info("the run ends after %d of %d rounds: %s", state.round, self._job.plan.rounds, sentence)
         if warning is not None:
             _LOG.warning("%s", warning)

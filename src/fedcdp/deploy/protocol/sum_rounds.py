@@ -98,9 +98,9 @@ class SumStrategy(PlanStrategy):
         connected, members = set(grid.get_node_ids()), list[Member]()
         for member in (self.roster[number] for number in choose_clients(self._draws, len(self.roster), self.state.round)):
             if member.number in self.gone:
-                self._leave_out(member, "it does not take part any more")
+                self._leave_out(member, "it does not take part any more", "left")
             elif member.node not in connected:
-                self._leave_out(member, "it is not connected")
+                self._leave_out(member, "it is not connected", "missing")
             else:
                 members.append(member)
         self._pass_on_keys(grid, [member for member in members if member.number not in self._informed], timeout)
@@ -116,7 +116,7 @@ class SumStrategy(PlanStrategy):
                     _LOG.warning("%s keeps %d of %d run keys: it knows no other nodes", member.title, kept, len(keys))
                 self._informed.add(member.number)
             except (RefusedError, WireError) as error:
-                self._fail(member, str(error))
+                self._fail(member, str(error), "refused" if isinstance(error, RefusedError) else "protocol")
 
     def _obstacle(self, members: list[Member], allows: Allows | None) -> str | None:
         """Why these clients cannot try this round (again), or None."""
@@ -140,9 +140,9 @@ class SumStrategy(PlanStrategy):
             try:
                 shares[member.number] = messages.read_share(reply, self.task, self._asked, self.engine.layout.size)
             except RefusedError as error:
-                self._fail(member, f"it refuses: {error}", final=error.final)
+                self._fail(member, f"it refuses: {error}", "refused", final=error.final)
             except WireError as error:
-                self._fail(member, str(error))
+                self._fail(member, str(error), "protocol")
         return shares
 
     def _exchange(
@@ -153,25 +153,25 @@ class SumStrategy(PlanStrategy):
             return
         group = str(self.state.round + 1)
         out = [Message(content, member.node, kind, ttl=self._lifetime, group_id=group) for member in members]
-        replies = exchange(grid, out, timeout)
+        replies = exchange(grid, out, timeout, tally=self.tally)
         waiting = {message.metadata.message_id: member for message, member in zip(out, members, strict=True)}
         for reply in replies:
             if (member := waiting.pop(reply.metadata.reply_to_message_id, None)) is not None:
                 yield member, reply
         for member in waiting.values():
-            self._fail(member, "it did not answer in time")
+            self._fail(member, "it did not answer in time", "late")
 
     def _charge(self, members: list[Member]) -> None:
         plan, round_ = self.job.plan, self.state.round
         self.releases.charge(round_, _numbers(members), plan.clip_at(round_))
 
-    def _fail(self, member: Member, reason: str, *, final: bool = False) -> None:
+    def _fail(self, member: Member, reason: str, kind: str, *, final: bool = False) -> None:
         """Count a failure of a client: nobody may stop every round by dropping out of each."""
         self._failures.add(member.number)
         if final or member.number in self._failures.too_many():
             self.gone.add(member.number)
             reason += "; it is left out from now on"
-        self._leave_out(member, reason)
+        self._leave_out(member, reason, kind)
 
 
 def _numbers(members: list[Member]) -> NDArray[np.int64]:

@@ -23,8 +23,10 @@ from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.deploy.site.certificates import VALID_DAYS, Authority, new_node_key, require_cryptography
+from fedcdp.deploy.site.dashboard import dashboard_text
 from fedcdp.deploy.site.directory import CONNECTION, NodePlace, Site, SiteSettings
 from fedcdp.deploy.site.node_keys import ListedNode, list_text
+from fedcdp.deploy.site.operate_file import monitor_address
 from fedcdp.deploy.site.own_file import OwnFile
 from fedcdp.errors import DeploymentError, PlanError
 from fedcdp.training.planning import Planned, plan_experiment
@@ -167,6 +169,7 @@ def _shortest(value: float) -> int | float:
 
 _SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
 _USUAL_NODES = 2
+_STALLED_SECONDS = 3600  # without a finished round, after which the alert rules complain
 _FIRST_RUNTIME_PORT = 9100  # used by the programs that a node starts; on one machine each node needs its own
 
 
@@ -287,6 +290,8 @@ def _texts(
         (site.settings_file, settings.to_toml(), _PLAIN),
         (site.experiment, experiment.to_toml(), _PLAIN),
         (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
+        (site.server / "operate.toml", operate_text("server", 0), _SECRET),
+        *((site.monitoring / name, text, _PLAIN) for name, text in monitoring_texts(nodes, experiment).items()),
         (site.path / "README.md", _readme(settings, experiment), _PLAIN),
         (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which do not belong in a repository
     ]
@@ -298,9 +303,28 @@ def _texts(
         files += [
             (node.config, node_text(experiment, node.number, own), _SECRET),
             (node.policy, policies[held], _SECRET),
+            (node.operate, operate_text("node", node.number), _SECRET),
             (site.path / f"start-{node.name}.sh", node_script(settings, node.number, node.name), _PROGRAM),
         ]
     return [(path, content.encode(), mode) for path, content, mode in files]
+
+
+def operate_text(role: str, number: int) -> str:
+    """`operate.toml` of the server (0) or of a node."""
+    return render("operate.toml", role=role, listen=monitor_address(number))
+
+
+def monitoring_texts(nodes: list[NodePlace], experiment: Experiment) -> dict[str, str]:
+    """What Prometheus reads and watches for, and a dashboard. They name nothing that the plan hides."""
+    from fedcdp.deploy.protocol.task import hides_participation
+
+    hidden = hides_participation(experiment.plan)
+    targets = {node.name: monitor_address(node.number) for node in nodes}
+    return {
+        "prometheus.yml": render("prometheus.yml", server=monitor_address(0), nodes=targets),
+        "alerts.yml": render("alerts.yml", hidden=hidden, stalled=_STALLED_SECONDS),
+        "dashboard.json": dashboard_text("fedcdp", hidden=hidden),
+    }
 
 
 def _of_sizes(own: OwnFile | None) -> dict[str, int | float]:
