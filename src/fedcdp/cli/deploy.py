@@ -118,12 +118,27 @@ def up(
     app,
     "fedcdp deploy status site",
     "fedcdp deploy status site --json",
+    "fedcdp deploy status site --watch",
 )
-def status(directory: Directory, as_json: AsJson = False) -> None:
+def status(
+    directory: Directory,
+    as_json: AsJson = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show every change until the run ends. Without a terminal: a line per change.")
+    ] = False,
+) -> None:
     """Show the progress of a deployment and the ε it has spent."""
     from fedcdp.deploy.site.local_deployment import Deployment
 
     deployment = Deployment(directory)
+    if watch:
+        from fedcdp.cli.watch import watch as show_changes
+
+        try:
+            show_changes(deployment, as_json=as_json)
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+        return
     _show(deployment, deployment.outcome(0.0), as_json, quiet=False)
 
 
