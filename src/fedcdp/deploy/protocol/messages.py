@@ -30,7 +30,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from fedcdp.deploy.protocol import wire
+from fedcdp.deploy.protocol import versions, wire
 from fedcdp.deploy.protocol.known_nodes import NODE_KEY_BYTES
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.masks import Words
@@ -89,30 +89,40 @@ def is_called(text: object) -> bool:
 
 
 def publish(task: Task) -> RecordDict:
-    """A task, for clients to decide on."""
-    return RecordDict({"task": ConfigRecord({"task": task.to_json()})})
+    """A task, for clients to decide on, and the versions that the server speaks."""
+    return RecordDict({"task": ConfigRecord({"task": task.to_json()}), "versions": ConfigRecord(versions.spoken())})
 
 
 def read_task(content: RecordDict) -> Task:
-    """The task in a message."""
+    """The task in a message of a server that this client understands."""
+    if (reason := versions.misunderstanding(content.config_records.get("versions"), "server")) is not None:
+        raise RefusedError(reason, kind="version")
     return Task.from_json(_text(_config(content, "task"), "task"))
 
 
 def answer(
     answer_: Answer, member: str = "", number: int = -1, client: str = "", key: SignedKey | None = None
 ) -> RecordDict:
-    """A client's answer to a task."""
+    """A client's answer to a task, and the versions that it speaks."""
     about: dict[str, Any] = {"accepts": answer_.accepts, "reason": answer_.reason, "records": answer_.records}
     if client:
         about["client"] = client
     if key is not None:
         about["key"] = key.to_bytes()
-    return RecordDict({"answer": ConfigRecord({**about, "member": member, "number": number})})
+    return RecordDict(
+        {
+            "answer": ConfigRecord({**about, "member": member, "number": number}),
+            "versions": ConfigRecord(versions.spoken()),
+        }
+    )
 
 
 def read_answer(message: Message) -> Subscription:
     """Parse a client's answer to a task; in a decline, all other fields are ignored."""
-    found = _config(_content(message), "answer")
+    content = _content(message)
+    if (reason := versions.misunderstanding(content.config_records.get("versions"), "node")) is not None:
+        return Subscription(False, reason, 0, "", -1)
+    found = _config(content, "answer")
     if found.get("accepts") is not True:
         return Subscription(False, _reason(found), 0, "", -1)
     records, member, number = _whole(found, "records"), _text(found, "member"), _whole(found, "number")
