@@ -45,3 +45,86 @@ def keep(
             raise DeploymentError("server: a node needs the address of the server; give --server host:port")
         become(node_to_keep(directory, server, command, say))
     become(server_to_keep(directory, command, say))
+
+
+@usage.add_to(
+    app,
+    "fedcdp deploy renew site",
+    "fedcdp deploy renew site --authority",
+)
+def renew(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Deployment directory.", show_default=False)],
+    authority: Annotated[
+        bool, typer.Option("--authority", help="Make a new authority, whose root stands beside the old one in every ca.pem.")
+    ] = False,
+) -> None:
+    """Renew the server's certificate, or its authority.
+
+    Both need authority/ca.key. The start scripts warn a month before a certificate expires.
+    """
+    from fedcdp.deploy.site.directory import Site
+    from fedcdp.deploy.site.renewal import renew_authority, renew_server
+
+    site = Site(directory)
+    site.require()
+    renewed = renew_authority(site) if authority else renew_server(site)
+    terminal.stdout.print(
+        "\n".join(f"renewed until {renewed.until:%Y-%m-%d}: {path}" for path in renewed.paths),
+        soft_wrap=True,
+        highlight=False,
+    )
+    terminal.stdout.print(
+        "Copy authority/ca.pem to every node as ca.pem, and restart the nodes. Then run fedcdp deploy renew without "
+        "--authority."
+        if authority
+        else "Restart the server. Nodes need no change.",
+        soft_wrap=True,
+    )
+
+
+@usage.add_to(
+    app,
+    "fedcdp deploy mark site/node-1",
+    "fedcdp deploy mark site/node-1 --forget",
+)
+def mark(
+    directory: NodeDirectory,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Also for a ledger older than its mark: what it lacks is forgotten.")
+    ] = False,
+) -> None:
+    """Make the mark that detects a client's ledger restored from a backup.
+
+    The policy names its place, on another disk than the ledger: ledger_mark. Use --forget only after you have lowered
+    epsilon in the policy by what the lost part of the ledger may have spent.
+    """
+    from fedcdp.deploy.site.client_files import make_mark
+
+    terminal.stdout.print(f"marked: {make_mark(directory, forget=forget)}", soft_wrap=True, highlight=False)
+
+
+@usage.add_to(app, "fedcdp deploy leave site/node-1")
+def leave(directory: NodeDirectory) -> None:
+    """Let a client leave the federation: it refuses every task and every round from now on.
+
+    What it has released stays in its ledger. The run goes on with the other clients.
+    """
+    from fedcdp.deploy.protocol.departure import leave as leave_it
+    from fedcdp.deploy.site.client_files import ClientFiles
+    from fedcdp.deploy.site.directory import NodePlace
+
+    leave_it(ClientFiles.of(NodePlace(0, directory.absolute())).state)
+    terminal.stdout.print(
+        f"{directory} has left. Stop the node when you like; fedcdp deploy join brings it back.", soft_wrap=True
+    )
+
+
+@usage.add_to(app, "fedcdp deploy join site/node-1")
+def join(directory: NodeDirectory) -> None:
+    """Bring a client back that has left. A run under way takes it in again when the server's job is resumed."""
+    from fedcdp.deploy.protocol.departure import come_back
+    from fedcdp.deploy.site.client_files import ClientFiles
+    from fedcdp.deploy.site.directory import NodePlace
+
+    come_back(ClientFiles.of(NodePlace(0, directory.absolute())).state)
+    terminal.stdout.print(f"{directory} takes part again.", soft_wrap=True)

@@ -5,8 +5,8 @@
 | 1 | fedcdp 0.1.0, which says nothing of versions | |
 | 2 | later releases | `query.keys` says which keys are kept, and carries rotated node keys; versions are said |
 
-A side speaks all versions from `OLDEST` to `PROTOCOL`. Two sides understand each other if these ranges meet, so a federation is
-upgraded one side at a time, in any order, as long as no version is skipped. A message outside the range is refused with a
+A side speaks all versions from `OLDEST` to `PROTOCOL`. Two sides understand each other if these ranges meet, so a federation
+is upgraded one side at a time, in any order, as long as no version is skipped. A message outside the range is refused with a
 sentence that says which side to upgrade. What a task means is not versioned here: a side that does not know an option of a
 plan refuses the task by its written form (`task`).
 """
@@ -34,7 +34,8 @@ def misunderstanding(other: ConfigRecord | None, whose: str) -> str | None:
     """Why the other side, a `server` or a `node`, is not understood; None if it is. One that says nothing speaks version 1."""
     said = {} if other is None else dict(other)
     newest, oldest, program = said.get("protocol", 1), said.get("oldest", 1), said.get("program", "0.1.0")
-    if not (type(newest) is int and type(oldest) is int and 1 <= oldest <= newest and isinstance(program, str)):
+    numbers = type(newest) is int and type(oldest) is int and 1 <= oldest <= newest
+    if not (numbers and isinstance(program, str)):
         return f"the {whose} states no valid version"
     if oldest <= PROTOCOL and newest >= OLDEST:
         return None

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from fedcdp.deploy.site.certificates import require_cryptography
+from fedcdp.deploy.site.client_files import ClientFiles
 from fedcdp.deploy.site.directory import NodePlace, Site
 from fedcdp.errors import DeploymentError
-from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
+from fedcdp.files.untrusted import MOST_SETTINGS, read_bounded
 
 WARNING_DAYS = 30
 FLOWER = ((1, 41), (1, 42))
@@ -78,20 +79,27 @@ def _common() -> Checked:
 
 
 def _check_certificates(checked: Checked, paths: Sequence[Path], remedy: str) -> None:
+    """Check the first certificate of each file that has not expired: an old root may stand beside its successor."""
     now = datetime.datetime.now(datetime.UTC)
     for path in paths:
-        for certificate in certificates_in(path):
-            begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-            if now >= ends:
-                raise DeploymentError(f"{path} expired on {ends:%Y-%m-%d}; {remedy}")
-            if now < begins:
-                raise DeploymentError(
-                    f"{path} is not valid before {begins:%Y-%m-%d %H:%M} UTC, and this machine's clock says "
-                    f"{now:%Y-%m-%d %H:%M} UTC; check the clock first"
-                )
-            if (left := ends - now).days < WARNING_DAYS:
-                checked.warnings.append(f"{path} expires in {left.days} days, on {ends:%Y-%m-%d}; {remedy}")
-            checked.expiries[path.name] = min(checked.expiries.get(path.name, ends.timestamp()), ends.timestamp())
+        certificates = certificates_in(path)
+        if not (valid := unexpired(certificates)):
+            raise DeploymentError(f"{path} expired on {certificates[0].not_valid_after_utc:%Y-%m-%d}; {remedy}")
+        begins, ends = valid[0].not_valid_before_utc, valid[0].not_valid_after_utc
+        if now < begins:
+            raise DeploymentError(
+                f"{path} is not valid before {begins:%Y-%m-%d %H:%M} UTC, and this machine's clock says "
+                f"{now:%Y-%m-%d %H:%M} UTC; check the clock first"
+            )
+        if (left := ends - now).days < WARNING_DAYS:
+            checked.warnings.append(f"{path} expires in {left.days} days, on {ends:%Y-%m-%d}; {remedy}")
+        checked.expiries[path.name] = ends.timestamp()
+
+
+def unexpired(certificates: Sequence[Any]) -> list[Any]:
+    """Those of several certificates that have not expired."""
+    now = datetime.datetime.now(datetime.UTC)
+    return [each for each in certificates if now < each.not_valid_after_utc]
 
 
 def certificates_in(path: Path) -> list[Any]:
@@ -114,20 +122,10 @@ def _check_client(checked: Checked, node: NodePlace) -> None:
     """Read the policy and the ledger as the client will."""
     from fedcdp.deploy.protocol.client_ledger import ClientLedger
     from fedcdp.deploy.protocol.departure import has_left
-    from fedcdp.deploy.protocol.policy import ClientPolicy
 
-    try:
-        config: dict[str, Any] = parse_toml(read_bounded(node.config, MOST_SETTINGS))
-    except OSError as error:
-        raise DeploymentError(f"{node.config} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise DeploymentError(f"{node.config} is not a TOML file: {error}") from None
-    state = node.path / str(config.get("state-dir", node.state.name))
-    policy = ClientPolicy()
-    if (path := config.get("policy")) is not None:
-        policy = ClientPolicy.read(node.path / str(path))
-    ClientLedger.check_start(state, policy.mark_below(node.path))
-    if has_left(state):
+    files = ClientFiles.of(node)
+    ClientLedger.check_start(files.state, files.mark)
+    if has_left(files.state):
         checked.warnings.append(
             "this client has left the federation and refuses every task; fedcdp deploy join brings it back"
         )
