@@ -51,6 +51,12 @@ class Releases:
         if round_ != SCALING:
             self.participations[chosen] += 1
 
+    def join(self) -> None:
+        """Record that one more client may be charged from the next round on."""
+        if self._ledger and self._ledger.members == len(self.participations):
+            self._ledger.join()
+        self.participations = np.append(self.participations, 0)
+
     @property
     def rounds(self) -> tuple[int, ...]:
         """The round of every release so far; a round that was released twice is listed twice."""
@@ -217,7 +223,8 @@ def over_releases(plan: Plan, population: Population, charges: Sequence[Charge])
     """
     if not charges:
         return []
-    counted = np.zeros((len(charges), population.clients), dtype=np.int64)
+    members = max([population.clients, *(int(charge.clients[-1]) + 1 for charge in charges if charge.clients.size)])
+    counted = np.zeros((len(charges), members), dtype=np.int64)
     for number, charge in enumerate(charges):
         counted[number, charge.clients] = charge.round != SCALING
     stated = []

@@ -85,6 +85,7 @@ def test_a_server_shows_its_rounds_and_whom_it_left_out(tmp_path: Path) -> None:
     assert found["fedcdp_bytes_total"].keys() == {"sent", "received"}
 
 
+@pytest.mark.slow
 def test_a_server_of_sums_shows_attempts_and_no_duration(tmp_path: Path) -> None:
     """The simulator hides durations of such a plan where sizes differ, and a server does not know whether they do."""
     grid = LocalGrid(sum_nodes(tmp_path, client2=silent_in((1, 0))))

@@ -136,12 +136,14 @@ def test_json_lines_rotate_and_stay_private(tmp_path: Path) -> None:
     log.line("\x1b[93mWARNING \x1b[0m:   declines\n")
     log.line("    an indented line\n")
     log.line("plain\n")
+    log.line("2026-01-02T03:04:05.678Z ERROR [uvicorn.error] no\n")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["level"], line["message"]) for line in lines] == [
         ("INFO", "round 1 done\\x07"),
         ("WARNING", "declines"),
         ("WARNING", "an indented line"),
         ("INFO", "plain"),
+        ("ERROR", "[uvicorn.error] no"),
     ]
     assert all(line["source"] == "node-1" and line["time"].endswith("+00:00") for line in lines)
     for number in range(400):

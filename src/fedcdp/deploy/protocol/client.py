@@ -28,6 +28,7 @@ from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger, Summed
 from fedcdp.deploy.protocol.departure import check_member
 from fedcdp.deploy.protocol.first_release import release_moments
+from fedcdp.deploy.protocol.key_rotation import KeyRotation
 from fedcdp.deploy.protocol.local_round import (
     DataFunction,
     LocalTraining,
@@ -166,16 +167,17 @@ class _Client:
                     raise RefusedError(answer.reason, kind=answer.kind)
                 if task.digest() not in ledger.tasks:  # version 0.1.0 accepted unused tensors, and such a run may go on
                     check_network(task, network, data, loss)
-                key = None
+                key, rotations = None, list[KeyRotation]()
                 if task.plan.sums:
-                    key = self._summing(context, policy).signed_key(task, Layout.of(network), len(data))
+                    summing = self._summing(context, policy)
+                    key, rotations = summing.signed_key(task, Layout.of(network), len(data)), summing.own_rotations()
                 ledger.accept(task, answer.records)
                 name = ledger.name_in(task)
                 self._note_ledger(policy, ledger)
         except Exception as error:
             return messages.answer(Answer(False, self._said(error, "declines the task")))
         _LOG.info("accepts the task of run %s: %s, with %d records", task.run, task.plan.method, answer.records)
-        return messages.answer(answer, name, number, name_of_client(context), key)
+        return messages.answer(answer, name, number, name_of_client(context), key, rotations)
 
     def moments(self, message: Message, context: Context) -> RecordDict:
         """Release noised moments of the inputs, once for a task that standardises them."""
@@ -195,16 +197,16 @@ class _Client:
     def keys(self, message: Message, context: Context) -> RecordDict:
         """Keep the run keys of the other clients of a secure sum."""
         try:
-            digest, keys = messages.read_keys(message.content)
+            digest, keys, rotations = messages.read_keys(message.content)
             policy = self._policy_of(context)
             with _held(context, policy) as ledger:
                 task = _known(ledger, digest).task
                 if not task.plan.sums:
                     raise RefusedError("the task has no secure sum")
-                kept = self._summing(context, policy).keep_keys(task, keys)
+                kept = self._summing(context, policy).keep_keys(task, keys, rotations)
         except Exception as error:
             return messages.refuse(self._said(error, "keeps no keys"), final=False)
-        _LOG.info("keeps %d of %d run keys for run %s", kept, len(keys), task.run)
+        _LOG.info("keeps %d of %d run keys for run %s", len(kept), len(keys), task.run)
         return messages.keep_keys(kept)
 
     def ended(self, message: Message, context: Context) -> RecordDict:

@@ -189,6 +189,12 @@ class PlanStrategy(Strategy):
         self._pending: list[tuple[Message, Member]] = []
         self._asked = Round(0, 0, None)
 
+    def take_in(self, roster: Roster) -> None:
+        """Go on with a roster in which clients have joined, or are at other nodes. Those that joined are in the ledger."""
+        while len(self.releases.participations) < len(roster):
+            self.releases.join()
+        self.roster = roster
+
     def arrays(self) -> ArrayRecord:
         """The global weights."""
         return wire.dense(self.state.weights)

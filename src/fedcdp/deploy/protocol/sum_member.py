@@ -29,6 +29,14 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedcdp.deploy.protocol.client_ledger import Summed
+from fedcdp.deploy.protocol.key_rotation import (
+    MOST_ROTATIONS,
+    KeyRotation,
+    follow,
+    own_rotations,
+    store_rotations,
+    stored_rotations,
+)
 from fedcdp.deploy.protocol.known_nodes import KnownNodes, node_key_of, read_identity
 from fedcdp.deploy.protocol.local_round import LocalTraining, Round
 from fedcdp.deploy.protocol.masks import Words, add_masks
@@ -75,8 +83,19 @@ def share_of(training: LocalTraining, weights: Tree, asked: Round, members: int,
 class SumClient:
     """A client of secure sums: its node key, the nodes that it knows, and the run keys in its state directory."""
 
-    def __init__(self, identity: EllipticCurvePrivateKey, known: KnownNodes, state: Path, policy: ClientPolicy) -> None:
-        self._identity, self._known, self._state, self._policy = identity, known, state, policy
+    def __init__(
+        self,
+        identity: EllipticCurvePrivateKey,
+        known: KnownNodes,
+        state: Path,
+        policy: ClientPolicy,
+        key_file: Path | None = None,
+    ) -> None:
+        self._identity, self._listed, self._state, self._policy = identity, known, state, policy
+        self._key_file = key_file
+        self._known = known
+        if policy.accept_rotated_keys:
+            self._known = follow(known, stored_rotations(state))
         self.node = node_key_of(identity.public_key())
 
     @staticmethod
@@ -85,7 +104,12 @@ class SumClient:
         for name, what in (("identity", "its node key"), ("roster", "the list of nodes that it knows")):
             if not isinstance(config.get(name), str):
                 raise RefusedError(f"a secure sum needs {what}: {name} is missing in the node configuration")
-        return SumClient(read_identity(config["identity"]), KnownNodes.read(config["roster"]), state, policy)
+        key_file = Path(config["identity"])
+        return SumClient(read_identity(key_file), KnownNodes.read(config["roster"]), state, policy, key_file)
+
+    def own_rotations(self) -> list[KeyRotation]:
+        """The planned rotations of this node's own key."""
+        return [] if self._key_file is None else own_rotations(self._key_file)
 
     def signed_key(self, task: Task, layout: Layout, records: int) -> SignedKey:
         """This client's run key for a task that it accepts, signed.
@@ -101,8 +125,13 @@ class SumClient:
             raise RefusedError(str(error)) from None
         return sign_key(self._identity, task, own_key(self._state, task))
 
-    def keep_keys(self, task: Task, keys: Iterable[SignedKey]) -> int:
-        """Keep the others' run keys that are signed by nodes on the list; return how many are kept."""
+    def keep_keys(self, task: Task, keys: Iterable[SignedKey], rotations: Sequence[KeyRotation] = ()) -> list[bytes]:
+        """Keep the others' run keys that are signed by nodes on the list; return these nodes.
+
+        Rotations of keys on the list are kept and followed, if the policy accepts them.
+        """
+        if self._policy.accept_rotated_keys:
+            self._follow(rotations)
         kept = dict[bytes, SignedKey]()
         for each in keys:
             node = each.member.node
@@ -113,7 +142,17 @@ class SumClient:
             else:
                 kept[node] = each
         store_peers(self._state, task, kept.values())
-        return len(kept)
+        return list(kept)
+
+    def _follow(self, rotations: Sequence[KeyRotation]) -> None:
+        """Keep the rotations that start, over others perhaps, at a key on the owner's list, and follow them."""
+        offered = dict.fromkeys([*stored_rotations(self._state), *(each for each in rotations if each.holds())])
+        reached = set(self._listed.nodes)
+        while more := {each.new for each in offered if each.old in reached} - reached:
+            reached |= more
+        useful = [each for each in offered if each.old in reached][: 10 * MOST_ROTATIONS]
+        store_rotations(self._state, useful)
+        self._known = follow(self._listed, useful)
 
     def check_attempt(self, task: Task, asked: Round, roster: Sequence[bytes], weights: bytes) -> CheckedAttempt:
         """Check a roster, and compute the context of the attempt; `weights` is their hash (`weights_hash`).

@@ -31,8 +31,8 @@ def spoken() -> dict[str, Any]:
 
 
 def misunderstanding(other: ConfigRecord | None, whose: str) -> str | None:
-    """Why the other side, a `server` or a `node`, is not understood; None if it is. One that says nothing speaks version 1."""
-    said = {} if other is None else dict(other)
+    """Why the other side, a `server` or a `node`, is not understood; None if it is. Saying nothing means version 1."""
+    said: dict[str, Any] = {} if other is None else dict(other)
     newest, oldest, program = said.get("protocol", 1), said.get("oldest", 1), said.get("program", "0.1.0")
     numbers = type(newest) is int and type(oldest) is int and 1 <= oldest <= newest
     if not (numbers and isinstance(program, str)):

@@ -22,7 +22,7 @@ from fedcdp.files.untrusted import printable
 
 FORMATS = ("text", "json")
 _COLOUR = re.compile("\x1b\\[[0-9;]*[A-Za-z]")
-_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*:\s*")
+_LEVEL = re.compile(r"(?:\d{4}-\S+Z\s+)?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*(?::\s*|(?=\[))")  # Flower's, and its server's
 _LONGEST = 2**14
 
 

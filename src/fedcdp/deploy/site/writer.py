@@ -344,6 +344,7 @@ def app_project(experiment: Experiment, server: Mapping[str, int | float]) -> st
         "round-timeout": 600.0,
         "subscribe-timeout": 300.0,
         "most-failed-rounds": 3,
+        "joining": False,
     }
     return render("app.toml", reproducible=not experiment.plan.secure_noise, waiting=usual | dict(server))
 
