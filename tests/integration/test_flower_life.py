@@ -1,4 +1,4 @@
-"""The life of a federation over real processes: a node that is killed and started at once, one with a new key, one that joins.
+"""A federation over real processes: a node is killed and started at once, one gets a new key, and one joins.
 
 All of it is watched, and every ledger is right at the end.
 """
@@ -26,7 +26,7 @@ PLAN: Settings = {
     "data": {"dataset": "cancer", "partition": "iid"},
     "plan": {"method": "fed-cdp", "rounds": 12, "local_steps": 2, "noise_multiplier": 1.0, "learning_rate": 0.05},
 }
-PATIENCE: dict[str, int | float] = {"round-timeout": 60.0, "min-clients": 2, "joining": True}
+PATIENCE: dict[str, int | float] = {"round-timeout": 60.0, "min-clients": 2, "joining": True, "smallest-records": 10}
 
 
 def scraped(port: int) -> dict[str, float]:

@@ -128,3 +128,31 @@ def join(directory: NodeDirectory) -> None:
 
     come_back(ClientFiles.of(NodePlace(0, directory.absolute())).state)
     terminal.stdout.print(f"{directory} takes part again.", soft_wrap=True)
+
+
+@usage.add_to(
+    app,
+    "fedcdp deploy add site",
+    "fedcdp deploy add site --client riverside",
+)
+def add(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Deployment directory.", show_default=False)],
+    client: Annotated[str, typer.Option("--client", help="Name of the client, which the server sees.")] = "",
+    client_epsilon: Annotated[
+        float | None, typer.Option("--client-epsilon", help="Total ε that the client grants. Default: the ε of the plan.")
+    ] = None,
+) -> None:
+    """Write the folder and the start script of one more node, for a client that joins the run."""
+    from fedcdp.deploy.site.directory import Site
+    from fedcdp.deploy.site.new_node import add_node
+
+    node = add_node(Site(directory), client, client_epsilon)
+    terminal.stdout.print(
+        f"{node.path}: one more node.\n"
+        f"1. Set joining = true in app/pyproject.toml, and start the job again: ./run.sh --run-only\n"
+        "2. Register the key: ./run.sh --register-only\n"
+        f"3. Name the records in {node.name}/node.toml, and start the node on its machine: ./start-{node.name}.sh\n"
+        "4. Under a secure sum, every owner lists the node in roster.toml. Only then it takes effect.",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from fedcdp.cli.operate import app
 from fedcdp.cli.program import main
 from fedcdp.deploy.protocol import messages
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
+from fedcdp.deploy.protocol.known_nodes import KnownNodes
 from fedcdp.deploy.site import certificates
 from fedcdp.deploy.site.directory import Site, SiteSettings
-from fedcdp.deploy.site.preflight import certificates_in, check_server, seconds_ahead
+from fedcdp.deploy.site.preflight import certificates_in, check_node, check_server, seconds_ahead
 from fedcdp.deploy.site.writer import experiment_for, write
 from tests.deploy.site.test_preflight import Server
 from tests.support.local_grid import Node
@@ -158,3 +161,30 @@ def test_what_is_no_node_is_named(
 def _folder(path: Path) -> Path:
     (path / "node.toml").write_text("")
     return path
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_one_more_node_is_written_for_its_owner(
+    sums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = {"rounds": 2, "secure_aggregation": True} if sums else {"method": "fed-cdp", "rounds": 2, "noise_multiplier": 1.0}
+    given = [{"data": {"dataset": "cancer"}, "plan": plan}]
+    site = write(tmp_path / "site", SiteSettings(nodes=3), experiment_for(3, given))
+    others = {path: path.read_bytes() for path in site.path.glob("node-*/*") if path.is_file()}
+    assert "joining = true" in run("add", site.path, "--client", "riverside")
+    node = site.node(4)
+    assert node.name == "node-4-riverside"
+    assert site.require().nodes == 4
+    config = tomllib.loads(node.config.read_text())
+    assert (config["data"], config["client"]) == ("records.npz", "riverside")
+    assert stat.S_IMODE(node.key.stat().st_mode) == 0o600
+    assert node.authority.read_bytes() == site.node(1).authority.read_bytes()
+    assert os.access(site.path / "start-node-4-riverside.sh", os.X_OK)
+    assert "joining = false" in (site.app / "pyproject.toml").read_text()
+    check_node(node, "127.0.0.1:1")
+    assert {path: path.read_bytes() for path in others} == others, "other owners' files are theirs"
+    if sums:
+        assert [each.name for each in KnownNodes.read(node.known).nodes.values()][-1] == "node-4-riverside"
+        assert len(KnownNodes.read(node.known).nodes) == 4
+    site.settings_file.write_text(site.settings_file.read_text().replace("nodes = 4", "nodes = 3"))
+    assert "already exists" in failed(monkeypatch, capsys, "add", site.path, "--client", "riverside")

@@ -238,7 +238,7 @@ def write(
         secrets = _secrets(site, nodes, settings)
         lists = _lists(nodes, secrets) if experiment.plan.sums else []
         for path, content, mode in [*secrets, *texts, *records, *lists]:
-            _write(path, content, mode)
+            write_new(path, content, mode)
     except OSError as error:
         raise DeploymentError(f"{error.filename or site.path} cannot be written: {error.strerror}") from error
     return site
@@ -382,7 +382,8 @@ def _connection(site: Site, settings: SiteSettings) -> str:
     return tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: place}})
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
+def write_new(path: Path, content: bytes, mode: int) -> None:
+    """Write a file that does not exist yet, with exactly this mode."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Never readable by others, not even briefly before its permissions are set.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
