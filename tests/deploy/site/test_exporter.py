@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cryptography")
 
 from fedcdp.config.presets import Settings
-from fedcdp.deploy.protocol.monitor_file import FILE, METRICS, PUBLIC, MonitorFile, Tally
+from fedcdp.deploy.protocol.monitor_file import FILE, METRICS, PUBLIC, REASONS, MonitorFile, Tally
 from fedcdp.deploy.site.dashboard import names_in
 from fedcdp.deploy.site.directory import SiteSettings
 from fedcdp.deploy.site.exporter import ALL_METRICS, PROCESS_METRICS, Endpoint, Watched, metrics_text
@@ -98,6 +98,12 @@ def test_rules_and_dashboard_name_figures_that_are_shown(plan: Settings, hidden:
     for label, values in re.findall(r'(reason|how)[!=~]+"([^"]+)"', rules):
         assert label in {"reason", "how"}
         assert values
+
+
+def test_the_page_explains_every_figure_and_reason() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operate" / "monitoring.md").read_text()
+    assert ALL_METRICS.keys() == names_in(page)
+    assert set(re.findall(r"`([a-z]+)`", page.partition("The reasons are ")[2].partition("\n")[0])) == set(REASONS)
 
 
 def test_the_rules_are_yaml(tmp_path: Path) -> None:
