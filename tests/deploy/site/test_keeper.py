@@ -32,7 +32,7 @@ def keeping(base: Path, program: str, **changes: Any) -> Keeping:
 def start(given: Keeping) -> subprocess.Popen[str]:
     package = str(Path(keeper.__file__).parents[2])
     return subprocess.Popen(
-        [sys.executable, "-c", keeper._BARE, package, json.dumps(asdict(given))], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", keeper._BARE, package, json.dumps(asdict(given))], stdout=subprocess.PIPE, text=True
     )
 
 

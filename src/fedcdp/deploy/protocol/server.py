@@ -288,7 +288,8 @@ class _Server:
         while len(releases.participations) < len(roster):  # a server was killed while a client joined
             releases.join()
         if not self._lets_join:
-            self._heard.update(dict.fromkeys(self._grid.get_node_ids(), _MOST_TRIES))  # they were asked just now
+            others = set(self._grid.get_node_ids()) - {member.node for member in roster}
+            self._heard.update(dict.fromkeys(others, _MOST_TRIES))  # they were asked just now
         budget = Budget(self._experiment, population)
         if not standardised and (failed := self._standardise(roster, releases, budget, fewest)) is not None:
             return self._end(failed[0], state, failed[1])

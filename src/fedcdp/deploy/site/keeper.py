@@ -37,7 +37,7 @@ _PAUSE = 10.0
 _REMEMBERED = 60  # lines in which a reason is looked for
 _DIES_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
-    "if sys.platform.startswith('linux'): ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG
+    "if sys.platform.startswith('linux'): ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"  # PR_SET_PDEATHSIG
     "if os.getppid() == int(sys.argv[1]): os.execvp(sys.argv[2], sys.argv[2:])\n"
 )
 _BARE = (
@@ -97,7 +97,7 @@ def become(keeping: Keeping) -> NoReturn:
     package = str(Path(__file__).parents[2])
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-c", _BARE, package, json.dumps(asdict(keeping))])  # noqa: S606  # nosec B606
+    os.execv(sys.executable, [sys.executable, "-P", "-c", _BARE, package, json.dumps(asdict(keeping))])  # noqa: S606  # nosec B606
 
 
 def main(settings: str) -> None:
