@@ -22,8 +22,8 @@ NodeDirectory = Annotated[Path, typer.Argument(metavar="NODE_DIR", help="Directo
 
 @usage.add_to(
     app,
-    "fedcdp deploy keep site/node-1 --server fl.example.org:9443 -- flower-supernode …",
-    "fedcdp deploy keep site -- flower-superlink …",
+    "fedcdp deploy keep node-1 --server fl.example.org:9443 -- flower-supernode",
+    "fedcdp deploy keep site -- flower-superlink",
 )
 def keep(
     directory: Place,
@@ -103,7 +103,7 @@ def mark(
     terminal.stdout.print(f"marked: {make_mark(directory, forget=forget)}", soft_wrap=True, highlight=False)
 
 
-@usage.add_to(app, "fedcdp deploy leave site/node-1")
+@usage.add_to(app, "fedcdp deploy leave site/node-1", "fedcdp deploy leave node-3-riverside")
 def leave(directory: NodeDirectory) -> None:
     """Let a client leave the federation: it refuses every task and every round from now on.
 
@@ -119,7 +119,7 @@ def leave(directory: NodeDirectory) -> None:
     )
 
 
-@usage.add_to(app, "fedcdp deploy join site/node-1")
+@usage.add_to(app, "fedcdp deploy join site/node-1", "fedcdp deploy join node-3-riverside")
 def join(directory: NodeDirectory) -> None:
     """Bring a client back that has left. A run under way takes it in again when the server's job is resumed."""
     from fedcdp.deploy.protocol.departure import come_back
