@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason
 
 PLAN: Settings = {
     "data": {"dataset": "cancer", "partition": "iid"},
-    "plan": {"method": "fed-cdp", "rounds": 12, "local_steps": 2, "noise_multiplier": 1.0, "learning_rate": 0.05},
+    "plan": {"method": "fed-cdp", "rounds": 20, "local_steps": 2, "noise_multiplier": 1.0, "learning_rate": 0.05},
 }
 PATIENCE: dict[str, int | float] = {"round-timeout": 60.0, "min-clients": 2, "joining": True, "smallest-records": 10}
 
@@ -59,23 +59,22 @@ def test_a_federation_lives_through_a_crash_a_new_key_and_a_new_node(tmp_path: P
         wait_until(lambda: scraped(again_port)["fedcdp_process_restarts_total"] > 0, "another start")
         wait_until(lambda: "SuperNode ID" in site.log("node-1").rpartition("starting it again")[2], "the node to be back")
 
+        before = len(site.releases(2))
         site.nodes[2] = _with_a_new_key(site)
         assert site.finish(job) == "finished:completed"
         assert site.outcome() == "done"
 
         charges, figures = site.charges(), scraped(server_port)
-        assert figures["fedcdp_rounds"] == figures["fedcdp_releases"] == len(charges) == 12
+        assert figures["fedcdp_rounds"] == figures["fedcdp_releases"] == len(charges) == 20
         assert figures["fedcdp_clients"] == 3
         assert figures['fedcdp_run_ended{how="done"}'] == 1
-        assert (
-            figures['fedcdp_left_out_total{reason="missing"}'] + figures.get('fedcdp_left_out_total{reason="late"}', 0) > 0
-        )
+        assert sum(value for name, value in figures.items() if name.startswith("fedcdp_left_out_total")) > 0
         assert scraped(again_port)["fedcdp_node_releases"] == len(site.releases(1))
         for number in (1, 2, 3):
             counted = [charge[:2] for charge in charges if site.client_of(number) in charge[2]]
             assert set(site.releases(number)) <= set(counted)
             assert site.releases(number), "it took part"
-        assert any(round_ >= 10 for round_, _ in site.releases(2)), "under its new key"
+        assert len(site.releases(2)) > before, "it took part under its new key"
         log = joining.path / "node.jsonl"
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
         assert any("took part in round" in json.loads(line)["message"] for line in log.read_text().splitlines())
