@@ -95,6 +95,10 @@ def test_a_server_of_sums_shows_attempts_and_no_duration(tmp_path: Path) -> None
     assert found["fedcdp_answers_total"] == {"": 5 + 4 + 5}
     assert found["fedcdp_left_out_total"] == {"late": 1}
     assert "fedcdp_last_round_seconds" not in found
+    for number in range(5):
+        shown = figures_of(tmp_path / f"client-{number}" / "state")
+        assert shown.keys() <= PUBLIC, "a client of a sum does not know whether all are in every round"
+        assert shown["fedcdp_node_tasks"] == {"": 1}
 
 
 @pytest.mark.parametrize("sampling", ["fixed", "poisson"])

@@ -46,7 +46,7 @@ from fedcdp.deploy.protocol.policy import Answer, ClientPolicy, Facts, still_fit
 from fedcdp.deploy.protocol.sum_context import weights_hash
 from fedcdp.deploy.protocol.sum_keys import forget_keys
 from fedcdp.deploy.protocol.sum_member import CheckedAttempt, SumClient
-from fedcdp.deploy.protocol.task import Task, constants_of, hides_participation, tensors_of
+from fedcdp.deploy.protocol.task import Task, constants_of, tensors_of
 from fedcdp.engine import Loss
 from fedcdp.engine.runtime import usable_device
 from fedcdp.errors import FedcdpError, RefusedError, TaskError, WireError
@@ -136,8 +136,12 @@ class _Client:
         return Message(content, reply_to=message)
 
     def _note_ledger(self, policy: ClientPolicy, ledger: ClientLedger) -> None:
-        """Note what the ledger has counted: nothing else here says what was spent."""
-        self._hidden = any(hides_participation(each.task.plan) for each in ledger.tasks.values())
+        """Note what the ledger has counted: nothing else here says what was spent.
+
+        Under a plan that hides its members, an ε against those who get the model may assume that nobody knows who took part.
+        A client does not know whether it does, which depends on the number of clients.
+        """
+        self._hidden = any(each.task.plan.hides_members for each in ledger.tasks.values())
         note_ledger(self._tally, policy, ledger)
 
     def _said(self, error: Exception, what: str) -> str:

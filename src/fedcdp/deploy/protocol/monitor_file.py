@@ -8,6 +8,8 @@ count messages, bytes, charged releases and ε, which follow from the plan and t
 knows who took part (`task.hides_participation`), nothing that moves with taking part is written: `PUBLIC` lists what
 remains.
 
+The clients of a secure sum write no more than that, either.
+
 Figures are for people. A crash may lose the latest ones. The ledger decides what was released, and never this file.
 """
 

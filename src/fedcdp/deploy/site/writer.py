@@ -316,9 +316,7 @@ def operate_text(role: str, number: int) -> str:
 
 def monitoring_texts(nodes: list[NodePlace], experiment: Experiment) -> dict[str, str]:
     """What Prometheus reads and watches for, and a dashboard. They name nothing that the plan hides."""
-    from fedcdp.deploy.protocol.task import hides_participation
-
-    hidden = hides_participation(experiment.plan)
+    hidden = experiment.plan.hides_members
     targets = {node.name: monitor_address(node.number) for node in nodes}
     return {
         "prometheus.yml": render("prometheus.yml", server=monitor_address(0), nodes=targets),
