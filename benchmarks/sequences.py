@@ -1,7 +1,8 @@
 """Fed-CDP on transformers and ResNet-18: time and memory beside training without privacy, and beside Opacus.
 
     python -m benchmarks.sequences --device cuda          # results/sequences.json
-    python -m benchmarks.sequences --tiny --out /dev/null # the program itself, in seconds
+    python -m benchmarks.sequences --size small           # results/sequences-cpu.json: networks for a CPU, some minutes
+    python -m benchmarks.sequences --size tiny --out /dev/null # the program itself, in seconds
 
 Every way takes the same local step of the same clients: gradients of a batch, clip and noise (except without privacy), and
 the update. fedcdp trains the clients at once, by the methods' own code; Opacus trains them one after the other. Ways take
@@ -37,7 +38,7 @@ from fedcdp.studies.bench.measurement import ratio, spread
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.rundir import State
 
-RESULTS = Path(__file__).parents[1] / "results" / "sequences.json"
+RESULTS = Path(__file__).parents[1] / "results"
 _MIB = 2**20
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -66,9 +67,19 @@ class Subject:
         return Dataset(numbers, torch.arange(count) % 2, 2)
 
 
-def subjects(tiny: bool) -> dict[str, Subject]:
-    """The networks; `tiny` ones have the same layers and are small."""
-    if tiny:
+def subjects(size: str) -> dict[str, Subject]:
+    """The networks; `small` and `tiny` ones have the same layers."""
+    if size == "small":
+        base = {"layers": 2, "width": 128, "heads": 4, "tokens": 64}
+        return {
+            "GPT-2 of width 128, LoRA rank 8": Subject(
+                lambda: Transformer(**base, words=2000, rank=8), next_words, 4, 8, (64,), 2000
+            ),
+            "BERT of width 128, all weights": Subject(
+                lambda: Transformer(**base, words=2000, classes=2).requires_grad_(True), F.cross_entropy, 4, 8, (64,), 2000
+            ),
+        }
+    if size == "tiny":
         small = {"layers": 1, "width": 32, "heads": 2, "words": 50, "tokens": 8}
         return {
             "gpt2-small, LoRA rank 8": Subject(lambda: Transformer(**small, rank=2), next_words, 2, 2, (8,), 50),
@@ -217,24 +228,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--tiny", action="store_true", help="small networks, for a test of this program")
+    parser.add_argument(
+        "--size", default="full", choices=("full", "small", "tiny"), help="small: for a CPU; tiny: for a test"
+    )
     parser.add_argument("--only", default="", metavar="PREFIX", help="only networks whose names start so")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    out = given.out or RESULTS / ("sequences-cpu.json" if given.size == "small" else "sequences.json")
     device = usable_device(given.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     found: dict[str, Any] = {
-        "command": f"python -m benchmarks.sequences --device {given.device}{' --tiny' if given.tiny else ''}",
+        "command": f"python -m benchmarks.sequences --device {given.device} --size {given.size}",
         "commit": given.commit or clean_commit(),
         "machine": f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         "networks": {},
     }
-    for title, subject in subjects(given.tiny).items():
+    for title, subject in subjects(given.size).items():
         if title.startswith(given.only):
             found["networks"][title] = measure(subject, device, given.turns)
             print(title, json.dumps(found["networks"][title]["ways"], indent=1), flush=True)
-            given.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

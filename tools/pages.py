@@ -12,6 +12,7 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `figure(SOURCE, digits)` | the value, rounded, with a comma between thousands: 1,800 or 0.08 |
 | `share(SOURCE, digits=3)` | the same without the zero before the point: .956 |
 | `percent(SOURCE, digits=0)` | a hundred times the value |
+| `megabytes(SOURCE)` | a number of bytes in MB |
 | `gaps(SOURCES, OTHERS)` | the difference of two values, with its sign, or the range of several: −.008 to +.003 |
 | `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
 | `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
@@ -49,7 +50,7 @@ from tools import paper_figures
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / "docs" / "templates"
-CALL = re.compile(r"\{\{ (?P<call>figure|share|percent|quoted)\((?P<arguments>.*?)\) \}\}")
+CALL = re.compile(r"\{\{ (?P<call>figure|share|percent|megabytes|quoted)\((?P<arguments>.*?)\) \}\}")
 _ROW = re.compile(r"\[(.*)\]")
 
 
@@ -73,8 +74,9 @@ def render(text: str) -> str:
     """Render a template's text."""
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(
-        figure=figure, share=share, percent=percent, gaps=gaps, quoted=quoted, bench_table=bench_table, measured=measured,
-        attack_matrix=attack_matrix, breaching_table=breaching_table, **paper_figures.CALLS,
+        figure=figure, share=share, percent=percent, megabytes=megabytes, gaps=gaps, quoted=quoted,
+        bench_table=bench_table, measured=measured, attack_matrix=attack_matrix, breaching_table=breaching_table,
+        **paper_figures.CALLS,
     )  # fmt: skip
     return environment.from_string(text).render()
 
@@ -92,6 +94,11 @@ def share(source: str, digits: int = 3) -> str:
 def percent(source: str, digits: int = 0) -> str:
     """A value in percent, without the sign."""
     return f"{100 * value_of(source):.{digits}f}"
+
+
+def megabytes(source: str) -> str:
+    """A number of bytes in millions."""
+    return f"{value_of(source) / 1e6:,.0f}"
 
 
 def gaps(sources: str, others: str) -> str:

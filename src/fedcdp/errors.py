@@ -82,6 +82,14 @@ class StorageError(RunError):
     """A required write failed: the disk is full or broken, or the directory is gone. Existing files are kept."""
 
 
+class RankError(FedcdpError):
+    """The ranks of a training on several processes do not fit together."""
+
+
+class LostRankError(RankError):
+    """A rank ended, or its connection was lost, so the training ends on all ranks. Finished rounds are kept."""
+
+
 class TaskError(FedcdpError):
     """A published task that is invalid, or that this version does not support."""
 

@@ -16,7 +16,7 @@ from benchmarks.sequence_networks import Transformer, resnet18
 @pytest.mark.slow
 def test_every_way_of_fedcdp_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", ["sequences", "--tiny", "--turns", "1", "--commit", "abc", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["sequences", "--size", "tiny", "--turns", "1", "--commit", "abc", "--out", str(out)])
     sequences.main()
     found = json.loads(out.read_text())
     assert found["commit"] == "abc"

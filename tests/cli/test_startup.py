@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 
+import fedcdp
 from fedcdp import _startup
+from fedcdp.cli.late_commands import COMMANDS, LateCommands
 
 SCRIPT = "import sys\nfrom fedcdp.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"  # as pip writes it
 
@@ -75,3 +79,34 @@ def test_a_running_command_is_interrupted_as_usual() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def modules_of(*command: str) -> set[str]:
+    """The modules that are loaded when a command has ended."""
+    shown = "import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr)); "
+    started = [sys.executable, "-c", shown + "from fedcdp.cli import main; main()", *command]
+    environment = os.environ | {"PYTHONPATH": str(Path(fedcdp.__file__).parents[1])}
+    done = subprocess.run(started, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_help_of_the_program_imports_no_torch(option: str) -> None:
+    loaded = modules_of(option)
+    assert "fedcdp.cli.program" in loaded
+    assert not loaded & {"torch", "scipy", "sklearn", "dp_accounting", "matplotlib"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_has_their_own_help(name: str) -> None:
+    assert LateCommands()[name].get_short_help_str(500) == COMMANDS[name].help
+
+
+def test_a_public_name_is_not_hidden_by_a_package_of_its_name() -> None:
+    import fedcdp.report.api
+
+    assert callable(fedcdp.report)
+    assert set(fedcdp.__all__) <= set(dir(fedcdp))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        fedcdp.nothing  # noqa: B018

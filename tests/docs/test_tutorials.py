@@ -22,7 +22,7 @@ def _name(page: Path) -> str:
     "page",
     [
         pytest.param(page, marks=[] if _name(page) in QUICK else pytest.mark.slow)
-        for page in [*TUTORIALS, source_of(ROOT / "README.md")]
+        for page in [*TUTORIALS, source_of(ROOT / "docs" / "sequences.md"), source_of(ROOT / "README.md")]
     ],
     ids=_name,
 )

@@ -26,6 +26,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
     "llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
               "num_key_value_heads": 1, "max_position_embeddings": 32},
+    "opt": {"hidden_size": 16, "ffn_dim": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "max_position_embeddings": 32},
+    "qwen3": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32},
     "bert": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "max_position_embeddings": 16, "num_labels": WORDS},
 }  # fmt: skip
@@ -40,6 +44,14 @@ class Answering(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         return self.model(input_ids=numbers, **self.options).logits
+
+
+class Pictures(Answering):
+    """A network of pictures, made of token ids."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        waves = torch.arange(3 * 8 * 8).view(3, 8, 8) / WORDS
+        return self.model(pixel_values=torch.sin(waves * (1 + numbers.float().mean(1))[:, None, None, None])).logits
 
 
 def next_words(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -63,12 +75,22 @@ def classifier() -> nn.Module:
     return Answering(made, attention_mask=torch.zeros(1, 1, 1, TOKENS)).eval()
 
 
+def pictures() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = SMALL["bert"] | {"image_size": 8, "patch_size": 4}
+    sizes.pop("max_position_embeddings")
+    return Pictures(transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))).eval()
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "GPT-2": lambda: language_model("gpt2"),
     "GPT-2 with LoRA": lambda: language_model("gpt2", target_modules=["c_attn"], fan_in_fan_out=True),
     "Llama": lambda: language_model("llama"),
     "Llama with LoRA": lambda: language_model("llama", target_modules=["q_proj", "v_proj", "up_proj"]),
+    "OPT": lambda: language_model("opt"),
+    "Qwen 3": lambda: language_model("qwen3"),
     "BERT": classifier,
+    "ViT": pictures,
 }
 
 
@@ -76,7 +98,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def test_a_transformer_gives_what_the_reference_gives(name: str) -> None:
     model, generator = NETWORKS[name](), torch.Generator().manual_seed(1)
     numbers = torch.randint(WORDS, (CLIENTS, EXAMPLES, TOKENS), generator=generator)
-    targets, loss = (numbers[..., 0], F.cross_entropy) if name == "BERT" else (numbers, next_words)
+    targets, loss = (numbers[..., 0], F.cross_entropy) if name in ("BERT", "ViT") else (numbers, next_words)
     batch = Batch(numbers, targets, torch.ones(CLIENTS, EXAMPLES, dtype=torch.bool))
     weights = {
         name: p.detach() + 0.05 * torch.randn(CLIENTS, *p.shape, generator=generator)

@@ -53,6 +53,20 @@ def test_trainings_killed_or_out_of_space_lose_nothing(tmp_path: Path) -> None:
     assert totals["full disks, resumed"] >= 6
 
 
+@pytest.mark.slow
+def test_a_training_that_lost_a_rank_goes_on_with_another_number(tmp_path: Path) -> None:
+    """In a process of its own, since it forks; its status says that every check held."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": f"{Path(fedcdp.__file__).parents[1]}{os.pathsep}{root}",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tools.crash.lost_ranks", "--kills", "1", "--scenarios", "fed-cdp, secure noise"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'kills': " in done.stdout
+
+
 def test_the_checks_find_a_release_that_is_charged_too_late(tmp_path: Path) -> None:
     """A harness that cannot fail shows nothing: the ledger loses a line, and a round begins that was not charged."""
     train_experiment(assemble(SMALL), tmp_path / "run", quiet=True, most_releases=2)

@@ -73,10 +73,15 @@ class RunningSite:
         nodes: int = 2,
         client_epsilon: float | None = None,
         server: dict[str, int | float] | None = None,
+        proxy: bool = False,
     ) -> None:
         self.nodes_wanted = nodes
+        self.port, self.public_port, *self._node_ports = flower_commands.free_ports(2 + nodes)
+        place = (
+            SiteSettings(nodes=nodes, port=self.public_port, control_port=self.port) if proxy else SiteSettings(nodes=nodes)
+        )
         experiment = experiment_for(nodes, list(settings))
-        self.site: Site = write(directory, SiteSettings(nodes=nodes), experiment, client_epsilon, server)
+        self.site: Site = write(directory, place, experiment, client_epsilon, server)
         self.supervisor = Supervisor()
         self.nodes: dict[int, Process] = {}
         self.server: Process | None = None
@@ -84,8 +89,8 @@ class RunningSite:
             "PYTHONPATH": source_path(),
             "FEDCDP_CACHE": str(directory.parent / "cache"),
         }
-        self.port, *self._node_ports = flower_commands.free_ports(1 + nodes)
-        self._environment |= {"FEDCDP_PORT": str(self.port), "FEDCDP_SERVER": f"127.0.0.1:{self.port}"}
+        if not proxy:  # behind one, the scripts have the ports
+            self._environment |= {"FEDCDP_PORT": str(self.port), "FEDCDP_SERVER": f"127.0.0.1:{self.port}"}
 
     def __enter__(self) -> RunningSite:
         self.supervisor.__enter__()
@@ -112,6 +117,11 @@ class RunningSite:
         self.server = self.start("superlink", "start-superlink.sh")
         wait_until(lambda: flower_commands.listens(self.port), "the server to listen")
         return self.server
+
+    def start_proxy(self) -> Process:
+        proxy = self.start("proxy", "start-proxy.sh")
+        wait_until(lambda: flower_commands.listens(self.public_port), "the proxy to listen")
+        return proxy
 
     def register(self) -> None:
         done = self.start("register", "run.sh", "--register-only")
@@ -216,14 +226,19 @@ def simulated(experiment: Experiment, rounds: list[list[int]] | None = None) -> 
     return state.weights
 
 
-def left_of(place: Path) -> list[str]:
-    """Processes that still run and name a deployment in their command line."""
-    found = []
+def pids_of(place: Path) -> dict[int, str]:
+    """Processes that still run and name a place in their command line, with that line."""
+    found = {}
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(place) in command and int(entry.parent.name) != os.getpid():
-            found.append(command)
+            found[int(entry.parent.name)] = command
     return found
+
+
+def left_of(place: Path) -> list[str]:
+    """Processes that still run and name a deployment in their command line."""
+    return list(pids_of(place).values())

@@ -240,8 +240,11 @@ def _inferred(captured: Captured, classes: int, public: Dataset | None, seed: in
         evidence = captured.seen[weight].sum(2) if bias is None else captured.seen[bias]
         return (evidence < 0).float()[:, None]  # p − y is negative exactly where y is 1
     if not has_classes(captured.task):
-        several = "the labels of several examples overlap" if captured.task == "multilabel" else "its targets are values"
-        raise DataError(f"attack: labels does not apply to task {captured.task} here: {several}")
+        why = {
+            "multilabel": "the labels of several examples overlap",
+            "language": "its targets are token ids, which the attack tokens infers",
+        }.get(captured.task, "its targets are values")
+        raise DataError(f"attack: labels does not apply to task {captured.task} here: {why}")
     at_once = max(1, _VALUES // (captured.most * captured.engine.layout.size))
     found = []
     for who in torch.arange(len(captured), device=captured.device).split(at_once):

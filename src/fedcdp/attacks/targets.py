@@ -54,10 +54,10 @@ class FreeTarget:
         if captured.task == "classification":
             return FreeTarget(captured.task, (classes,))
         shape = tuple(captured.targets.shape[2:])
-        if captured.task == "custom" and not _like_outputs(captured):
+        if captured.task in ("custom", "language") and not _like_outputs(captured):
             raise DataError(
-                "labels: targets of a custom loss can be searched for only if they are real numbers in the shape of the "
-                "outputs; use labels='known' in a recipe (--labels known), or the attacks matched-filter and membership"
+                f"labels: targets of task {captured.task} can be searched for only if they are real numbers in the shape of "
+                "the outputs; use labels='known' in a recipe (--labels known), or the attacks matched-filter and membership"
             )
         if captured.task == "multilabel" or captured.task == "binary" or public is None or len(public) < _FEWEST:
             return FreeTarget(captured.task, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,6 +49,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no t
     "fedcdp deploy init site --nodes 3 --dataset cancer",
     "fedcdp deploy init site --nodes 5 --host fl.example.org --port 9443",
     "fedcdp deploy init site --data patients.csv --client-column hospital",
+    "fedcdp deploy init site --host fl.example.org --for systemd --for kubernetes",
 )
 @takes_settings
 def init(
@@ -60,6 +62,26 @@ def init(
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Name or address where the nodes reach the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port of the server. 0: any free port, for one machine.")] = 0,
+    ways: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for",
+            metavar="WAY",
+            help="Also write service files, with a proxy: compose, systemd or kubernetes. Can be given several times.",
+        ),
+    ] = None,
+    proxy: Annotated[
+        str | None,
+        typer.Option("--proxy", metavar="nginx", help="Put the server behind a proxy that only lets nodes' calls through."),
+    ] = None,
+    control_port: Annotated[
+        int | None,
+        typer.Option(
+            "--control-port",
+            help="Port of the loopback where the server listens behind the proxy. Default: 9442.",
+            show_default=False,
+        ),
+    ] = None,
     target_epsilon: TargetEpsilon = None,
     client_epsilon: Annotated[
         float | None, typer.Option("--client-epsilon", help="Total ε that each client grants. Default: the ε of the plan.")
@@ -70,12 +92,18 @@ def init(
     It has certificates, keys, policies and scripts. Its README.md lists what to replace for production.
     """
     from fedcdp.deploy.site.directory import SiteSettings
+    from fedcdp.deploy.site.service_files import control_port_for
     from fedcdp.deploy.site.writer import plan_for, write
 
-    SiteSettings(nodes=1 if nodes is None else nodes, host=host, port=port)  # refuses a bad value before a calibration
+    settings = SiteSettings(  # refuses a bad value before a calibration
+        nodes=1 if nodes is None else nodes,
+        host=host,
+        port=port,
+        control_port=control_port_for(proxy, ways or (), control_port),
+    )
     planned = plan_for(nodes, given, target_epsilon)
-    settings = SiteSettings(nodes=planned.experiment.data.clients, host=host, port=port)
-    site = write(directory, settings, planned.experiment, client_epsilon)
+    settings = replace(settings, nodes=planned.experiment.data.clients)
+    site = write(directory, settings, planned.experiment, client_epsilon=client_epsilon, ways=ways or ())
     terminal.say_recipe(planned)
     terminal.notes(remarks(planned.experiment, given, calibrated=planned.epsilon is not None))
     terminal.console.print(
@@ -108,8 +136,8 @@ def up(
     from fedcdp.errors import DeploymentError
 
     deployment = Deployment(directory)
-    if resume and not deployment.site.run.exists():
-        raise DeploymentError(f"{deployment.site.run} does not exist: there is no run to resume")
+    if resume and not (deployment.site.run.exists() and any(deployment.site.run.iterdir())):
+        raise DeploymentError(f"{deployment.site.run} is empty or does not exist: there is no run to resume")
     done = deployment.follower.rounds_done()
     plan = deployment.experiment.plan
     try:

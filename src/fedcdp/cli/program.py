@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedcdp import _startup
 from fedcdp._version import __version__
-from fedcdp.cli import attack, bench, check, operate, privacy, report, reproduce, train, usage
-from fedcdp.errors import ClaimError, DefectError, FedcdpError, StoppedError, StorageError
+from fedcdp.cli import usage
+from fedcdp.cli.late_commands import LateGroup
+from fedcdp.config.job import job_rank, job_size, local_rank
+from fedcdp.errors import ClaimError, DefectError, FedcdpError, LostRankError, RankError, StoppedError, StorageError
 from fedcdp.files.disk import is_fault_of_the_machine
 from fedcdp.files.untrusted import printable
 
 app = typer.Typer(
-    cls=usage.PlainGroup,
+    cls=LateGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -28,72 +30,6 @@ app = typer.Typer(
     ),
 )
 
-usage.add_to(
-    app,
-    "fedcdp demo",
-    "fedcdp demo --out runs/another-demo",
-)(report.demo)
-usage.add_to(
-    app,
-    "fedcdp train --preset cancer-eps8 --out run",
-    "fedcdp train --data patients.csv --client-column hospital --out run",
-    "fedcdp train --resume --out run",
-)(train.train)
-usage.add_to(
-    app,
-    "fedcdp evaluate run",
-    "fedcdp evaluate run --split train --per-client",
-)(train.evaluate)
-usage.add_to(
-    app,
-    "fedcdp export run --to model.safetensors",
-    "fedcdp export run --format onnx --to model.onnx",
-    "fedcdp export run --format csv --to metrics.csv",
-)(train.export)
-usage.add_to(
-    app,
-    "fedcdp account --preset mnist",
-    "fedcdp account --dataset mnist --rounds 20 --noise-multiplier 4",
-    "fedcdp account --run run --json",
-)(privacy.account)
-usage.add_to(
-    app,
-    "fedcdp calibrate --target-epsilon 4",
-    "fedcdp calibrate --target-epsilon 2 --preset mnist --adversary example",
-    "fedcdp calibrate --target-epsilon 8 --data records.csv --clients 20",
-)(privacy.calibrate)
-usage.add_to(
-    app,
-    "fedcdp audit",
-    "fedcdp audit --preset cancer --adversary example --trials 20000",
-    "fedcdp audit --preset demo --one-run --canaries 500",
-)(privacy.audit)
-usage.add_to(
-    app,
-    "fedcdp attack --method nonprivate --victims 10",
-    "fedcdp attack --dataset cancer --leak type0",
-    "fedcdp attack --run run --leak type1 --victims 10",
-    "fedcdp attack --run run --attack lira --shadows 64 --json",
-)(attack.attack)
-usage.add_to(
-    app,
-    "fedcdp report run",
-    "fedcdp report run-one run-two --out compared.html",
-)(report.report)
-usage.add_to(
-    app,
-    "fedcdp reproduce --list",
-    "fedcdp reproduce accuracy --cells 'cancer/*'",
-    "fedcdp reproduce --table-only",
-)(reproduce.reproduce)
-usage.add_to(
-    app,
-    "fedcdp bench --quick",
-    "fedcdp bench --section engines --device cuda --out speed.json",
-)(bench.bench)
-app.add_typer(check.app, name="check")
-app.add_typer(operate.app, name="deploy")
-
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -101,13 +37,22 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+_ON_RANKS = ("train",)  # commands that several ranks of a job share
+
+
 @app.callback()
 def _global_options(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Gradient-leakage resilient federated learning for PyTorch."""
+    command = context.invoked_subcommand
+    if command not in _ON_RANKS and (ranks := job_size()) > 1:
+        raise RankError(
+            f"{command}: it does not use several ranks, and would do everything {ranks} times; run it without torchrun"
+        )
 
 
 _INTERRUPTED = 130  # typer's status for Ctrl-C
@@ -118,13 +63,12 @@ _UsageError: type[Any] = typer.BadParameter.__base__ or Exception
 def main() -> None:
     """Run a command: exit 0 done, 2 bad input (one line says what), 1 failure."""
     try:
-        _startup.over()
         status = app(standalone_mode=False)
         if status == _INTERRUPTED:
             _fail("stopped", 1)
         sys.exit(status if isinstance(status, int) else 0)
-    except (StoppedError, ClaimError, DefectError, StorageError) as error:
-        _fail(str(error), 1)
+    except (StoppedError, ClaimError, DefectError, StorageError, LostRankError) as error:
+        _fail(str(error), 1, lost=isinstance(error, LostRankError))
     except FedcdpError as error:
         _fail(str(error), 1 if is_fault_of_the_machine(error.__cause__) else 2)
     except _UsageError as error:
@@ -168,10 +112,27 @@ def _explained(error: Any) -> str:
     return re.sub(r"( Did you mean .*\?)\1", r"\1", message)  # typer and click may both suggest a command
 
 
-def _fail(message: str, status: int) -> NoReturn:
-    one_line = printable(" ".join(message.split()))
-    typer.echo(f"fedcdp: {one_line}", err=True)
+_TIME_TO_SPEAK = 1.0  # seconds; when one rank has ended, torchrun ends the others
+
+
+def _fail(message: str, status: int, *, lost: bool = False) -> NoReturn:
+    if _speaks(lost):
+        one_line = printable(" ".join(message.split()))
+        typer.echo(f"fedcdp: {one_line}", err=True)
+    else:
+        time.sleep(_TIME_TO_SPEAK)
     sys.exit(status)
+
+
+def _speaks(lost: bool) -> bool:
+    """Whether this process prints the line: of the ranks of a job, the first on each machine, since they fail together.
+
+    If rank 0 was lost it cannot say so, and rank 1 does.
+    """
+    try:
+        return local_rank() == 0 or (lost and job_rank() == 1 and "the connection to rank 0" in str(sys.exception()))
+    except RankError:  # the environment is not torchrun's
+        return True
 
 
 if __name__ == "__main__":

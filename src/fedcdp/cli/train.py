@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,12 +20,13 @@ from fedcdp.cli.remarks import describe_setting, remarks
 from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
-from fedcdp.errors import PlanError, StoppedError, StorageError
+from fedcdp.errors import LostRankError, PlanError, StoppedError, StorageError
 from fedcdp.training.export import SUFFIXES, export_model, settings_in, without_secrets
 from fedcdp.training.metrics import Figures, main_figure, metric_title
 from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import Prepared, prepare_experiment, stored
 from fedcdp.training.python_origin import require_task_loss
+from fedcdp.training.ranks import Ranks, ranks_of_job
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.saved_run import open_model
@@ -60,24 +62,18 @@ def train(
 
     The run directory holds the settings, metrics, ledger, checkpoint and model. A run can be resumed.
     """
-    if resume:
-        if target_epsilon is not None:
-            raise PlanError("--target-epsilon: a resumed run keeps its noise; leave the option out")
-        require_task_loss(RunDirectory(out))
-        experiment = stored(out, given)
-        prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
-        prepared.check_origin(RunDirectory(out))
-        budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
-    else:
-        RunDirectory(out).require_creatable()  # before a calibration that may take minutes
-        planned, prepared = _planned(given, target_epsilon, data_dir, quiet)
-        experiment = planned.experiment
-        budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
-        if not quiet:
-            _say_how_it_was_planned(planned)
-            records, calibrated = prepared.federation.largest, planned.epsilon is not None
-            terminal.notes(remarks(experiment, given, records=records, calibrated=calibrated))
-    run = _train(experiment, prepared, budget, out, resume=resume, quiet=quiet)
+    with ranks_of_job() as ranks:
+        quiet = quiet or not ranks.leads
+        ranks.agree({"options": hashlib.sha256(repr((given, resume, target_epsilon)).encode()).digest()})
+        begun: _Begun | None = None
+        if ranks.leads:
+            begin = _resumed if resume else _begun
+            begun = begin(given, out, target_epsilon=target_epsilon, data_dir=data_dir, quiet=quiet)
+            ranks.tell(begun.experiment)
+        experiment: Experiment = begun.experiment if begun else ranks.heard()
+        run = _train(experiment, begun, out, resume=resume, data_dir=data_dir, quiet=quiet, ranks=ranks)
+    if not ranks.leads:
+        return
     privacy = run.privacy() if accounting_is_installed() else None
     if not quiet:
         _say_whether_noise_is_secret(run.plan)
@@ -155,6 +151,41 @@ def export(
     typer.echo(written)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """What is to be trained, and the limit on ε."""
+
+    experiment: Experiment
+    prepared: Prepared
+    budget: Budget
+
+
+def _resumed(
+    given: list[Settings], out: Path, *, target_epsilon: float | None, data_dir: Path | None, quiet: bool
+) -> _Begun:
+    """A run to go on with."""
+    if target_epsilon is not None:
+        raise PlanError("--target-epsilon: a resumed run keeps its noise; leave the option out")
+    require_task_loss(RunDirectory(out))
+    experiment = stored(out, given)
+    prepared = prepare_experiment(experiment, data_dir, quiet=quiet)
+    prepared.check_origin(RunDirectory(out))
+    return _Begun(experiment, prepared, Budget(experiment, prepared.population, RunDirectory(out).ledger))
+
+
+def _begun(given: list[Settings], out: Path, *, target_epsilon: float | None, data_dir: Path | None, quiet: bool) -> _Begun:
+    """A new run."""
+    RunDirectory(out).require_creatable()  # before a calibration that may take minutes
+    planned, prepared = _planned(given, target_epsilon, data_dir, quiet)
+    experiment = planned.experiment
+    budget = Budget(experiment, prepared.population, RunDirectory(out).ledger)
+    if not quiet:
+        _say_how_it_was_planned(planned)
+        records, calibrated = prepared.federation.largest, planned.epsilon is not None
+        terminal.notes(remarks(experiment, given, records=records, calibrated=calibrated))
+    return _Begun(experiment, prepared, budget)
+
+
 def _planned(given: list[Settings], epsilon: float | None, data_dir: Path | None, quiet: bool) -> tuple[Planned, Prepared]:
     """The experiment, with the noise that a target needs, and what it trains: data are loaded once."""
     made: list[Prepared] = []
@@ -179,22 +210,51 @@ def _say_how_it_was_planned(planned: Planned) -> None:
         terminal.note(f"noise multiplier {sigma:.6g} gives ε = {format_epsilon(planned.epsilon)}")
 
 
-def _train(experiment: Experiment, prepared: Prepared, budget: Budget, out: Path, *, resume: bool, quiet: bool) -> Run:
-    done = RunDirectory(out).rounds_done() if resume else 0
+def _train(
+    experiment: Experiment,
+    begun: _Begun | None,
+    out: Path,
+    *,
+    resume: bool,
+    data_dir: Path | None,
+    quiet: bool,
+    ranks: Ranks,
+) -> Run:
+    """Train as the leader has `begun`; a follower prepares the same experiment."""
     try:
-        training = terminal.training_progress(experiment.plan, quiet, done, budget.shown_after)
+        if begun is None:
+            prepared = prepare_experiment(experiment, data_dir, quiet=True)
+            return train_experiment(experiment, out, resume=resume, prepared=prepared, ranks=ranks)
+        done = RunDirectory(out).rounds_done() if resume else 0
+        training = terminal.training_progress(experiment.plan, quiet, done, begun.budget.shown_after)
         with terminal.preparation(quiet), training as progress:
             return train_experiment(
-                experiment, out, resume=resume, prepared=prepared, budget=budget.allows, progress=progress
+                experiment,
+                out,
+                resume=resume,
+                prepared=begun.prepared,
+                budget=begun.budget.allows,
+                progress=progress,
+                ranks=ranks,
             )
     except KeyboardInterrupt:
+        if begun is None:
+            raise StoppedError("stopped with the other ranks") from None
         if not RunDirectory(out).config.is_file():
             raise StoppedError(f"stopped before the first round; {out} was not created") from None
-        raise StoppedError(f"stopped; fedcdp train --resume --out {out} resumes after the last complete round") from None
+        raise StoppedError(f"stopped; {_how_to_resume(out)}") from None
+    except LostRankError as error:
+        if not RunDirectory(out).config.is_file():
+            raise
+        raise LostRankError(f"{error}; {_how_to_resume(out)}, with any number of ranks") from error
     except StorageError as error:
         if not RunDirectory(out).config.is_file():
             raise
         raise StorageError(f"{error}; after fixing that, fedcdp train --resume --out {out} resumes the run") from error
+
+
+def _how_to_resume(out: Path) -> str:
+    return f"fedcdp train --resume --out {out} resumes after the last complete round"
 
 
 def _say_whether_noise_is_secret(plan: Plan) -> None:

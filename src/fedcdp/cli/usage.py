@@ -87,6 +87,10 @@ class _Plain:
         """Write the help that --help shows."""
         self._write(ctx, formatter, everything=False)
 
+    def short_helps(self) -> list[tuple[str, str]]:
+        """The commands of a group by name, with a sentence each."""
+        return [(name, each.get_short_help_str(500)) for name, each in getattr(self, "commands", {}).items()]
+
     def _show_all(self, ctx: Any, _: Any, asked: bool) -> None:
         if asked and not ctx.resilient_parsing:
             formatter = ctx.make_formatter()
@@ -105,8 +109,8 @@ class _Plain:
                 panel = each.rich_help_panel if hasattr(each, "rich_help_panel") else None
                 name = "Arguments" if is_argument else panel or "Options"
                 sections.setdefault(name, []).append((names_of(each), help_of(each)))
-        if commands := getattr(self, "commands", {}):
-            sections["Commands"] = [(name, each.get_short_help_str(500)) for name, each in commands.items()]
+        if commands := self.short_helps():
+            sections["Commands"] = commands
         for name, rows in sections.items():
             formatter.write(f"\n{name}:\n{_table(rows, formatter.width)}")
         if self.advanced and not everything:

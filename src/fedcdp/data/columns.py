@@ -143,6 +143,8 @@ def targets_of(values: Values, task: TaskName, classes: int, locate: Locate) -> 
     """The targets in the type that a task needs; a `DataError` names the first row that does not fit."""
     if task == "custom":
         return torch.from_numpy(values)
+    if task == "language":
+        return torch.from_numpy(values.astype(INTEGER, copy=False))
     if task == "regression":
         return torch.from_numpy(values.astype(FLOAT, copy=False))
     if task == "multilabel":

@@ -30,6 +30,7 @@ class Dataset:
     | `binary` | [N], int64, 0 or 1 | one logit |
     | `multilabel` | [N, labels], float32, 0 or 1 | a logit for each label |
     | `regression` | [N] or [N, values], float32 | the values |
+    | `language` | [N, tokens], int64 token ids; −100: not predicted | scores of the next token [tokens, words] |
     | `custom` | [N, ...], any type | whatever your loss expects |
 
     Raises:

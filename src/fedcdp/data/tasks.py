@@ -16,7 +16,9 @@ from torch import Tensor
 from fedcdp.config.fields import shown
 from fedcdp.errors import DataError, PlanError
 
-TaskName = Literal["classification", "binary", "multilabel", "regression", "custom"]
+TaskName = Literal["classification", "binary", "multilabel", "regression", "language", "custom"]
+IGNORED = -100
+"""A token id that is not predicted, such as padding: that of `torch.nn.functional.cross_entropy`."""
 TaskLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -119,6 +121,47 @@ class Regression(LearningTask):
         return 1 if targets.dim() == 1 else targets.shape[1]
 
 
+def next_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a language model: the cross-entropy of each token, given those before it.
+
+    A sequence's loss is the mean over its predicted tokens; targets of −100 are not predicted. A sequence without any has
+    loss 0. The mean over sequences counts each of them once, however long it is, as clipping does.
+
+    Args:
+        outputs: Scores of the next token [sequences, tokens, words].
+        targets: Token ids [sequences, tokens], the same positions as the outputs: the first is never predicted.
+
+    Returns:
+        One number.
+    """
+    following = targets[:, 1:]
+    losses = F.cross_entropy(outputs[:, :-1].transpose(1, 2), following, ignore_index=IGNORED, reduction="none")
+    return (losses.sum(1) / (following != IGNORED).sum(1).clamp(min=1)).mean()
+
+
+class Language(LearningTask):
+    """Every token of a sequence, from those before it."""
+
+    name: TaskName = "language"
+    loss = staticmethod(next_tokens)
+
+    def check(self, targets: Tensor, classes: int) -> int:
+        """See `LearningTask`."""
+        if targets.dim() != 2 or targets.dtype != torch.int64 or targets.shape[1] < 2:
+            raise self._refuse(targets, "a row of at least two int64 token ids for each example")
+        if bool(((targets < 0) & (targets != IGNORED)).any()):
+            raise DataError(
+                f"targets hold a negative token id: only {IGNORED} is allowed, for a token that is not predicted"
+            )
+        if classes:
+            raise DataError(f"classes is {classes}: task language has none")
+        return 0
+
+    def outputs(self, targets: Tensor, classes: int) -> None:  # noqa: ARG002
+        """See `LearningTask`."""
+        return None
+
+
 class Custom(LearningTask):
     """Whatever your own loss takes."""
 
@@ -135,7 +178,7 @@ class Custom(LearningTask):
 
 
 _TASKS: dict[str, LearningTask] = {
-    task.name: task for task in (Classification(), Binary(), MultiLabel(), Regression(), Custom())
+    task.name: task for task in (Classification(), Binary(), MultiLabel(), Regression(), Language(), Custom())
 }
 
 

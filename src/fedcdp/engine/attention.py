@@ -12,7 +12,7 @@ from fedcdp.errors import ModelError
 
 
 def written_out(
-    query: Tensor, key: Tensor, value: Tensor, _width: int, heads: int, in_weight: Tensor | None, in_bias: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, in_weight: Tensor | None, in_bias: Tensor | None,
     bias_k: Tensor | None, bias_v: Tensor | None, add_zero: bool, dropout: float, out_weight: Tensor,
     out_bias: Tensor | None, training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
     attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
@@ -25,7 +25,8 @@ def written_out(
     single = query.dim() == 2
     query, key, value = (each[:, None] if single else each for each in (query, key, value))
     if use_separate_proj_weight:
-        biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
+        parts_of = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
+        biases = (None,) * 3 if in_bias is None else [in_bias[part] for part in parts_of]
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
         parts = [F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True)]  # type: ignore[arg-type]
     else:
@@ -36,7 +37,7 @@ def written_out(
             if id(each) not in products:
                 products[id(each)] = F.linear(each, in_weight, in_bias)
         parts = [products[id(each)].chunk(3, -1)[place] for place, each in enumerate((query, key, value))]
-    tokens, examples, width = parts[0].shape
+    tokens, examples, _ = parts[0].shape
     queries, keys, values = (each.reshape(len(each), examples, heads, -1).permute(1, 2, 0, 3) for each in parts)
     scores = queries @ keys.mT / math.sqrt(queries.shape[-1])
     if is_causal and attn_mask is None:

@@ -33,9 +33,14 @@ def check_all_used(engine: Engine, batch: Batch) -> None:
     unused = [name for name, slope in zip(trained, slopes, strict=True) if slope is None]
     if unused:
         several = len(unused) > 1
-        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
         raise ModelError(
-            f"{', '.join(unused[:_NAMED])}{more} {'are' if several else 'is'} trainable, but no output depends on "
+            f"{named_briefly(unused)} {'are' if several else 'is'} trainable, but no output depends on "
             f"{'them' if several else 'it'}; freeze {'them' if several else 'it'} (requires_grad_(False)) or use "
             f"{'them' if several else 'it'} in forward"
         )
+
+
+def named_briefly(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -6,8 +6,9 @@
 - Interrupts: Ctrl-C takes effect at a safe point (`stop_if_asked`), never inside a function transformed by torch, which
   must not be interrupted half-way.
 - Progress: work that may last minutes before the first round calls `report_work`; `listening` says who hears of it.
-- Memory: `clients_within_budget` bounds how many clients are trained at once, by an upper estimate for one client, and
-  `few_clients` how many are converted to float64 at once.
+- Memory: `clients_within_budget` bounds how many clients are trained at once, by an upper estimate for one client,
+  `examples_within_budget` how many examples of one client, and `few_clients` how many clients are converted to float64 at
+  once.
 """
 
 from __future__ import annotations
@@ -142,12 +143,27 @@ def clients_within_budget(model: nn.Module, example: Inputs, slots: int, per_exa
 
     With `exact`, gradients are summed in float64 (on a CPU, those of `few_clients`).
     """
-    device, weights = first_tensor(example).device.type, Layout.of(model).size
-    gradients = weights * (slots if per_example else 2)
-    values = gradients + slots * _activations(model, example)
-    if exact:
-        values += 2 * weights if device == "cpu" else values
-    return max(1, BUDGET.get(device, BUDGET["cpu"]) // (_COPIES * _WORD * values))
+    fixed, each = _values_of_client(model, example, per_example, exact)
+    return max(1, _values_at_once(example) // (fixed + slots * each))
+
+
+def examples_within_budget(model: nn.Module, example: Inputs, per_example: bool, exact: bool = False) -> int:
+    """How many examples of one client fit into the device's memory budget; at least one."""
+    fixed, each = _values_of_client(model, example, per_example, exact)
+    return max(1, (_values_at_once(example) - fixed) // max(1, each))
+
+
+def _values_at_once(example: Inputs) -> int:
+    return BUDGET.get(first_tensor(example).device.type, BUDGET["cpu"]) // (_COPIES * _WORD)
+
+
+def _values_of_client(model: nn.Module, example: Inputs, per_example: bool, exact: bool) -> tuple[int, int]:
+    """How many values a step of one client needs, and how many more for each example."""
+    weights = Layout.of(model).size
+    fixed, each = 0 if per_example else 2 * weights, (weights if per_example else 0) + _activations(model, example)
+    if not exact:
+        return fixed, each
+    return (fixed + 2 * weights, each) if first_tensor(example).device.type == "cpu" else (2 * fixed, 2 * each)
 
 
 def few_clients(clients: int, values: int, sums: int, device: torch.device) -> list[slice]:

@@ -33,7 +33,8 @@ class TokenProducts(Products):
         left, right = self.left.double(), self.right.double()
         inner = (left @ left.mT) * (right @ right.mT)
         sizes = left.square().sum(-1).sqrt() * right.square().sum(-1).sqrt()
-        return _safe(inner.sum((1, 3, 4)), sizes.sum((1, 3)), self.left)
+        terms = left.shape[-1] + right.shape[-1] + left.shape[-2] ** 2
+        return _safe(inner.sum((1, 3, 4)), sizes.sum((1, 3)), terms, self.left.dtype)
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`. Factors of a product are never rounded here: a clipped gradient could exceed its bound."""
@@ -76,7 +77,8 @@ class TokenRows(Gradients):
         values = self.values.double()
         same = self.numbers[..., :, None] == self.numbers[..., None, :]
         inner = (values @ values.mT) * same
-        return _safe(inner.sum((2, 3)), values.square().sum(-1).sqrt().sum(2), self.values)
+        terms = values.shape[-1] + values.shape[-2] ** 2
+        return _safe(inner.sum((2, 3)), values.square().sum(-1).sqrt().sum(2), terms, self.values.dtype)
 
     def summed(self) -> Tensor:
         """See `Gradients`."""
@@ -100,12 +102,12 @@ class TokenRows(Gradients):
         return self.values[0].numel()
 
 
-def _safe(squares: Tensor, sizes: Tensor, like: Tensor) -> Tensor:
+def _safe(squares: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
     """Squared norms that are sums of inner products, plus a bound on the rounding errors of these sums.
 
-    `sizes` is Σ_p ‖a_p‖‖b_p‖: no sum of absolute values of the terms is larger than its square.
+    `sizes` is Σ_p ‖a_p‖‖b_p‖: no sum of absolute values of the terms is larger than its square. An error is at most one unit
+    of rounding for each of the `terms` that are added up: the values of both tokens, and the pairs of tokens.
     """
-    terms = like.shape[-1] + like.shape[-2]
     total = squares.clamp(min=0.0) + _ROUNDING * terms * sizes.square()
     total = torch.where(torch.isfinite(squares), total, squares)
-    return total if like.dtype == torch.float64 else total.float()
+    return total if dtype == torch.float64 else total.float()

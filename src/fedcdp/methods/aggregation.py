@@ -8,6 +8,7 @@ the accounting relies on a fixed divisor.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,29 @@ from fedcdp.files.tree import Tree, combine
 from fedcdp.methods.base import Method, Moment
 from fedcdp.methods.quantile import clip_rule
 from fedcdp.methods.server_optimizers import OptimizerState, move_model
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What some clients of a round sent, added up."""
+
+    total: Tree
+    clients: int
+    counts: Tensor | None = None
+    """The counts of each of the clients [clients], if there are any."""
+
+    def flat(self) -> Tensor:
+        """Everything in one tensor, to send it to another process, whose trees may have another order."""
+        return torch.cat([part.reshape(-1) for part in self._parts()])
+
+    def fill(self, flat: Tensor) -> None:
+        """Take the values of `flat`, which comes from a portion of this shape."""
+        parts = self._parts()
+        for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(values.view(part.shape))
+
+    def _parts(self) -> list[Tensor]:
+        return [self.total[name] for name in sorted(self.total)] + ([] if self.counts is None else [self.counts])
 
 
 class Aggregate:
@@ -36,14 +60,30 @@ class Aggregate:
 
     def add(self, updates: Tree, counts: Tensor | None = None) -> None:
         """Add the admitted updates [clients, ...] of some clients, and their counts [clients] if there are any."""
-        if counts is not None:
-            self._counts.append(counts)
+        self.take(self.portion(updates, counts))
+
+    def portion(self, updates: Tree, counts: Tensor | None = None) -> Portion:
+        """The sum of what some clients sent, which `take` adds: other processes may compute it."""
+        total = {}
         for name, update in updates.items():
             sent = update if self._plan.sums else update.double()
             if self._plan.aggregation == "fedaveraging":
                 sent = self._weights[name] + sent
-            self._total[name] += sent.sum(0)
-        self._clients += len(next(iter(updates.values())))
+            total[name] = sent.sum(0)
+        return Portion(total, len(next(iter(updates.values()))), counts)
+
+    def empty_portion(self, clients: int) -> Portion:
+        """A portion of so many clients, whose values do not matter."""
+        counts = None if self._plan.quantile is None else next(iter(self._total.values())).new_empty(clients)
+        return Portion({name: torch.empty_like(value) for name, value in self._total.items()}, clients, counts)
+
+    def take(self, portion: Portion) -> None:
+        """Add a portion. The order decides how sums round: take portions in the order of their clients."""
+        if portion.counts is not None:
+            self._counts.append(portion.counts)
+        for name, value in portion.total.items():
+            self._total[name] += value
+        self._clients += portion.clients
 
     def total_update(self) -> Tree:
         """Σ ΔW_k over the clients that took part, as they sent it."""

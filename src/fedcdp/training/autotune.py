@@ -61,20 +61,27 @@ def choose_engine(
     chunk: int | None,
     most: int,
     seconds: Seconds,
+    ranks: int = 1,
 ) -> tuple[LocalEngine, int]:
-    """The fastest engine that `name` allows and, unless `chunk` is given, the fastest chunk of at most `most` clients."""
+    """The fastest engine that `name` allows and, unless `chunk` is given, the fastest chunk of at most `most` clients.
+
+    With several ranks, a chunk is at most the share of a round that each of them trains.
+    """
+    share = math.ceil(plan.per_round / ranks)
+    if ranks > 1:
+        most = min(most, share)
 
     def stepwise(engine: str) -> LocalEngine:
         return StepwiseEngine(METHODS[plan.method], engines[engine], examples)
 
     choice = _measured(plan, engines, examples, chunk, most, lambda engine, clients: seconds(stepwise(engine), clients))
     engine = engines[choice.engine]
-    whole = choice.seconds * plan.rounds * plan.per_round * plan.local_steps
+    whole = choice.seconds * plan.rounds * share * plan.local_steps
     predicted = whole if examples.targets.is_cuda and math.isfinite(whole) else 0.0
     if isinstance(engine, BatchedEngine):
         if name == "kernel" or (name == "auto" and predicted > _WORTH_A_KERNEL):
             local_engine = _kernel(plan, engine, examples, asked=name == "kernel")
-            equal = _equal_chunks(plan.per_round, chunk or most_clients(engine))
+            equal = _equal_chunks(plan.per_round, chunk or min(most_clients(engine), share))
             if local_engine and (name == "kernel" or seconds(local_engine, equal) <= choice.seconds * _GAIN_OF_COMPILING):
                 return local_engine, equal
         if plan.sums and plan.per_example:  # the compiled step sums in float32, and noise on the sum needs float64

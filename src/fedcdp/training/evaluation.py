@@ -17,6 +17,7 @@ from fedcdp.engine import Engine, Loss
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Tree, each_tensor
 from fedcdp.training.metrics import Figures, OwnMetrics, original_unit, own_metric, task_metrics
+from fedcdp.training.token_metrics import TokenCounts, most_frequent_token, sequences_at_once
 
 _LOG = logging.getLogger("fedcdp")
 _BATCH = 1000
@@ -26,18 +27,24 @@ _MARGIN = 0.005  # of accuracy, exact match or R², above that of a constant ans
 def evaluate(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> Figures:
     """The main metric of the data's task, and the mean loss, of the global weights on a dataset."""
     right, error, loss, threshold = 0, 0.0, 0.0, None
+    tokens = TokenCounts()
     for outputs, targets in _answers(engine, weights, data, device):
         loss += mean_loss(engine.loss, outputs, targets) * len(targets)
         if data.task == "regression":
             values, true = (original_unit(data, each) for each in (outputs.reshape(targets.shape), targets))
             error += float((values - true).abs().double().mean()) * len(targets)
+        elif data.task == "language":
+            tokens += TokenCounts.of(outputs, targets)
         elif data.task != "custom":
             threshold = threshold_for(engine.loss, outputs, data) if threshold is None else threshold
             right += int(_right(outputs, targets, threshold).sum())
-    main = {"regression": {"mae": error / len(data)}, "multilabel": {"exact_match": right / len(data)}, "custom": {}}
+    main: dict[str, Figures] = {
+        "regression": {"mae": error / len(data)}, "multilabel": {"exact_match": right / len(data)},
+        "language": tokens.figures(), "custom": {},
+    }  # fmt: skip
     found = main.get(data.task, {"accuracy": right / len(data)}) | {"loss": loss / len(data)}
     # JSON has no NaN: a figure that is not finite is written as null.
-    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
 
 
 def score(
@@ -54,7 +61,7 @@ def score(
     metric of the user's own that fails here is None, and a warning says why: the model is trained by now.
     """
     clients = None if federation is None else federation.validation_clients
-    if validation.task == "custom" and not own and clients is None:
+    if validation.task in ("custom", "language") and not own and clients is None:
         return evaluate(engine, weights, validation, device), []  # without keeping outputs, which may be large
     outputs = torch.cat([answer for answer, _ in _answers(engine, weights, validation, device)])
     found = figures(engine.loss, outputs, validation)
@@ -78,8 +85,9 @@ def try_own_metrics(own: OwnMetrics, engine: Engine, weights: Tree, data: Datase
 
 def figures(loss: Loss, outputs: Tensor, data: Dataset) -> Figures:
     """All metrics of the data's task for the outputs of a network, and the mean loss."""
-    threshold = 0.0 if data.task in ("regression", "custom") else threshold_for(loss, outputs, data)
-    parts = zip(outputs.split(_BATCH), data.targets.to(outputs.device).split(_BATCH), strict=True)
+    threshold = 0.0 if data.task in ("regression", "language", "custom") else threshold_for(loss, outputs, data)
+    at_once = sequences_at_once(outputs) if data.task == "language" else _BATCH
+    parts = zip(outputs.split(at_once), data.targets.to(outputs.device).split(at_once), strict=True)
     total = sum(mean_loss(loss, answers, targets) * len(targets) for answers, targets in parts)
     return task_metrics(data, outputs, threshold) | {"loss": total / len(data) if math.isfinite(total) else None}
 
@@ -109,6 +117,8 @@ def no_better_than_guessing(scores: Mapping[str, float | None], data: Dataset | 
     if (accuracy := scores.get("accuracy")) is not None and data.classes:
         share = int(torch.bincount(data.targets.flatten().cpu()).max()) / len(data)
         return _warning("accuracy", accuracy, "predicting the most frequent class", share)
+    if accuracy is not None and data.task == "language":
+        return _warning("accuracy", accuracy, "predicting the most frequent token", most_frequent_token(data.targets))
     if (matched := scores.get("exact_match")) is not None and data.task == "multilabel":
         share = int(data.targets.unique(dim=0, return_counts=True)[1].max()) / len(data)
         ranks = (scores.get("auroc") or 0.5) > 0.5 + 10 * _MARGIN  # labels in the right order, if no threshold fits
@@ -143,7 +153,11 @@ def mean_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> float:
 
 def _answers(engine: Engine, weights: Tree, data: Dataset, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """The outputs and targets of a dataset, batch by batch, on the device."""
-    for inputs, targets in data.batches(_BATCH):
+    at_once = _BATCH
+    if data.task == "language":
+        first = each_tensor(data.inputs, lambda value: value[:1].to(device))
+        at_once = min(_BATCH, sequences_at_once(engine.outputs(weights, first)))
+    for inputs, targets in data.batches(at_once):
         yield engine.outputs(weights, each_tensor(inputs, lambda value: value.to(device))), targets.to(device)
 
 

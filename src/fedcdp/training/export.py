@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -154,9 +155,22 @@ def _traceable(model: nn.Module, inputs: Inputs, count: int) -> tuple[nn.Module,
     return network if plain else _Positional(network, ()), {"inputs": inputs}, plain
 
 
+@contextmanager
+def _written_out_attention() -> Iterator[None]:
+    """Trace PyTorch's attention as ordinary operations. Its fast path depends on whether gradients are recorded."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def _torchscript(model: nn.Module, inputs: Inputs, to: Path) -> None:
     network, zeros, _ = _traceable(model, inputs, 1)
-    write_atomically(to, torch.jit.trace(network, tuple(zeros.values())).save_to_buffer())
+    with _written_out_attention():
+        program = torch.jit.trace(network, tuple(zeros.values()))
+    write_atomically(to, program.save_to_buffer())
 
 
 def _onnx(model: nn.Module, inputs: Inputs, to: Path) -> None:
@@ -166,11 +180,12 @@ def _onnx(model: nn.Module, inputs: Inputs, to: Path) -> None:
     network, zeros, plain = _traceable(model, inputs, 2)
     batch = torch.export.Dim("batch")
     axes = tuple({0: batch} for _ in zeros)
-    program = torch.onnx.export(
-        network, tuple(zeros.values()), dynamo=True, verbose=False,
-        dynamic_shapes=axes if plain else (axes,),
-        input_names=list(zeros) if len(zeros) > 1 else None,
-    )  # fmt: skip
+    with _written_out_attention():
+        program = torch.onnx.export(
+            network, tuple(zeros.values()), dynamo=True, verbose=False,
+            dynamic_shapes=axes if plain else (axes,),
+            input_names=list(zeros) if len(zeros) > 1 else None,
+        )  # fmt: skip
     write_atomically(to, program.model_proto.SerializeToString())  # type: ignore[union-attr]
 
 

@@ -22,6 +22,7 @@ from fedcdp.engine.base import Batch, Engine, Unquestioning
 from fedcdp.engine.batched import BatchedEngine
 from fedcdp.engine.cuda_graphs import Launcher, Program, Steps
 from fedcdp.engine.functional import all_finite
+from fedcdp.engine.microbatches import MicrobatchEngine
 from fedcdp.engine.packing import PackedEngine, rows_needed
 from fedcdp.engine.recorded import RecordedEngine
 from fedcdp.engine.runtime import BUDGET, stop_if_asked
@@ -79,7 +80,8 @@ class StepwiseEngine:
     @property
     def name(self) -> str:
         """See `LocalEngine`."""
-        return next((name for kind, name in _NAMES.items() if isinstance(self.gradients, kind)), "functional")
+        engine = self.gradients.whole if isinstance(self.gradients, MicrobatchEngine) else self.gradients
+        return next((name for kind, name in _NAMES.items() if isinstance(engine, kind)), "functional")
 
     def __call__(self, weights: Tree, draw: Draw, at: Moment) -> Sent:
         """See `LocalEngine`."""

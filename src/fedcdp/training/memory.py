@@ -25,6 +25,8 @@ class Memory:
     """One row for each finished round."""
     moments: tuple[Tensor, Tensor] | None = None
     """What inputs are standardised by, once it was released."""
+    followed: bool = False
+    """Whether this is a follower's (`ranks`): the state and the releases are in the memory of rank 0 alone."""
     scaling: str = "the run in memory"
     """What an error calls the place of these moments."""
 

@@ -8,6 +8,7 @@ They agree with scikit-learn's functions of the same names. A metric that is und
 | `binary` | `accuracy`, `balanced_accuracy`, `f1` (of class 1), `auroc` | `accuracy` |
 | `multilabel` | `exact_match` (all labels right), `macro_f1`, `auroc` (mean over labels) | `exact_match` |
 | `regression` | `mae`, `rmse`, `r2` (mean over values), in the targets' original unit | `mae` |
+| `language` | `accuracy` (of the next token), `perplexity`, over all predicted tokens | `accuracy` |
 | `custom` | none but the loss | `loss` |
 
 `auroc` is None where a class, or one side of a label, has no example. `r2` is None where a target is constant.
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from fedcdp.data.dataset import Dataset
 from fedcdp.errors import PlanError
+from fedcdp.training.token_metrics import TokenCounts
 
 Figures = dict[str, float | None]
 """Metrics by name; None where one is undefined."""
@@ -39,7 +41,7 @@ SHARES = ("accuracy", "exact_match")
 """Main metrics that count right answers."""
 _TITLES = {
     "auroc": "AUROC", "balanced_accuracy": "balanced accuracy", "exact_match": "exact match", "f1": "F1", "mae": "MAE",
-    "macro_f1": "macro-F1", "r2": "R²", "rmse": "RMSE",
+    "macro_f1": "macro-F1", "perplexity": "perplexity", "r2": "R²", "rmse": "RMSE",
 }  # fmt: skip
 _RESERVED = {"accuracy", "loss", "round", "examples", "client", *_TITLES}
 _NAME = re.compile("[a-z][a-z0-9_]{0,63}")
@@ -69,6 +71,8 @@ def task_metrics(data: Dataset, outputs: Tensor, threshold: float) -> Figures:
 
     A single output for two classes, and each output of a multi-label task, means yes if it is above the threshold.
     """
+    if data.task == "language":
+        return TokenCounts.of(outputs, data.targets.to(outputs.device)).figures()
     given, targets = outputs.detach().double().cpu(), data.targets.cpu()
     if data.task == "multilabel":
         return _multilabel(given.reshape(targets.shape).numpy(), targets.numpy() > 0, threshold)

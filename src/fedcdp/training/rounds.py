@@ -1,9 +1,12 @@
-"""Rounds of many virtual clients on one device.
+"""Rounds of many virtual clients, on one device or on one for each rank.
 
 A round is four steps: choose the clients, train them locally (in chunks, to bound memory), add up their updates, move the
 global model. Only the weights, the state of a server optimiser, and a clip bound that follows a quantile carry over from
 round to round. All randomness is derived from the seed and the round, so a stopped run continues exactly where it stopped
 (under secure noise: with fresh randomness).
+
+Ranks share the chunks of a round. The leader adds up their sums in the order of the chunks and alone makes the server's
+step, so on a CPU several ranks compute what one process does, to the bit.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +26,20 @@ from torch import Tensor, nn
 from fedcdp.config.plan import Plan
 from fedcdp.data.partition import Federation
 from fedcdp.engine.base import Batch, Engine
-from fedcdp.engine.runtime import clients_within_budget, wait
+from fedcdp.engine.batched import BatchedEngine
+from fedcdp.engine.microbatches import MicrobatchEngine
+from fedcdp.engine.runtime import clients_within_budget, examples_within_budget, wait
 from fedcdp.files.tree import each_tensor, repeat
 from fedcdp.mechanism.noise import noise_of
 from fedcdp.mechanism.sampling import Draw, choose_records, choose_records_of_steps, zero_out
 from fedcdp.methods import METHODS, Method, Moment
-from fedcdp.methods.aggregation import Aggregate, moving_average, next_clip, server_update
+from fedcdp.methods.aggregation import Aggregate, Portion, moving_average, next_clip, server_update
 from fedcdp.methods.base import Tap
 from fedcdp.methods.quantile import clip_rule
 from fedcdp.training.evaluation import evaluate
 from fedcdp.training.feature_cache import features_of
 from fedcdp.training.local_engines import Examples, LocalEngine, StepwiseEngine, usual_chunk
+from fedcdp.training.ranks import Ranks
 from fedcdp.training.rundir import Row, State
 
 _TIMED_STEPS = 2  # after the same number of warm-up steps
@@ -99,9 +107,27 @@ class ClientData:
         exact = self.plan.sums and self.plan.per_example
         return clients_within_budget(model, example, self.plan.slots, self.plan.per_example, exact)
 
+    def within_memory(self, engine: Engine) -> Engine:
+        """The engine, in parts of a batch where the batch of a single client exceeds the memory budget."""
+        if isinstance(engine, BatchedEngine):  # it may be compiled or packed, and holds little for each example
+            return engine
+        example = each_tensor(self.examples.inputs, lambda value: value[0])
+        exact = self.plan.sums and self.plan.per_example
+        most = examples_within_budget(engine.model, example, self.plan.per_example, exact)
+        return engine if most >= self.plan.slots else MicrobatchEngine(engine, most)
+
+
+@dataclass(frozen=True)
+class RoundCall:
+    """A round that rank 0 begins, for its followers."""
+
+    round: int
+    clip: float | None
+    chosen: Tensor
+
 
 class Simulator:
-    """Rounds of virtual clients, `chunk` of which are trained at once.
+    """Rounds of virtual clients, `chunk` of which are trained at once by each of the `ranks`.
 
     An audit may watch them by a `tap`, and may run a method other than the plan's.
     """
@@ -114,8 +140,10 @@ class Simulator:
         *,
         method: Method | None = None,
         tap: Tap | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.data, self.local_engine, self.chunk = data, local_engine, chunk
+        self.ranks = ranks or Ranks()
         self.plan, self.tap = data.plan, tap
         self.method = method or METHODS[self.plan.method]
         self.noise = noise_of(self.plan, self.engine.layout)
@@ -135,19 +163,54 @@ class Simulator:
         return self.local_engine.gradients
 
     def round(self, state: State, chosen: Tensor) -> State:
-        """Run one global round with the chosen clients; return the state after it."""
+        """Run one global round with the chosen clients; return the state after it. Only the leader calls this."""
         method, plan = self.method, self.plan
         received = Aggregate(state.weights, plan)
-        for clients in chosen.split(self.chunk) if len(chosen) else ():
-            table, sizes = self.data.records_of(clients)
-            at = self.moment(state, clients.to(self.data.device), sizes)
-            sent = self.local_engine(state.weights, self.data.draw(at, table, sizes), at)
-            received.add(method.admit(sent.update, at), clip_rule(plan).admitted(sent, at))
+        for portion in self._portions(state, chosen, received):
+            received.take(portion)
         nobody = torch.zeros(0, dtype=torch.int64, device=self.data.device)
         at = self.moment(state, nobody, nobody)
         weights, optimizer = server_update(method, state.weights, received, at, state.optimizer)
         average = None if state.average is None else moving_average(state.average, weights, plan.ema)
         return State(state.round + 1, weights, average, next_clip(received, at), optimizer)
+
+    def _portions(self, state: State, chosen: Tensor, received: Aggregate) -> Iterator[Portion]:
+        """The sums of all chunks, in order. Rank r trains chunks r, r + N, and so on; few sums exist at the same time."""
+        chunks, ranks = self._chunks(chosen), self.ranks
+        if ranks.several and chunks:
+            ranks.tell(RoundCall(state.round, state.clip, chosen))
+            ranks.spread(state.weights)
+        for number, clients in enumerate(chunks):
+            if (rank := number % ranks.size) == 0:
+                yield self._portion(state, clients, received)
+            else:
+                portion = received.empty_portion(len(clients))
+                portion.fill(ranks.receive(portion.flat(), rank))
+                yield portion
+
+    def follow(self, fresh: State) -> Any:
+        """A follower's part: its chunks of each round that the leader begins. Returns what the leader says at the end."""
+        while isinstance(call := self.ranks.heard(), RoundCall):
+            state = replace(fresh, round=call.round, clip=call.clip, weights=self.ranks.spread(fresh.weights))
+            received, sent = Aggregate(state.weights, self.plan), None
+            for clients in self._chunks(call.chosen)[self.ranks.rank :: self.ranks.size]:
+                portion = self._portion(state, clients, received).flat()
+                if sent is not None:
+                    sent()
+                sent = self.ranks.send(portion)
+            if sent is not None:
+                sent()
+        return call
+
+    def _chunks(self, chosen: Tensor) -> Sequence[Tensor]:
+        return chosen.split(self.chunk) if len(chosen) else ()
+
+    def _portion(self, state: State, clients: Tensor, received: Aggregate) -> Portion:
+        """What a chunk of clients sends, as the server admits it, added up."""
+        table, sizes = self.data.records_of(clients)
+        at = self.moment(state, clients.to(self.data.device), sizes)
+        sent = self.local_engine(state.weights, self.data.draw(at, table, sizes), at)
+        return received.portion(self.method.admit(sent.update, at), clip_rule(self.plan).admitted(sent, at))
 
     def moment(self, state: State, clients: Tensor, sizes: Tensor) -> Moment:
         """The moment at the start of a round for clients with `sizes` records."""

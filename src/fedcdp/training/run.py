@@ -24,6 +24,7 @@ from fedcdp.training.evaluation import no_better_than_guessing
 from fedcdp.training.export import export_model, format_of, settings_in, without_secrets
 from fedcdp.training.metrics import Figures, OwnMetrics
 from fedcdp.training.progress import Reports
+from fedcdp.training.ranks import Ranks
 from fedcdp.training.rundir import Row, RunDirectory
 from fedcdp.training.split_evaluation import evaluate_split, reads_training_records
 
@@ -238,7 +239,7 @@ class Run:
             raise RunError("this run cannot be resumed: it was not made by simulate or open_run")
         if most_releases is not None and (type(most_releases) is not int or most_releases < 0):
             raise PlanError(f"most_releases: {str(most_releases)[:100]} is not allowed; it must be a whole number")
-        changes: dict[str, Any] = {"most_rounds": rounds, "most_releases": most_releases}
+        changes: dict[str, Any] = {"most_rounds": rounds, "most_releases": most_releases, "ranks": Ranks.present()}
         changes |= {name: value for name, value in (("budget", budget), ("progress", progress)) if value is not None}
         return self.again(**changes)
 

@@ -21,6 +21,7 @@ from fedcdp.training.planning import recommended_plan
 from fedcdp.training.prepared import Prepared
 from fedcdp.training.progress import Reports
 from fedcdp.training.python_origin import read_origin
+from fedcdp.training.ranks import Ranks
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.trainer import check_count, train
@@ -54,9 +55,12 @@ def simulate(
     budget: Allows | None = None,
     progress: Reports = None,
 ) -> Run:
-    """Train a network over a federation on one device, according to a plan or to the recommended recipe.
+    """Train a network over a federation, according to a plan or to the recommended recipe.
 
     The given network stays unchanged. The trained one is `run.model`.
+
+    In a process group of several ranks (`torch.distributed`), all ranks call this with the same arguments, train together
+    and get the same run. Rank 0 alone uses `out`, `budget` and `progress`.
 
     Args:
         model: The network. The data's task says how many outputs it needs (`Dataset`): for classification, one for each
@@ -78,7 +82,7 @@ def simulate(
         metrics: Metrics of your own, by name: functions of all outputs and all targets of the validation split that return
             one number. They are computed for the final model, with those of the task, into `run.scores`. For a regression
             they get outputs in the shape of the targets, and both in the targets' original unit.
-        device: `cpu`, `cuda`, `cuda:1`, and so on.
+        device: `cpu`, `cuda`, `cuda:1`, and so on. With several ranks, `cuda` is a GPU for each of them.
         engine: How gradients are computed. `auto` measures in a long training which engine is fastest, within a bounded
             amount of memory. A resumed run keeps its engine. The choice does not change the result beyond rounding.
         chunk: How many clients are trained at once. Chosen and kept like the engine by default.
@@ -152,7 +156,74 @@ def simulate(
         check_count(name, value)
     if resume and out is None:
         raise PlanError("resume: name the run directory with out")
-    directory = None if out is None else RunDirectory(out)
+    directory, ranks = None if out is None else RunDirectory(out), Ranks.present()
+    with ranks.joined():
+        given = (target_epsilon, adversary, unit, rounds, per_round, scale_inputs, evaluate_every, resume)
+        ranks.agree({"plan": b"" if plan is None else plan.digest().encode(), "arguments": str(given)})
+
+        def planned() -> Plan:
+            return _planned(
+                plan,
+                model,
+                federation,
+                target_epsilon=target_epsilon,
+                adversary=adversary,
+                unit=unit,
+                rounds=rounds,
+                per_round=per_round,
+                scale_inputs=scale_inputs,
+                directory=directory,
+                resume=resume,
+            )
+
+        prepared = Prepared.of(model, federation, ranks.once(planned))
+        if directory is not None and resume and ranks.leads:
+            prepared.check_origin(directory)
+        if (adversary, unit) != ("server", "record"):
+            from fedcdp.accounting.calibrate import Target
+
+            Target(1.0, adversary, unit).view(
+                prepared.plan, prepared.population
+            )  # refuses a row that the plan does not have
+        run = train(
+            prepared,
+            adversary=adversary,
+            unit=unit,
+            loss=loss,
+            metrics=metrics,
+            device=device,
+            engine=engine,
+            chunk=chunk,
+            tf32=tf32,
+            evaluate_every=evaluate_every,
+            out=out,
+            config=config,
+            resume=resume,
+            most_releases=most_releases,
+            budget=budget,
+            progress=progress,
+            ranks=ranks,
+        )
+    if run.warning is not None and ranks.leads:
+        _LOG.warning("%s", run.warning)
+    return run
+
+
+def _planned(
+    plan: Plan | None,
+    model: nn.Module,
+    federation: Federation,
+    *,
+    target_epsilon: float | None,
+    adversary: str,
+    unit: str,
+    rounds: int | None,
+    per_round: int | None,
+    scale_inputs: bool,
+    directory: RunDirectory | None,
+    resume: bool,
+) -> Plan:
+    """The plan to carry out: the given one with its changes, that of the resumed run, or the recommended recipe."""
     if directory is not None and not resume and (plan is None or target_epsilon is not None):
         directory.require_creatable()  # before a calibration that may take minutes
     origin = read_origin(directory) if directory is not None and resume else None
@@ -170,38 +241,11 @@ def simulate(
             scale_inputs=scale_inputs,
         )
         _LOG.info("%s", said)
-    else:
-        if scale_inputs:
-            raise PlanError("scale_inputs: it is for the recommended recipe; set the plan's scaling_noise instead")
-        changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
-        plan = plan.but(**changes) if changes else plan
-        if target_epsilon is not None:
-            plan = calibrate(plan, federation, model, target_epsilon=target_epsilon, adversary=adversary, unit=unit)
-    prepared = Prepared.of(model, federation, plan)
-    if directory is not None and resume:
-        prepared.check_origin(directory)
-    if (adversary, unit) != ("server", "record"):
-        from fedcdp.accounting.calibrate import Target
-
-        Target(1.0, adversary, unit).view(plan, prepared.population)  # refuses a row that the plan does not have
-    run = train(
-        prepared,
-        adversary=adversary,
-        unit=unit,
-        loss=loss,
-        metrics=metrics,
-        device=device,
-        engine=engine,
-        chunk=chunk,
-        tf32=tf32,
-        evaluate_every=evaluate_every,
-        out=out,
-        config=config,
-        resume=resume,
-        most_releases=most_releases,
-        budget=budget,
-        progress=progress,
-    )
-    if run.warning is not None:
-        _LOG.warning("%s", run.warning)
-    return run
+        return plan
+    if scale_inputs:
+        raise PlanError("scale_inputs: it is for the recommended recipe; set the plan's scaling_noise instead")
+    changes = {name: value for name, value in (("rounds", rounds), ("per_round", per_round)) if value is not None}
+    plan = plan.but(**changes) if changes else plan
+    if target_epsilon is None:
+        return plan
+    return calibrate(plan, federation, model, target_epsilon=target_epsilon, adversary=adversary, unit=unit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from fedcdp.data.partition import Federation
 from fedcdp.engine import Loss
 from fedcdp.engine.functional import on_targets
 from fedcdp.errors import PlanError, RunError
-from fedcdp.files.tree import each_tensor
+from fedcdp.files.tree import Inputs, each_tensor
 from fedcdp.models.networks import outputs_of
-from fedcdp.training.evaluation import figures, figures_of_clients, is_binary, predictions, threshold_for
+from fedcdp.training.evaluation import figures, figures_of_clients, is_binary, mean_loss, predictions, threshold_for
 from fedcdp.training.loss_contract import loss_for
-from fedcdp.training.metrics import OwnMetrics, main_figure, own_metric
+from fedcdp.training.metrics import Figures, OwnMetrics, main_figure, own_metric
+from fedcdp.training.token_metrics import TokenCounts, sequences_at_once
 
 _LOG = logging.getLogger("fedcdp")
 _BATCH = 1000
@@ -44,7 +46,10 @@ def evaluate_split(
     `per_client`, the data must be a federation.
     """
     examples = split_of(data, split)
-    outputs = _outputs(model, examples)
+    if examples.task == "language" and not own and not per_client:  # without keeping outputs, which may be large
+        found = _language_figures(model, examples, on_targets(loss_for(examples, loss)))
+        return {"split": split, "examples": len(examples), "accuracy": found.pop("accuracy"), "metrics": found}
+    outputs = torch.cat(list(_outputs(model, examples)))
     loss = _loss_on(examples, outputs) if loss is None else on_targets(loss)
     found = figures(loss, outputs, examples)
     for name, function in (own or {}).items():
@@ -78,15 +83,31 @@ def split_of(data: Splits | Federation, name: str) -> Dataset:
     return known[name]
 
 
-def _outputs(model: nn.Module, data: Dataset) -> Tensor:
-    """The outputs for all examples. A copy computes them: a network may keep the records that it sees."""
+@torch.no_grad()
+def _outputs(model: nn.Module, data: Dataset) -> Iterator[Tensor]:
+    """The outputs for all examples, batch by batch. A copy computes them: a network may keep the records that it sees."""
     network = copy.deepcopy(model).eval()
     device = next(network.parameters()).device
-    with torch.no_grad():
-        parts = [
-            outputs_of(network, each_tensor(inputs, lambda value: value.to(device))) for inputs, _ in data.batches(_BATCH)
-        ]
-    return torch.cat(parts).cpu()
+
+    def outputs(inputs: Inputs) -> Tensor:
+        return outputs_of(network, each_tensor(inputs, lambda value: value.to(device))).cpu()
+
+    at_once = _BATCH
+    if data.task == "language":
+        at_once = min(_BATCH, sequences_at_once(outputs(each_tensor(data.inputs, lambda value: value[:1]))))
+    for inputs, _ in data.batches(at_once):
+        yield outputs(inputs)
+
+
+def _language_figures(model: nn.Module, data: Dataset, loss: Loss) -> Figures:
+    """The metrics of a language model, and the mean loss."""
+    counts, total, done = TokenCounts(), 0.0, 0
+    for outputs in _outputs(model, data):
+        targets = data.targets[done : done + len(outputs)].cpu()
+        counts += TokenCounts.of(outputs, targets)
+        total += mean_loss(loss, outputs, targets) * len(targets)
+        done += len(outputs)
+    return counts.figures() | {"loss": total / done if math.isfinite(total) else None}
 
 
 def _has_own(federation: Federation, split: str) -> bool:

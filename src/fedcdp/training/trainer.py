@@ -1,4 +1,4 @@
-"""A whole training on one device, from a prepared experiment to a `Run`.
+"""A whole training, on one device or on one for each rank, from a prepared experiment to a `Run`.
 
 Three steps: choose an engine, open the run, and run the rounds.
 """
@@ -6,11 +6,12 @@ Three steps: choose an engine, open the run, and run the rounds.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -27,9 +28,9 @@ from fedcdp.config.experiment import EngineName, Experiment
 from fedcdp.data.dataset import Splits
 from fedcdp.engine import Engine, Loss, engines_for
 from fedcdp.engine.frozen import split
-from fedcdp.engine.reachability import check_all_used
+from fedcdp.engine.reachability import check_all_used, named_briefly
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
-from fedcdp.errors import ModelError, PlanError
+from fedcdp.errors import ModelError, PlanError, RunError
 from fedcdp.files.tensors import size_of
 from fedcdp.files.tree import Tree, each_tensor
 from fedcdp.mechanism.sampling import choose_clients
@@ -37,16 +38,21 @@ from fedcdp.methods.server_optimizers import OptimizerState
 from fedcdp.training.autotune import choose_engine
 from fedcdp.training.evaluation import score, try_own_metrics
 from fedcdp.training.export import without_secrets
+from fedcdp.training.local_engines import LocalEngine
 from fedcdp.training.loss_contract import check_loss, check_outputs, loss_for
 from fedcdp.training.memory import Memory
 from fedcdp.training.metrics import Figures, OwnMetrics, check_own_metrics
 from fedcdp.training.prepared import Prepared, prepare_experiment
 from fedcdp.training.progress import Audience, Reports
 from fedcdp.training.python_origin import written_origin
+from fedcdp.training.rank_facts import facts_of
+from fedcdp.training.ranks import Ranks
 from fedcdp.training.rounds import ClientData, Simulator
 from fedcdp.training.run import Run, hides_time
 from fedcdp.training.rundir import RunDirectory, State
-from fedcdp.training.scaling import copy_scaling, set_scaling
+from fedcdp.training.scaling import copy_scaling, set_scaling, set_standardisation, standardised_by
+
+_LOG = logging.getLogger("fedcdp")
 
 
 def train(
@@ -69,26 +75,36 @@ def train(
     most_releases: int | None = None,
     budget: Allows | None = None,
     progress: Reports = None,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Train a prepared experiment; other arguments as for `simulate`. The prepared objects are not changed.
 
-    A run without a directory goes on from its `memory`, if one is given. It ends after `most_rounds` more rounds.
+    A run without a directory goes on from its `memory`, if one is given. It ends after `most_rounds` more rounds. All
+    `ranks` call this with the same arguments and get the same result. Only the leader uses `out`, `memory`, `budget` and
+    `progress`.
     """
     for name, value in (("chunk", chunk), ("evaluate_every", evaluate_every), ("rounds", most_rounds)):
         check_count(name, value)
-    device = usable_device(device)
+    ranks = ranks or Ranks()
+    device = usable_device(ranks.device(device))
     directory = None if out is None else RunDirectory(out)
     memory = memory or Memory(Releases(prepared.federation.clients))
-    if resume and directory:
+    if directory is None and memory.followed and ranks.leads:
+        raise RunError("resume: only rank 0 can go on alone with a run in memory, because it alone has counted all releases")
+    memory.followed = not ranks.leads
+    if resume and directory and ranks.leads:
         engine, chunk = _kept_engine(directory, device, engine, chunk)
     audience = Audience(progress)
     own_loss, own = loss, metrics or {}
     loss = loss_for(prepared.federation.train, loss)
     check_own_metrics(own, prepared.federation.validation)
     allows = budget if most_releases is None else _at_most(most_releases, budget)
-    with deferred_interrupts(), products(tf32):
+    with ranks.joined(), deferred_interrupts(), products(tf32):
+        ranks.check_device(device)
         network = copy.deepcopy(prepared.network).to(device)
-        simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk)
+        simulator, fresh = begin(prepared, network, device=device, loss=loss, engine=engine, chunk=chunk, ranks=ranks)
+        if ranks.several:
+            ranks.agree(facts_of(prepared, simulator))
         if prepared.plan.private and not resume:  # the first release began runs with unused tensors, which may go on
             check_all_used(simulator.engine, simulator.data.first_batch())
         if simulator.data.validation is not None:
@@ -101,6 +117,8 @@ def train(
             engine=computed, chunk=simulator.chunk, tf32=tf32, evaluate_every=evaluate_every, out=out,
             resume=directory is not None, memory=memory, budget=budget, progress=audience.listeners,
         )  # fmt: skip
+        if not ranks.leads:
+            return _followed(prepared, simulator, network, loss=loss, again=again)
         opened = _opened(prepared, simulator, fresh, directory=directory, memory=memory, config=config, resume=resume)
         told = audience.training(_settings(prepared), prepared.plan.rounds, hides_time(prepared.plan, prepared.federation))
         if directory and not resume:
@@ -110,9 +128,9 @@ def train(
                 where, plan = prepared.federation, prepared.plan
                 if not set_scaling(network, where, plan, releases, store=directory or memory, budget=allows):
                     allows = _at_most(0, None)
-                # Known only now: what was computed from unscaled inputs is outdated.
-                simulator, _ = begin(prepared, network, device=device, loss=loss, engine=computed, chunk=simulator.chunk)
-            return _rounds(
+                ranks.tell([value.cpu() for value in standardised_by(network) or ()])
+                simulator = _begun_again(prepared, simulator, network, loss)
+            run = _rounds(
                 prepared,
                 simulator,
                 network,
@@ -128,6 +146,8 @@ def train(
                 against=(adversary, unit),
                 again=again,
             )
+            ranks.tell(SharedResult.of(run))
+            return run
 
 
 def check_count(name: str, value: object) -> None:
@@ -148,6 +168,7 @@ def train_experiment(
     progress: Reports = None,
     splits: Splits | None = None,
     prepared: Prepared | None = None,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Run an experiment into a directory (None: in memory only); `splits` or `prepared` are used if given."""
     consent.remember(experiment.model.network)
@@ -167,6 +188,7 @@ def train_experiment(
         most_releases=most_releases,
         budget=budget,
         progress=progress,
+        ranks=ranks,
     )
 
 
@@ -179,22 +201,38 @@ def begin(
     engine: EngineName = "auto",
     chunk: int | None = None,
     per_example: bool | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Simulator, State]:
     """The simulator with the fastest engine that `engine` and `chunk` allow, and the state before the first round.
 
+    The leader of the `ranks` chooses for all of them. Under secure noise they also get its secret draws.
+
     Raises for a network that cannot be trained, or differentiated per example (`per_example`, by default as the plan needs).
     """
+    ranks = ranks or Ranks()
     data, engines, state = ready(prepared, network, device=device, loss=loss, engine=engine, per_example=per_example)
-    local_engine, at_once = choose_engine(
-        prepared.plan,
-        engines,
-        engine,
-        data.examples,
-        chunk=chunk,
-        most=data.most_clients(next(iter(engines.values())).model),
-        seconds=lambda local_engine, clients: Simulator(data, local_engine, clients).seconds_a_client_step(state),
-    )
-    return Simulator(data, local_engine, at_once), state
+    data.draws = ranks.once(lambda: data.draws)
+
+    def chosen(name: EngineName, among: dict[str, Engine], chunk: int | None) -> tuple[LocalEngine, int]:
+        return choose_engine(
+            prepared.plan,
+            among,
+            name,
+            data.examples,
+            chunk=chunk,
+            most=data.most_clients(next(iter(among.values())).model),
+            seconds=lambda local_engine, clients: Simulator(data, local_engine, clients).seconds_a_client_step(state),
+            ranks=ranks.size,
+        )
+
+    if ranks.leads:
+        local_engine, at_once = chosen(engine, engines, chunk)
+        ranks.tell((local_engine.name, at_once))
+    else:
+        name, at_once = ranks.heard()
+        only = name if name in engines else next(iter(engines))  # a compiled engine is built on the first one
+        local_engine, at_once = chosen(name, {only: engines[only]}, at_once)
+    return Simulator(data, local_engine, at_once, ranks=ranks), state
 
 
 def ready(
@@ -218,7 +256,8 @@ def ready(
             raise ModelError(f"{name} holds a weight that is not finite; training cannot start from it")
     front, trained = split(network, federation.train.inputs, device)
     data = ClientData(federation, plan, device, front, kept)
-    engines = engines_for(trained, loss, engine, each_tensor(data.first_batch().inputs, lambda value: value[0, :1]))
+    known = engines_for(trained, loss, engine, each_tensor(data.first_batch().inputs, lambda value: value[0, :1]))
+    engines = {name: data.within_memory(each) for name, each in known.items()}
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
@@ -228,6 +267,55 @@ def ready(
     check_outputs(outputs, federation.train, loss)
     check_loss(first.loss, outputs, federation.train)
     return data, engines, State.first(plan, weights)
+
+
+@dataclass(frozen=True)
+class SharedResult:
+    """What the leader tells its followers about the finished run."""
+
+    figures: dict[str, Any]
+    weights: Tree
+
+    @staticmethod
+    def of(run: Run) -> SharedResult:
+        """The outcome of a run, with tensors on the CPU."""
+        names = ("metrics", "seconds", "client_steps", "charges", "participations", "scores", "client_scores")
+        weights = {name: value.cpu() for name, value in run.model.state_dict().items()}
+        return SharedResult({name: getattr(run, name) for name in names}, weights)
+
+
+def _followed(prepared: Prepared, simulator: Simulator, network: nn.Module, *, loss: Loss, again: partial[Run]) -> Run:
+    """The training of a follower, which opens nothing and charges nothing: rounds as the leader begins them, and its run."""
+    if prepared.plan.scaling_noise is not None:
+        set_standardisation(network, *simulator.ranks.heard())
+        simulator = _begun_again(prepared, simulator, network, loss)
+    weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+    outcome: SharedResult = simulator.follow(State.first(prepared.plan, weights))
+    model = copy.deepcopy(prepared.network).to(simulator.data.device)
+    model.load_state_dict(outcome.weights)
+    how = again.keywords
+    return Run(
+        plan=prepared.plan,
+        federation=prepared.federation,
+        model=model,
+        population=prepared.population,
+        directory=None if how["out"] is None else Path(how["out"]),
+        engine=simulator.local_engine.name,
+        chunk=simulator.chunk,
+        tf32=how["tf32"],
+        loss=how["loss"],
+        own_metrics=how["metrics"] or {},
+        again=again,
+        **outcome.figures,
+    )
+
+
+def _begun_again(prepared: Prepared, simulator: Simulator, network: nn.Module, loss: Loss) -> Simulator:
+    """The same simulator once the scaling of inputs is known: what was computed from unscaled inputs is outdated."""
+    name: EngineName = simulator.local_engine.name  # type: ignore[assignment]
+    device, ranks = simulator.data.device, simulator.ranks
+    again, _ = begin(prepared, network, device=device, loss=loss, engine=name, chunk=simulator.chunk, ranks=ranks)
+    return again
 
 
 @contextmanager
@@ -308,6 +396,12 @@ def _rounds(
         audience.tell(row, partial(_epsilon, prepared, *against, releases.rounds))
     final, seconds = state.average or state.weights, time.perf_counter() - started
     trained = _released_model(prepared.network, network, final)
+    if state.round and (still := _unmoved(prepared.network, final)):
+        _LOG.warning(
+            "%s did not change in %d rounds: is the learning rate too small, or its gradient zero at the starting weights?",
+            named_briefly(still),
+            state.round,
+        )
     scores, client_scores = Figures(), list[dict[str, Any]]()
     if data.validation is not None and state.round:
         scores, client_scores = score(simulator.engine, final, data.federation, data.validation, data.device, own)
@@ -363,6 +457,12 @@ def _released_model(untrained: nn.Module, computing: nn.Module, weights: Tree) -
     model.load_state_dict(weights, strict=False)
     copy_scaling(computing, model)
     return model
+
+
+def _unmoved(untrained: nn.Module, weights: Tree) -> list[str]:
+    """The trained tensors that are released as they were at the start, such as an adapter without a gradient."""
+    start = dict(untrained.named_parameters())
+    return [name for name, value in weights.items() if torch.equal(value.cpu(), start[name].detach().cpu())]
 
 
 def _at_most(releases: int, budget: Allows | None) -> Allows:

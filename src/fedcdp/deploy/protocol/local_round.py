@@ -127,7 +127,9 @@ def _checked(inputs: Inputs, labels: Inputs, task: TaskName) -> Dataset:
         raise DataError("inputs contain a value that is not finite")
     given = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     if task not in ("classification", "binary"):
-        return Dataset(values, torch.as_tensor(given, dtype=None if task == "custom" else torch.float32), task=task)
+        return Dataset(
+            values, torch.as_tensor(given, dtype=None if task in ("custom", "language") else torch.float32), task=task
+        )
     if given.ndim != 1 or given.dtype.kind not in "iuf" or not np.array_equal(given, given.astype(np.int64)):
         raise DataError(f"labels are {given.dtype} of shape {given.shape}: one whole number per record is needed")
     return Dataset(values, torch.from_numpy(given.astype(np.int64)), task=task)

@@ -11,7 +11,10 @@ DIR/app/                the Flower app: names what to run, and holds no secret
 DIR/flwr/config.toml    where `flwr` finds the server
 DIR/monitoring/         Prometheus' targets and alert rules, and a Grafana dashboard
 DIR/logs/  DIR/run/     the logs; the run directory
+DIR/proxy/              the proxy's configuration, if the server is behind one
 ```
+
+`service_files` lists what containers, systemd and Kubernetes need besides.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fedcdp.config.fields import check_types, option
@@ -29,6 +32,8 @@ from fedcdp.files.untrusted import MOST_SETTINGS, parse_toml, read_bounded
 CONNECTION = "deployment"
 MOST_NODES = 10_000
 _USUAL_PORT = 9443
+CONTROL_PORT = 9442
+"""Where a server behind a proxy usually listens, on the loopback only."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9]{1,15})?")  # scripts contain it
 _FOLDER = re.compile(r"[^A-Za-z0-9._-]+")  # what a client's name is stripped of in the names of files
 _LONGEST_FOLDER = 40
@@ -41,6 +46,7 @@ class SiteSettings:
     nodes: int = option(2, "Number of SuperNodes; each is one client.")
     host: str = option("127.0.0.1", "Name or address at which the nodes reach the server.")
     port: int = option(0, "The server's port; 0: a free one, for a deployment on one machine.")
+    control_port: int = option(0, "Port of the loopback where the server listens behind a proxy; 0: no proxy.")
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -48,6 +54,10 @@ class SiteSettings:
             raise DeploymentError(f"nodes: {self.nodes} is not allowed; it must be at least 1 and at most {MOST_NODES}")
         if not 0 <= self.port < 2**16:
             raise DeploymentError(f"port: {self.port} is not allowed; it must be at least 0 and below 65536")
+        if not 0 <= self.control_port < 2**16:
+            raise DeploymentError(f"control_port: {self.control_port} is not allowed; it must be at least 0 and below 65536")
+        if self.control_port == self.port_in_scripts:
+            raise DeploymentError(f"control_port: {self.control_port} is the port of the proxy; choose another one")
         if not _HOST.fullmatch(self.host):
             raise DeploymentError(f"host: {self.host!r} is not the name or address of a host")
 
@@ -64,9 +74,19 @@ class SiteSettings:
 
     @property
     def address(self) -> str:
-        """The address at which nodes and commands reach the server."""
+        """The address at which nodes reach the server."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port_in_scripts}"
+
+    @property
+    def server_port(self) -> int:
+        """The port at which the server itself listens: behind a proxy, one of the loopback."""
+        return self.control_port or self.port_in_scripts
+
+    @property
+    def control_address(self) -> str:
+        """The address at which the operator's commands reach the server."""
+        return f"127.0.0.1:{self.control_port}" if self.control_port else self.address
 
 
 @dataclass(frozen=True)
@@ -146,6 +166,7 @@ class Site:
         self.authority = self.path / "authority"
         self.server = self.path / "server"
         self.database = self.server / "state.db"
+        self.proxy = self.path / "proxy"
 
     def require(self) -> SiteSettings:
         """The settings of an existing deployment; raises an error if the directory holds none."""
@@ -159,7 +180,7 @@ class Site:
             raise DeploymentError(f"{self.settings_file} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise DeploymentError(f"{self.settings_file} is not a TOML file: {error}") from error
-        unknown = written.keys() - {"nodes", "host", "port"}
+        unknown = written.keys() - {each.name for each in fields(SiteSettings)}
         if unknown:
             raise DeploymentError(f"{self.settings_file}: there is no setting called {min(unknown)!r}")
         return SiteSettings(**written)

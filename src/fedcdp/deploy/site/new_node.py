@@ -9,7 +9,8 @@ from fedcdp.config.experiment import assemble, read_toml
 from fedcdp.deploy.site.certificates import new_node_key, require_cryptography
 from fedcdp.deploy.site.directory import MOST_NODES, NodePlace, Site
 from fedcdp.deploy.site.node_keys import ListedNode, list_text
-from fedcdp.deploy.site.writer import node_script, operate_text, policy_text, render, write_new
+from fedcdp.deploy.site.scripts import node_script, render
+from fedcdp.deploy.site.writer import operate_text, policy_text, write_new
 from fedcdp.errors import DeploymentError
 from fedcdp.files.disk import write_atomically
 

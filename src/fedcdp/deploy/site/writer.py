@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,49 +25,11 @@ from fedcdp.deploy.site.directory import CONNECTION, NodePlace, Site, SiteSettin
 from fedcdp.deploy.site.node_keys import ListedNode, list_text
 from fedcdp.deploy.site.operate_file import monitor_address
 from fedcdp.deploy.site.own_file import OwnFile
+from fedcdp.deploy.site.scripts import node_script, render, server_scripts
+from fedcdp.deploy.site.service_files import ServiceFiles
 from fedcdp.errors import DeploymentError, PlanError
 from fedcdp.training.planning import Planned, plan_experiment
 from fedcdp.training.prepared import deal_out, load_splits, population_of, with_clients_of_file
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-
-_OBEYED_IN_QUOTES = re.compile(r'["$`\\{}\x00-\x1f\x7f]')
-
-
-def render(name: str, **values: object) -> str:
-    """The text of a template; a missing value is an error."""
-    return _environment().get_template(f"{name}.j2").render(values)
-
-
-@cache
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(  # nosec B701 (scripts and settings, no HTML)
-        loader=PackageLoader("fedcdp.deploy.site"),
-        autoescape=False,  # noqa: S701
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-    )
-    environment.filters |= {"toml": _toml, "quote": shlex.quote, "inside_quotes": _inside_quotes}
-    return environment
-
-
-def _toml(value: object) -> str:
-    import tomli_w
-
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
-
-
-def _inside_quotes(value: object) -> str:
-    """The value unchanged; raises if a shell would treat any part of it as more than text."""
-    text = str(value)
-    if _OBEYED_IN_QUOTES.search(text):
-        raise DeploymentError(f"{text!r} cannot be written into a script")
-    return text
 
 
 def node_text(experiment: Experiment, number: int, own: OwnFile | None = None) -> str:
@@ -170,7 +129,6 @@ def _shortest(value: float) -> int | float:
 _SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
 _USUAL_NODES = 2
 _STALLED_SECONDS = 3600  # without a finished round, after which the alert rules complain
-_FIRST_RUNTIME_PORT = 9100  # used by the programs that a node starts; on one machine each node needs its own
 
 
 def experiment_for(nodes: int | None, given: list[Settings]) -> Experiment:
@@ -217,11 +175,13 @@ def write(
     experiment: Experiment,
     client_epsilon: float | None = None,
     server: Mapping[str, int | float] | None = None,
+    ways: Collection[str] = (),
 ) -> Site:
     """Write a deployment into a new or empty directory; every secret is readable by its owner only.
 
     Each client's policy grants `client_epsilon`; by default, what the plan costs the client. `server` holds settings of the
-    ServerApp that differ from the defaults, such as `round-timeout`.
+    ServerApp that differ from the defaults, such as `round-timeout`. For each of `ways` (`service_files.WAYS`) there are
+    files that run the deployment as services.
     """
     require_cryptography()
     site = Site(directory)
@@ -230,15 +190,18 @@ def write(
         site.path.mkdir(parents=True, exist_ok=True)
         own = OwnFile.of(experiment)
         nodes = site.nodes(settings.nodes, () if own is None else own.names)
-        texts = [
-            *_texts(site, nodes, settings, experiment, own, client_epsilon),
-            _app(site, experiment, _of_sizes(own) | dict(server or {})),
-        ]
+        services = ServiceFiles(
+            site=site, settings=settings, experiment=experiment, nodes=nodes, ways=tuple(dict.fromkeys(ways))
+        )
+        app = _app(site, experiment, _of_sizes(own) | dict(server or {}))
+        texts = [*_texts(services, own, client_epsilon), app]
         records = [] if own is None else [file for node in nodes for file in own.files(node)]
-        secrets = _secrets(site, nodes, settings)
+        secrets = _secrets(site, nodes, [settings.host, "localhost", "127.0.0.1", *services.host_names])
         lists = _lists(nodes, secrets) if experiment.plan.sums else []
-        for path, content, mode in [*secrets, *texts, *records, *lists]:
+        for path, content, mode in [*secrets, *texts, *records, *lists, *services.files()]:
             write_new(path, content, mode)
+        for folder in services.directories:
+            folder.mkdir(mode=0o700)
     except OSError as error:
         raise DeploymentError(f"{error.filename or site.path} cannot be written: {error.strerror}") from error
     return site
@@ -251,9 +214,9 @@ def _refuse_content(path: Path) -> None:
         raise DeploymentError(f"{path} is not empty; choose a new directory for the deployment")
 
 
-def _secrets(site: Site, nodes: list[NodePlace], settings: SiteSettings) -> list[tuple[Path, bytes, int]]:
+def _secrets(site: Site, nodes: list[NodePlace], hosts: list[str]) -> list[tuple[Path, bytes, int]]:
     authority = Authority.new()
-    server = authority.sign_server([settings.host, "localhost", "127.0.0.1"])
+    server = authority.sign_server(hosts)
     files = [
         (site.authority / "ca.key", authority.pair.private, _SECRET),
         (site.authority / "ca.pem", authority.pair.public, _PLAIN),
@@ -277,14 +240,8 @@ def _lists(nodes: list[NodePlace], secrets: list[tuple[Path, bytes, int]]) -> li
     return [(node.known, list_text(known).encode(), _SECRET) for node in nodes]
 
 
-def _texts(
-    site: Site,
-    nodes: list[NodePlace],
-    settings: SiteSettings,
-    experiment: Experiment,
-    own: OwnFile | None,
-    client_epsilon: float | None,
-) -> list[tuple[Path, bytes, int]]:
+def _texts(services: ServiceFiles, own: OwnFile | None, client_epsilon: float | None) -> list[tuple[Path, bytes, int]]:
+    site, settings, experiment, nodes = services.site, services.settings, services.experiment, services.nodes
     policies: dict[int | None, str] = {}
     files = [
         (site.settings_file, settings.to_toml(), _PLAIN),
@@ -292,7 +249,7 @@ def _texts(
         (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
         (site.server / "operate.toml", operate_text("server", 0), _SECRET),
         *((site.monitoring / name, text, _PLAIN) for name, text in monitoring_texts(nodes, experiment).items()),
-        (site.path / "README.md", _readme(settings, experiment), _PLAIN),
+        (site.path / "README.md", _readme(services), _PLAIN),
         (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which do not belong in a repository
     ]
     files += [(site.path / name, text, _PROGRAM) for name, text in server_scripts(settings).items()]
@@ -314,7 +271,7 @@ def operate_text(role: str, number: int) -> str:
     return render("operate.toml", role=role, listen=monitor_address(number))
 
 
-def monitoring_texts(nodes: list[NodePlace], experiment: Experiment) -> dict[str, str]:
+def monitoring_texts(nodes: Sequence[NodePlace], experiment: Experiment) -> dict[str, str]:
     """What Prometheus reads and watches for, and a dashboard. They name nothing that the plan hides."""
     hidden = experiment.plan.hides_members
     targets = {node.name: monitor_address(node.number) for node in nodes}
@@ -352,31 +309,25 @@ def smallest_roster(plan: Plan) -> int:
     return min(plan.per_round, plan.colluders + 2)
 
 
-def server_scripts(settings: SiteSettings) -> dict[str, str]:
-    """The scripts that start the server and the job: `fedcdp deploy up` runs them as well."""
-    return {
-        "start-superlink.sh": render("start-superlink.sh", settings=settings),
-        "run.sh": render("run.sh", settings=settings, connection=CONNECTION),
-    }
-
-
-def node_script(settings: SiteSettings, number: int, name: str | None = None) -> str:
-    """The script that starts a node; together with the node's folder, it is all that the node's machine needs."""
-    port = _FIRST_RUNTIME_PORT + number
-    return render("start-node.sh", settings=settings, number=number, folder=name or f"node-{number}", runtime_port=port)
-
-
-def _readme(settings: SiteSettings, experiment: Experiment) -> str:
+def _readme(services: ServiceFiles) -> str:
     """What the directory holds, how to start it, and what to replace before it guards real data."""
-    data = experiment.data.dataset or "your own examples"
-    return render("README.md", settings=settings, plan=experiment.plan, data=data, valid_days=VALID_DAYS)
+    settings, experiment = services.settings, services.experiment
+    return render(
+        "README.md",
+        settings=settings,
+        ways=services.ways,
+        names=[settings.host, *services.host_names],
+        plan=experiment.plan,
+        data=experiment.data.dataset or "your own examples",
+        valid_days=VALID_DAYS,
+    )
 
 
 def _connection(site: Site, settings: SiteSettings) -> str:
     """Where `flwr` finds the server."""
     import tomli_w
 
-    place = {"address": settings.address, "root-certificates": str(site.authority / "ca.pem")}
+    place = {"address": settings.control_address, "root-certificates": str(site.authority / "ca.pem")}
     return tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: place}})
 
 

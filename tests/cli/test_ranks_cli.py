@@ -1,0 +1,108 @@
+"""`torchrun -m fedcdp train`: one run, one line for a failure, and no command that does its work several times."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedcdp.accounting.ledger import Ledger
+from tests.support.rank_jobs import commands_on_ranks, free_port
+
+SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "2", "--chunk", "2"]
+TRAIN = ["train", *SMALL, "--json", "--out", "run"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+def test_only_rank_0_prints_and_writes(cli: Callable[..., Any], workplace: Path) -> None:
+    cli("train", *SMALL, "--json", "--out", "alone")
+    first, *others = commands_on_ranks(TRAIN, TRAIN, TRAIN)
+    assert [status for status, _, _ in (first, *others)] == [0, 0, 0]
+    assert json.loads(first[1].splitlines()[-1])["rounds"] == 2
+    assert [printed for _, *printed in others] == [["", ""]] * 2
+    for name in ("ledger.jsonl", "model.safetensors", "config.toml"):
+        assert (workplace / "run" / name).read_bytes() == (workplace / "alone" / name).read_bytes()
+
+
+def test_a_target_is_calibrated_once_for_all_ranks(workplace: Path) -> None:
+    wanted = ["train", *SMALL, "--target-epsilon", "2", "--secure-noise", "--quiet", "--out", "run"]
+    assert [status for status, _, _ in commands_on_ranks(wanted, wanted)] == [0, 0]
+    assert Ledger.open(workplace / "run" / "ledger.jsonl").rounds == (0, 1)
+
+
+def test_a_rank_with_other_options_is_refused_with_one_line(workplace: Path) -> None:
+    (status, out, err), (other, *said) = commands_on_ranks(TRAIN, ["train", *SMALL, "--clip", "3", "--out", "run"])
+    assert (status, other, out, said) == (2, 2, "", ["", ""])
+    assert err == "fedcdp: options: rank 1 does not have that of rank 0; all ranks need the same\n"
+    assert not (workplace / "run").exists()
+
+
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--no-such-option"], ["--model", "no.such:network"]])
+def test_bad_input_of_all_ranks_gives_one_line(workplace: Path, wrong: list[str]) -> None:  # noqa: ARG001
+    ended = commands_on_ranks([*TRAIN, *wrong], [*TRAIN, *wrong])
+    assert [status for status, _, _ in ended] == [2, 2]
+    assert [err.count("\n") for _, _, err in ended] == [1, 0]
+
+
+def test_a_command_that_cannot_share_its_work_is_refused(workplace: Path) -> None:  # noqa: ARG001
+    (status, _, err), (other, *said) = commands_on_ranks(["account"], ["account"])
+    assert (status, other, said) == (2, 2, ["", ""])
+    assert (
+        err == "fedcdp: account: it does not use several ranks, and would do everything 2 times; run it without torchrun\n"
+    )
+
+
+def test_a_size_that_is_no_number_is_refused(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    refused = cli("account")
+    assert (refused.status, refused.stderr) == (
+        2,
+        "fedcdp: WORLD_SIZE: 'many' is not allowed; torchrun sets it to a whole number of at least 1\n",
+    )
+
+
+# Real torchrun -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_machines_train_what_one_process_does(
+    cli: Callable[..., Any], start: Callable[..., Any], workplace: Path
+) -> None:
+    """Two agents of torchrun stand for two machines. Rank 0 is on the first; the second has no run directory."""
+    cli("train", *SMALL, "--quiet", "--out", "alone")
+    found = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    agents = [
+        start(*TORCHRUN, 2, *found, "--node-rank", node, "-m", "fedcdp", *TRAIN[:-1], f"run-{node}") for node in (0, 1)
+    ]
+    (out, err), (other, _) = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], err
+    assert json.loads(out.splitlines()[-1])["rounds"] == 2
+    assert other == ""
+    assert (workplace / "run-0" / "model.safetensors").read_bytes() == (
+        workplace / "alone" / "model.safetensors"
+    ).read_bytes()
+    assert not (workplace / "run-1").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_with_one_line(
+    start: Callable[..., Any], wait_for_rounds: Callable[[Path, int], None], workplace: Path
+) -> None:
+    process = start(*TORCHRUN, 2, "-m", "fedcdp", "train", *SMALL, "--rounds", 1000, "--quiet", "--out", "run")
+    wait_for_rounds(workplace / "run", 3)
+    victim = max(int(pid) for pid in subprocess.check_output(["pgrep", "-P", str(process.pid)]).split())
+    subprocess.run(["kill", f"-{signal.SIGKILL}", str(victim)], check=True)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("fedcdp: ")]
+    assert line.endswith(
+        "fedcdp train --resume --out run resumes after the last complete round, with any number of ranks"
+    ) or (line == "fedcdp: stopped; fedcdp train --resume --out run resumes after the last complete round")
