@@ -23,6 +23,7 @@ from tests.support.rank_jobs import ended_on_ranks, on_ranks
 
 SMALL = {"rounds": 2, "per_round": 7, "local_steps": 2, "batch_size": 5}
 PLANS: dict[str, dict[str, Any]] = {
+    "fed-cdp, trimmed mean": {"aggregator": "trimmed-mean", "trim": 0.3},
     "non-private with momentum": {"method": "nonprivate", "momentum": 0.5},
     "dssgd": {"method": "dssgd", "record_sampling": "fixed"},
     "fed-sdp at the server": {"method": "fed-sdp", "clip": "quantile(0.5, 4)"},

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import binom, poisson
 
 from fedcdp.accounting.population import Population
 from fedcdp.config.plan import Plan
@@ -313,6 +312,8 @@ def _larger(plan: Plan, population: Population) -> list[Records]:
         sizes = (population.records, plan.batch_size + 1) if population.sizes is None else population.sizes
         return [Records(plan, size) for size in sizes if size > max(plan.batch_size, population.records)][:1]
     if population.sizes is None:  # unknown sizes: all above, with the overflow probability in the limit of large clients
+        from scipy.stats import poisson
+
         overflow = float(poisson.sf(slots - 1, plan.batch_size)) if slots > plan.batch_size else 1.0
         return [Records(plan, max(population.records, slots) + 1, overflow, told=True)]
     above = [size for size in population.sizes if size > max(slots, population.records)]
@@ -340,6 +341,8 @@ def _all_of(plan: Plan, sizes: list[int]) -> list[Records]:
     """One bound for clients with these numbers of records, all above S."""
     if not sizes:
         return []
+    from scipy.stats import binom
+
     held = np.array(sizes)
     overflow = binom.sf(plan.slots - 1, held - 1, np.minimum(1.0, plan.batch_size / held))
     return [Records(plan, sizes[0], float(overflow.max()))]

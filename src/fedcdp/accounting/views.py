@@ -23,8 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from scipy.stats import binom, hypergeom
-
 from fedcdp.accounting.adversaries import Adversary, Relation, Unit, View
 from fedcdp.accounting.mechanisms import (
     Draws,
@@ -398,6 +396,8 @@ def _public_choice(on: Setting, line: Line, assumption: str, taken: Callable[[fl
         )
     population, chosen = on.population, on.plan.per_round
     poisson = on.plan.client_sampling == "poisson"
+    from scipy.stats import binom, hypergeom
+
     law = binom(population.copies, on.rate) if poisson else hypergeom(population.clients, population.copies, chosen)
     probabilities = tuple(float(law.pmf(times)) for times in range(on.copies + 1))
     return View(

@@ -27,8 +27,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_ndtr, ndtr
-from scipy.stats import binom
 
 Numbers = NDArray[np.float64]
 _REACH = 10.0  # standard deviations of the integral over the count's noise; less than 1e-22 lies outside
@@ -84,6 +82,8 @@ def effective_noise(sigma: float, count_std: float, records: int, rate: float, t
 
 def _cells(others: int, rate: float, tail: float) -> Iterator[tuple[int, int, float]]:
     """Ranges of the number of other records in a batch, from 1 on, and their probabilities."""
+    from scipy.stats import binom
+
     least = max(1, int(binom.ppf(tail / 10, others, rate)))
     largest = int(binom.isf(tail / 10, others, rate))
     while least <= largest:
@@ -103,6 +103,8 @@ def _curve(grid: Numbers, mean: float, shift: float, tau: float) -> Numbers:
 
 def _gaussian(epsilon: Numbers, mu: float) -> Numbers:
     """δ of N(0, 1) against N(μ, 1) at any ε, also below 0 (Balle and Wang 2018)."""
+    from scipy.special import log_ndtr, ndtr
+
     found: Numbers = ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))
     return found
 
@@ -112,6 +114,7 @@ def _dominating(grid: Numbers, curve: Numbers, tail: float, mean: float) -> floa
 
     Both curves are convex in e^ε. Between two points, one lies below its chord, and the other one above its tangent.
     """
+    from scipy.special import log_ndtr
 
     def is_above(mu: float) -> bool:
         there = _gaussian(grid, mu)

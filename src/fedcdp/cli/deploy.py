@@ -150,6 +150,30 @@ def up(
 
 @usage.add_to(
     app,
+    "fedcdp deploy node --port 9101 -- --superlink fl.example.org:9443",
+    "fedcdp deploy node --poll 1 -- --superlink fl.example.org:9443",
+)
+def node(
+    flower: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLOWER OPTIONS]", help="Options of flower-supernode.", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", help="Port that the node's own processes use, on this machine.")] = 9101,
+    poll: Annotated[float, typer.Option("--poll", help="Most seconds between two looks for messages.")] = 0.5,
+) -> None:
+    """Run a node: Flower's SuperNode, with a process that is always ready to train.
+
+    The start scripts of fedcdp deploy init run it. flower-supernode does the
+    same, but takes seconds longer for every message.
+    """
+    from fedcdp.deploy.site.warm_node import run_node
+
+    if status := run_node(port, poll, flower or []):
+        raise typer.Exit(status)
+
+
+@usage.add_to(
+    app,
     "fedcdp deploy status site",
     "fedcdp deploy status site --json",
     "fedcdp deploy status site --watch",

@@ -26,6 +26,7 @@ Weighting = Literal["equal", "records"]
 ClientSampling = Literal["fixed", "poisson"]
 RecordSampling = Literal["poisson", "fixed", "partition"]
 Aggregation = Literal["fedsgd", "fedaveraging"]
+Aggregator = Literal["mean", "trimmed-mean", "median-of-means"]
 NoiseGenerator = Literal["philox", "chacha20"]
 ServerOptimizer = Literal["sgd", "momentum", "adam", "yogi"]
 
@@ -42,6 +43,9 @@ _ADDED: dict[str, object] = {
     "proximal": 0.0,
     "colluders": 0,
     "attempts": 1,
+    "aggregator": "mean",
+    "trim": 0.2,
+    "median_groups": 5,
 }
 """Fields that the first release lacked, with their defaults."""
 _ALWAYS = object()
@@ -147,6 +151,13 @@ class Plan:
         "their sums over the sensitivity. Inputs must lie in [-1, 1]. The ledger counts the release.",
     )
     aggregation: Aggregation = option("fedsgd", "Clients send updates (fedsgd) or whole models (fedaveraging).")
+    aggregator: Aggregator = option(
+        "mean",
+        "How the server combines the updates of a round: by their mean, or by a mean that a few poisoned updates cannot "
+        "move far (trimmed-mean, median-of-means). Costs no privacy.",
+    )
+    trim: float = option(0.2, "Trimmed mean: share of the clients left out at each end, for each weight.")
+    median_groups: int = option(5, "Median of means: number of groups, more than twice the clients to tolerate.")
     compression: float = option(0.0, "Share of an update's entries, the smallest, that is pruned before sending.")
     share_fraction: float = option(0.1, "DSSGD: share of an update's entries, the largest, that is sent.")
     secure_aggregation: bool = option(
@@ -207,6 +218,9 @@ class Plan:
             mean_records: float | None = ...,
             scaling_noise: float | None = ...,
             aggregation: Aggregation = ...,
+            aggregator: Aggregator = ...,
+            trim: float = ...,
+            median_groups: int = ...,
             compression: float = ...,
             share_fraction: float = ...,
             secure_aggregation: bool = ...,
@@ -406,6 +420,7 @@ class Plan:
             if self.weighting == "equal" and not (self.sums and self.per_example):
                 raise PlanError("mean_records: it applies to weighting by records only; also set weighting")
         self._check_sum()
+        self._check_aggregator()
         if self.scaling_noise is not None:
             weakest, strongest = _MULTIPLIERS
             self._require("scaling_noise", weakest <= self.scaling_noise <= strongest, f"from {weakest:g} to {strongest:g}")
@@ -454,6 +469,25 @@ class Plan:
                 raise PlanError(f"{name}: {value} is not allowed with noise sum; {why}")
         if isinstance(self.clip, Quantile):
             raise PlanError(f"clip: {self.clip} is not allowed with noise sum; the indicators that it needs are not masked")
+
+    def _check_aggregator(self) -> None:
+        """Refuse robust aggregation where the server has no single updates, or where their values do not compare."""
+        self._require("trim", 0 < self.trim < 0.5, "above 0 and below 0.5")
+        self._require("median_groups", 1 <= self.median_groups <= _MOST, f"from 1 to {_MOST:,}")
+        if self.aggregator == "mean":
+            return
+        at_server = self.method == "fed-sdp" and self.noise_at == "server"
+        for holds, why in (
+            (self.secure_aggregation, "with secure aggregation, where the server reads no single update"),
+            (at_server, "with noise at the server, which is made for the sum of all updates; set noise_at client"),
+            (self.weighting == "records", "with weighting by records; updates of other weights do not compare"),
+            (self.method == "dssgd" or self.compression > 0, "with pruned updates, most of whose entries are 0"),
+        ):
+            if holds:
+                raise PlanError(f"aggregator: {self.aggregator} is not allowed {why}")
+        if self.aggregator == "median-of-means":
+            fits = self.median_groups <= self.per_round
+            self._require("median_groups", fits, f"at most the clients per round, {self.per_round}")
 
     def _check_scales(self) -> None:
         """Refuse bounds and noise that float32 arithmetic cannot represent."""

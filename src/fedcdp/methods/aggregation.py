@@ -17,12 +17,13 @@ from fedcdp.config.plan import Plan
 from fedcdp.files.tree import Tree, combine
 from fedcdp.methods.base import Method, Moment
 from fedcdp.methods.quantile import clip_rule
+from fedcdp.methods.robust_means import robust_sum
 from fedcdp.methods.server_optimizers import OptimizerState, move_model
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What some clients of a round sent, added up."""
+    """What some clients of a round sent, added up; for a robust aggregator, each of their updates [clients, ...]."""
 
     total: Tree
     clients: int
@@ -47,6 +48,7 @@ class Aggregate:
     """A running sum of what the clients of a round sent, in float64, so the grouping of clients does not matter.
 
     With noise on the sum clients send whole numbers, which are added modulo 2^64; the method decodes their sum.
+    A robust aggregator (`robust_means`) needs all updates at once, so these are kept.
     Under `fedsgd` clients send updates ΔW_k; under `fedaveraging` they send models W_k = W + ΔW_k. The results agree.
     """
 
@@ -57,6 +59,8 @@ class Aggregate:
         self._counts: list[Tensor] = []
         dtype = torch.int64 if plan.sums else torch.float64
         self._total = {name: torch.zeros_like(value, dtype=dtype) for name, value in weights.items()}
+        self._robust = plan.aggregator != "mean"
+        self._kept: list[Tree] = []
 
     def add(self, updates: Tree, counts: Tensor | None = None) -> None:
         """Add the admitted updates [clients, ...] of some clients, and their counts [clients] if there are any."""
@@ -64,29 +68,39 @@ class Aggregate:
 
     def portion(self, updates: Tree, counts: Tensor | None = None) -> Portion:
         """The sum of what some clients sent, which `take` adds: other processes may compute it."""
+        clients = len(next(iter(updates.values())))
+        if self._robust:
+            return Portion({name: update.double() for name, update in updates.items()}, clients, counts)
         total = {}
         for name, update in updates.items():
             sent = update if self._plan.sums else update.double()
             if self._plan.aggregation == "fedaveraging":
                 sent = self._weights[name] + sent
             total[name] = sent.sum(0)
-        return Portion(total, len(next(iter(updates.values()))), counts)
+        return Portion(total, clients, counts)
 
     def empty_portion(self, clients: int) -> Portion:
         """A portion of so many clients, whose values do not matter."""
         counts = None if self._plan.quantile is None else next(iter(self._total.values())).new_empty(clients)
-        return Portion({name: torch.empty_like(value) for name, value in self._total.items()}, clients, counts)
+        several = (clients,) if self._robust else ()
+        empty = {name: value.new_empty(*several, *value.shape) for name, value in self._total.items()}
+        return Portion(empty, clients, counts)
 
     def take(self, portion: Portion) -> None:
         """Add a portion. The order decides how sums round: take portions in the order of their clients."""
         if portion.counts is not None:
             self._counts.append(portion.counts)
-        for name, value in portion.total.items():
-            self._total[name] += value
+        if self._robust:
+            self._kept.append(portion.total)
+        else:
+            for name, value in portion.total.items():
+                self._total[name] += value
         self._clients += portion.clients
 
     def total_update(self) -> Tree:
-        """Σ ΔW_k over the clients that took part, as they sent it."""
+        """Σ ΔW_k over the clients that took part, as they sent it; or what a robust aggregator puts in its place."""
+        if self._kept:
+            return robust_sum({name: torch.cat([each[name] for each in self._kept]) for name in self._total}, self._plan)
         if self._plan.aggregation == "fedsgd":
             return self._total
         return combine(self._total, self._weights, -float(self._clients))

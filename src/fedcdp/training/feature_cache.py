@@ -29,7 +29,7 @@ def features_of(front: nn.Module | None, data: Dataset, device: torch.device) ->
     """The inputs of the examples after the frozen layers `front`, on the device; from the cache, if they are there."""
     if front is None or data.benchmark is None or not isinstance(data.inputs, Tensor):
         return through(front, data.inputs, device)
-    path = user_cache() / data.benchmark / f"features-{_key(front, data.inputs, device)}.safetensors"
+    path = user_cache() / data.benchmark / f"features-{key_of(front, data.inputs, device)}.safetensors"
     with suppress(RunError):  # not there, or damaged
         return load_tensors(path, _FORM)[0][_FORM].to(device)
     started = time.monotonic()
@@ -46,7 +46,7 @@ def _keep(path: Path, features: Tensor) -> None:
         save_tensors(path, {_FORM: features}, {"format": _FORM}, mode=0o600)
 
 
-def _key(front: nn.Module, inputs: Tensor, device: torch.device) -> str:
+def key_of(front: nn.Module, inputs: Tensor, device: torch.device) -> str:
     """A digest of the layers, the inputs, and what else decides the last digits: the kind of device and torch's version."""
     digest = hashlib.sha256(f"{front} {device.type} {torch.__version__} {tuple(inputs.shape)}".encode())
     for name, value in sorted(front.state_dict().items()):

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedcdp.data import load
+from fedcdp.data.datasets import cancer
 from fedcdp.data.prepare import stratified_split
 from fedcdp.errors import DataError
 
@@ -43,16 +43,17 @@ def test_cancer_is_split_426_to_143_with_each_class_in_proportion() -> None:
     assert "not covered by any ε" in splits.normalisation
 
 
-def test_cancer_training_inputs_do_not_depend_on_validation_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancer_is_the_dataset_of_scikit_learn() -> None:
     features, labels = sklearn.datasets.load_breast_cancer(return_X_y=True)
-    _, validation = stratified_split(labels, 143, seed=3)
+    assert np.array_equal(cancer.read_table(), np.column_stack([features, labels]))
+
+
+def test_cancer_training_inputs_do_not_depend_on_validation_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = cancer.read_table()
+    _, validation = stratified_split(table[:, -1].astype(np.int64), 143, seed=3)
     before = load("cancer", split_seed=3)
-    features[validation] = 1e6
-
-    def altered(**_: object) -> Any:
-        return features, labels
-
-    monkeypatch.setattr(sklearn.datasets, "load_breast_cancer", altered)
+    table[validation, :-1] = 1e6
+    monkeypatch.setattr(cancer, "read_table", lambda: table)
     after = load("cancer", split_seed=3)
     assert torch.equal(before.train.inputs, after.train.inputs)
     assert not torch.equal(before.validation.inputs, after.validation.inputs)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 pytest.importorskip("flwr")
 
 from fedcdp.attacks.observe import step_weights
+from fedcdp.config.plan import Plan
 from fedcdp.deploy.protocol.admission import check_size, largest_norm, norm_of, outliers
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.messages import Update
@@ -30,8 +31,17 @@ PLANS: dict[str, dict[str, Any]] = {
     "proximal": {"proximal": 3.0, "local_steps": 3},
     "momentum and proximal": {"proximal": 3.0, "momentum": 0.5, "local_steps": 3},
     "much noise": {"noise_multiplier": 10.0},
+    "flat clipping": {"clip_mode": "flat"},
     "no noise": {"noise_multiplier": 0.0},
 }
+
+
+def at_the_bound(plan: Plan, records: int) -> torch.Tensor:
+    """The sum of a step in which every slot is filled and every gradient is one coordinate of each layer, at the bound."""
+    direction = {name: torch.zeros(shape) for name, shape in LAYOUT.shapes.items()}
+    for group in LAYOUT.groups(plan.clip_mode):
+        direction[group[0]].view(-1)[0] = plan.clip_at(0) * min(plan.slots, records)
+    return torch.cat([value.flatten() for value in direction.values()])
 
 
 @pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS.keys())
@@ -39,8 +49,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def test_the_worst_that_a_client_can_honestly_send_is_admitted(changes: dict[str, Any], records: int) -> None:
     """Every slot of every step filled, every gradient at the clip bound in every layer, all in one direction, and noise."""
     plan = experiment(**changes).plan
-    direction = torch.zeros(LAYOUT.size)
-    direction[0] = plan.clip_at(0) * math.sqrt(len(LAYOUT.layers)) * min(plan.slots, records)
+    direction = at_the_bound(plan, records)
     generator = torch.Generator().manual_seed(1)
     velocity, update = torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
     for _ in range(plan.local_steps):
@@ -51,6 +60,21 @@ def test_the_worst_that_a_client_can_honestly_send_is_admitted(changes: dict[str
     check_size(Update(sent, None), plan, LAYOUT, FIRST, records)
     with pytest.raises(WireError, match="update is too large"):
         check_size(Update({name: 40 * value for name, value in sent.items()}, None), plan, LAYOUT, FIRST, records)
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "fed-sdp", "noise_at": "client"}])
+def test_the_room_for_noise_cannot_be_put_into_one_small_tensor(changes: dict[str, Any]) -> None:
+    """A rogue's whole update may have the norm of all noise, and the last layer's bias not more than its own share."""
+    plan = experiment(noise_multiplier=6.0, **changes).plan
+    zero = {name: torch.zeros(shape) for name, shape in LAYOUT.shapes.items()}
+    name, bias = list(zero.items())[-1]
+    whole = largest_norm(plan, LAYOUT, FIRST, 20)
+    own = largest_norm(plan, LAYOUT, FIRST, 20, part=name)
+    assert own < whole / 3
+    admitted = torch.full_like(bias, 0.999 * own / math.sqrt(bias.numel()))
+    check_size(Update(zero | {name: admitted}, None), plan, LAYOUT, FIRST, 20)
+    with pytest.raises(WireError, match=f"its update is too large in {name}: "):
+        check_size(Update(zero | {name: 1.01 * admitted}, None), plan, LAYOUT, FIRST, 20)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -76,8 +100,7 @@ def test_an_honest_client_with_more_records_than_the_fewest_stays_below_the_boun
 def test_honest_clients_are_admitted_where_records_are_weights(noise: dict[str, Any], records: int) -> None:
     """A client with 1,200 records sends 60 times the mean client's update, and one with few does not get that room."""
     plan = experiment(weighting="records", mean_records=20.0, local_steps=2, **noise).plan
-    direction = torch.zeros(LAYOUT.size)
-    direction[0] = plan.clip_at(0) * math.sqrt(len(LAYOUT.layers)) * min(plan.slots, records)
+    direction = at_the_bound(plan, records)
     generator, update = torch.Generator().manual_seed(1), torch.zeros(LAYOUT.size)
     for _ in range(plan.local_steps):
         noised = direction + torch.randn(LAYOUT.size, generator=generator) * plan.noise_scale_at(0) * plan.noise_on_sum

@@ -99,6 +99,7 @@ def test_a_server_with_public_records_of_its_own_trains_the_clients(tmp_path: Pa
                    drop_columns=f"{wanted.data.drop_columns},hospital")  # fmt: skip
     config = tomllib.loads((site.app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert config["smallest-records"] == 10
+    assert config["most-records"] == 64
     told = ServerSettings.of(config | {"round-timeout": 1.0, "subscribe-timeout": 1.0})
     outcome = serve(LocalGrid(nodes_of(site)), replace(wanted, data=data), tmp_path / "run", told)
     assert outcome.ended == "done"

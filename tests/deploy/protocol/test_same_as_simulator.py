@@ -42,6 +42,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "fed-cdp, adam and proximal": {
         "server_optimizer": "adam", "server_learning_rate": "linear(0.1, 0.02)", "proximal": 0.5, "ema": 0.5,
     },
+    "fed-cdp, trimmed mean": {"aggregator": "trimmed-mean", "trim": 0.3},
+    "fed-cdp, median of means, Poisson clients": {
+        "aggregator": "median-of-means", "median_groups": 2, "client_sampling": "poisson", "ema": 0.5,
+    },
     "fed-cdp, server momentum": {"server_optimizer": "momentum", "server_momentum": 0.7, "client_sampling": "poisson"},
     "fed-sdp at the server, yogi": {"method": "fed-sdp", "server_optimizer": "yogi", "server_learning_rate": 0.1},
     "dssgd, adam": {"method": "dssgd", "server_optimizer": "adam", "server_learning_rate": 0.1, "server_epsilon": 0.1},
@@ -65,6 +69,7 @@ QUICK = {
     "fed-cdp, Poisson clients",
     "fed-cdp, quantile",
     "fed-cdp, adam and proximal",
+    "fed-cdp, trimmed mean",
     "fed-sdp at the server",
     "fed-sdp at the client",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,9 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedcdp.accounting.ledger import Ledger
-from fedcdp.deploy.protocol import admission
+from fedcdp.deploy.protocol import admission, server
 from fedcdp.deploy.protocol.server import serve
+from fedcdp.errors import PlanError
 from fedcdp.training.ledger_check import spent
 
 EVERYBODY = {"per_round": 3, "rounds": 1}
@@ -81,23 +84,49 @@ def test_whatever_a_client_says_the_admitted_norm_is_the_same(
 ) -> None:
     asked: list[float] = []
     real = admission.largest_norm
-    monkeypatch.setattr(admission, "largest_norm", lambda *given: (asked.append(real(*given)), asked[-1])[1])
+
+    def recorded(*given: Any, part: str | None = None) -> float:
+        asked.append(real(*given, part=part))
+        return asked[-1]
+
+    monkeypatch.setattr(admission, "largest_norm", recorded)
     nodes = make_nodes(tmp_path)
     nodes[101] = Liar(nodes[101], said)
     serve(LocalGrid(nodes), experiment(per_round=4, rounds=1), tmp_path / "run", settings())
-    assert len(asked) == CLIENTS
-    assert len(set(asked)) == 1
+    each = len(asked) // CLIENTS  # one bound for the whole update, and one for each of its tensors
+    assert each == 7
+    assert asked == asked[:each] * CLIENTS
 
 
-def test_who_says_more_than_all_clients_have_is_not_taken_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where updates are weighted by records, a larger claim means a larger admitted update."""
-    wanted = experiment(weighting="records", mean_records=20.0, **EVERYBODY)
-    for said, taken in ((20 * CLIENTS, 4), (20 * CLIENTS + 1, 3)):
+@pytest.mark.parametrize(("changes", "most"), [({}, 20), ({"most_records": 500}, 80)])
+@pytest.mark.parametrize("plan", [{"weighting": "records", "mean_records": 20.0}, {"scaling_noise": 30.0}])
+def test_who_says_more_than_the_server_expects_is_not_taken_on_where_records_count(
+    plan: dict[str, Any], changes: dict[str, int], most: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a larger claim, a client would get a larger update admitted, or its sums of inputs would outweigh all others'.
+
+    By default, the most is that of the server's own partition; weights add up to at most those of all clients.
+    """
+    if "scaling_noise" in plan:
+        most = changes.get("most_records", most)
+    wanted = experiment(**EVERYBODY, **plan)
+    if "scaling_noise" in plan:
+        wanted = replace(wanted, data=replace(wanted.data, scaling="private"))
+    for said, taken in ((most, 4), (most + 1, 3)):
         nodes = make_nodes(tmp_path / str(said))
         nodes[101] = Liar(nodes[101], said)
-        serve(LocalGrid(nodes), wanted, tmp_path / str(said) / "run", settings(min_clients=3))
+        serve(LocalGrid(nodes), wanted, tmp_path / str(said) / "run", settings(min_clients=3, **changes))
         assert Ledger.open(tmp_path / str(said) / "run" / "ledger.jsonl").population["clients"] == taken
-    assert "node 101 is left out: it has 81 records; by mean_records, all clients together have 80" in caplog.text
+    assert f"node 101 is left out: it has {most + 1} records, and most-records is {most}" in caplog.text
+
+
+def test_what_counts_a_clients_records_needs_to_know_how_many_it_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_dealt", lambda *_: None)
+    wanted = experiment(weighting="records", mean_records=20.0, **EVERYBODY)
+    with pytest.raises(PlanError, match="most_records: the server's own data do not tell"):
+        serve(LocalGrid(make_nodes(tmp_path)), wanted, tmp_path / "run", settings())
 
 
 def test_a_run_that_is_resumed_keeps_the_number_it_began_with(tmp_path: Path) -> None:

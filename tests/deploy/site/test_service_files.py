@@ -295,10 +295,10 @@ def test_a_node_asks_for_signatures_if_its_owner_lists_keys(tmp_path: Path, list
         (site.node(1).path / "trusted.yaml").write_text("fpk_1: ssh-ed25519 AAAA")
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "flower-supernode").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (programs / "fedcdp").write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')  # checks nothing
-    for program in programs.iterdir():
-        program.chmod(0o755)
+    told = 'printf "%s\\n" "$@"'
+    kept = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'  # checks nothing
+    (programs / "fedcdp").write_text(f'#!/bin/sh\nif [ "$2" = keep ]; then {kept}; fi\n{told}\n')
+    (programs / "fedcdp").chmod(0o755)
     done = subprocess.run(
         [str(site.path / "start-node-1.sh")],
         env={"PATH": f"{programs}:{os.environ['PATH']}"},
@@ -306,7 +306,9 @@ def test_a_node_asks_for_signatures_if_its_owner_lists_keys(tmp_path: Path, list
         text=True,
         check=True,
     )
-    words = done.stdout.splitlines()
+    own, passed_on = done.stdout.split("--\n")
+    assert own.split() == ["deploy", "node", "--port", "9101", "--poll", "0.25"]
+    words = passed_on.splitlines()
     assert words[:2] == (["--trusted-entities", "trusted.yaml"] if listed else ["--superlink", "127.0.0.1:9443"])
     assert words[-1] == "node.toml"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,12 +32,20 @@ _MEASURED = (
 NAMES = tuple(each.format(name) for each in ("mean {}", "{} error", "worst {}") for name in _MEASURED)
 
 
+def read_table() -> NDArray[np.float64]:
+    """Features and label of each record, from scikit-learn's own file: a node reads it in each round, and importing
+    scikit-learn takes longer than the round."""
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    file = Path(package.origin).parent / "datasets" / "data" / "breast_cancer.csv"
+    return np.loadtxt(file, delimiter=",", skiprows=1)
+
+
 def load_cancer(_storage: Storage, split_seed: int, scaling: Scaling = "training") -> Splits:
     """426 training and 143 validation records, each class in proportion; 0 is malignant, 1 benign; no test set."""
-    from sklearn.datasets import load_breast_cancer
-
-    features, labels = load_breast_cancer(return_X_y=True)
-    labels = labels.astype(np.int64)
+    table = read_table()
+    features, labels = table[:, :-1], table[:, -1].astype(np.int64)
     columns = named_columns(NAMES, {})
     train, validation = stratified_split(labels, VALIDATION_RECORDS, split_seed)
     if scaling == "public":

@@ -4,6 +4,9 @@ A client may be broken or hostile. Updates that are not finite, have other shape
 during parsing (`messages.read_reply`); this module rejects updates that are too large. An admitted update may still be
 malicious within those bounds: this check does not protect against poisoning.
 
+The noise is most of an honest update's norm, and spreads over all its coordinates. So each tensor has a bound of its own as
+well: otherwise a client could put the room for all noise into one small tensor, such as the last layer's bias.
+
 A client's statements never change its own bound. A step's sum is divided by min(B, N_i), so a client with few records
 produces larger updates, and a client that merely claims few records would be admitted with up to B times the norm. The bound
 is therefore that of a client with `smallest_records` records, the same for all clients. The server sets this number, and
@@ -15,7 +18,7 @@ states fewer is refused.
 Where updates are weighted by records, a client multiplies its update by N_i / mean_records, so an honest client with many
 records sends a large one. Its bound is that of the number of records that it stated when it subscribed. For up to B records
 the bound is the same, since the weight cancels the divisor. A client that claims more is admitted with a larger norm, but
-none may claim more than mean_records times the number of clients (`roster.subscribe`), the records of all clients together.
+none may claim more than `most_records`, which the server sets as well (`roster.subscribe`).
 
 | method | the largest admitted norm |
 | --- | --- |
@@ -60,19 +63,32 @@ def check_size(
     norm, most = norm_of(sent.update), largest_norm(plan, layout, asked, smallest_records, stated_records)
     if norm > most:
         raise WireError(f"its update is too large: its norm is {norm:.3g}; the method allows at most {most:.3g}")
+    for name, value in sent.update.items():
+        norm, most = norm_of({name: value}), largest_norm(plan, layout, asked, smallest_records, stated_records, part=name)
+        if norm > most:
+            raise WireError(f"its update is too large in {name}: {norm:.3g}; the method allows at most {most:.3g}")
     if sent.count is not None and abs(sent.count) > (allowed := largest_count(plan)):
         raise WireError(f"its count is too large: {sent.count:.3g}; the method allows at most {allowed:.3g}")
 
 
 def largest_norm(
-    plan: Plan, layout: Layout, asked: Round, smallest_records: int, stated_records: int | None = None
+    plan: Plan,
+    layout: Layout,
+    asked: Round,
+    smallest_records: int,
+    stated_records: int | None = None,
+    part: str | None = None,
 ) -> float:
-    """The largest norm of an update of this plan, except with probability 1e-9; infinite if there is no bound."""
+    """The largest norm of an update of this plan, except with probability 1e-9; infinite if there is no bound.
+
+    With the name of a tensor as `part`, that of this tensor, which is clipped with its group and has only its own noise.
+    """
     if not plan.private or (plan.method == "fed-sdp" and plan.noise_at == "server"):
         return math.inf
-    together = sensitivity(plan.clip_at(asked.number, asked.clip), len(layout.groups(plan.clip_mode)))
+    groups = 1 if part is not None else len(layout.groups(plan.clip_mode))
+    together = sensitivity(plan.clip_at(asked.number, asked.clip), groups)
     # The norm of d Gaussians exceeds √d + t with probability at most exp(−t²/2).
-    spread = math.sqrt(layout.size) + _TAIL
+    spread = math.sqrt(layout.size if part is None else layout.shapes[part].numel()) + _TAIL
     if plan.method == "fed-sdp":
         return _ROUNDING * (together + plan.noise_scale_at(asked.number, asked.clip) * spread)
     clipped = plan.local_steps * plan.slots * together

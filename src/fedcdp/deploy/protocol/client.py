@@ -28,6 +28,7 @@ from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger, Summed
 from fedcdp.deploy.protocol.departure import check_member
 from fedcdp.deploy.protocol.first_release import release_moments
+from fedcdp.deploy.protocol.kept_features import KeptFeatures, forget_features
 from fedcdp.deploy.protocol.key_rotation import KeyRotation
 from fedcdp.deploy.protocol.local_round import (
     DataFunction,
@@ -214,14 +215,16 @@ class _Client:
         return messages.keep_keys(kept)
 
     def ended(self, message: Message, context: Context) -> RecordDict:
-        """Delete the keys of a run that has ended."""
+        """Delete the keys of a run that has ended, and the features that were kept for it."""
         try:
             digest = messages.read_ended(message.content)
             policy = self._policy_of(context)
             with _held(context, policy) as ledger:
-                forget_keys(_state_dir(context), _known(ledger, digest).task.digest())
+                task = _known(ledger, digest).task.digest()
+                forget_keys(_state_dir(context), task)
+                forget_features(_state_dir(context), task)
         except Exception as error:
-            return messages.refuse(self._said(error, "deletes no keys"), final=False)
+            return messages.refuse(self._said(error, "deletes nothing"), final=False)
         return RecordDict()
 
     def train(self, message: Message, context: Context) -> RecordDict:
@@ -282,7 +285,15 @@ class _Client:
         if task.plan.scaling_noise is not None:
             set_standardisation(network, *messages.read_standardised(content, task.shape))
         device = usable_device(str(context.node_config.get("device", "cpu")))
-        return LocalTraining(task, network, data, self._loss_for(task), torch.device(device), one_by_one=one_by_one)
+        return LocalTraining(
+            task,
+            network,
+            data,
+            self._loss_for(task),
+            torch.device(device),
+            one_by_one=one_by_one,
+            kept=KeptFeatures(_state_dir(context), task.digest()),
+        )
 
     def _loss_for(self, task: Task) -> Loss:
         if (loss := self._loss or task_called(task.learning_task).loss) is None:

@@ -27,6 +27,7 @@ from fedcdp.data.partition import partition
 from fedcdp.data.table_rules import column_rules
 from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import TaskName, task_called
+from fedcdp.deploy.protocol.kept_features import KeptFeatures, without_front
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.engine import Batch, Engine, Loss
 from fedcdp.engine.batched import engines_for
@@ -204,6 +205,8 @@ class LocalTraining:
 
     With `one_by_one`, for a policy against adversaries on the client itself (`example`), every example's gradient is noised
     before any other processing. That takes S draws per step instead of one, and as many times the memory.
+
+    Frozen layers in front are applied once. Their outputs are `kept` for the next round, if it is said where.
     """
 
     def __init__(
@@ -215,12 +218,14 @@ class LocalTraining:
         device: torch.device,
         *,
         one_by_one: bool = False,
+        kept: KeptFeatures | None = None,
     ) -> None:
         self._task, self._device, self._one_by_one = task, device, one_by_one
         if mixing_layers(network) and len(data) < task.plan.batch_size:
             raise ModelError(f"layer {mixing_layers(network)[0][0]} mixes examples, and there are fewer than a batch")
-        self.engine: Engine = next(iter(engines_for(prepare(network, task.plan, device), loss).values()))
-        self._examples = Examples(each_tensor(data.inputs, lambda value: value.to(device)), data.targets.to(device))
+        trained, inputs = without_front(prepare(network, task.plan, device), data.inputs, device, kept)
+        self.engine: Engine = next(iter(engines_for(trained, loss).values()))
+        self._examples = Examples(inputs, data.targets.to(device))
 
     def take_part(self, weights: Tree, asked: Round, client: int = 0, members: int | None = None) -> Sent:
         """What leaves the client in a round; under noise on the sum, its share in a roster of so many `members`.

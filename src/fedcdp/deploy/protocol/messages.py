@@ -5,6 +5,7 @@
 | `query.subscribe` | the task, and the versions that the server speaks | whether the client accepts, the reason, N_i, a random name that identifies the client, what it is called if it says so |
 | `query.moments` | the task's digest, attempt | noised moments of the client's inputs, with task and attempt; or a refusal |
 | `train` | the weights, the task's digest, round, attempt, a clip bound that follows a quantile, and what inputs are standardised by | the update (and its count), with task, round and attempt; or a refusal |
+| `query.ended` | the task's digest, if the network has frozen layers in front or the noise is on the sum | nothing; the client deletes features of frozen layers, and its run key |
 
 A task with noise on the sum has more of them:
 
@@ -13,7 +14,6 @@ A task with noise on the sum has more of them:
 | `query.subscribe` | as above | as above, the client's signed run key (`sum_keys`), and the rotations of its node key (`key_rotation`) |
 | `query.keys` | the task's digest, the signed run keys of all clients, rotations of node keys | whose keys the client keeps; or a refusal |
 | `train` | as above, and the roster: its members' node keys. The clip bound is the task's | the client's share of the sum under its masks, 8 bytes a weight, with task, round and attempt; or a refusal |
-| `query.ended` | the task's digest | nothing; the client deletes its run key |
 
 A reply to `train` contains nothing but what the method releases.
 """  # noqa: E501

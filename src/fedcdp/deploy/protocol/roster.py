@@ -37,7 +37,7 @@ from fedcdp.files.disk import write_atomically
 from fedcdp.files.untrusted import MOST_JSON, parse_json, printable, read_bounded
 
 _LOG = logging.getLogger("flwr.fedcdp")
-_SOON, _LATE = 0.1, 1.0  # seconds between two polls for replies: at first, and later
+_SOON, _LATE = 0.1, 0.5  # seconds between two polls for replies: at first, and later
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, DecodeError)
 _ASK_AGAIN = 30.0  # seconds until a node without a readable answer is asked again
 
@@ -221,8 +221,8 @@ class Subscribing:
                          self._smallest_records)  # fmt: skip
         elif answer.accepts and answer.records > self._most_records:
             self.declined[node] = "it has too many records"
-            _LOG.warning("node %d is left out: it has %d records; by mean_records, all clients together have %.0f", node,
-                         answer.records, self._most_records)  # fmt: skip
+            _LOG.warning("node %d is left out: it has %d records, and most-records is %d", node, answer.records,
+                         self._most_records)  # fmt: skip
         elif answer.accepts:
             self.accepted[node] = answer
             called = f" ({answer.client})" if answer.client else ""
@@ -243,15 +243,23 @@ class Subscribing:
         return None
 
 
-def subscribe(grid: Grid, task: Task, expected: int, timeout: float, smallest_records: int | None = None) -> Roster:
+def subscribe(
+    grid: Grid,
+    task: Task,
+    expected: int,
+    timeout: float,
+    smallest_records: int | None = None,
+    most_records: int | None = None,
+) -> Roster:
     """The clients of a new run: those that accept, until there are `expected` clients or the time is up.
 
-    A client with fewer than `smallest_records` records (default: a batch) is left out. So is one with more records than the
-    plan expects of all clients together, where updates are weighted by records.
+    A client with fewer than `smallest_records` records (default: a batch) is left out. So is one with more than
+    `most_records`, or, where updates are weighted by records, with more than the plan expects of all clients together.
     """
     fewest = task.plan.batch_size if smallest_records is None else smallest_records
     mean = task.plan.mean_records if task.plan.weighting == "records" else None
-    subscribing = Subscribing(grid, task, fewest, (mean or math.inf) * expected)
+    most = min(most_records or math.inf, (mean or math.inf) * expected)
+    subscribing = Subscribing(grid, task, fewest, most)
     subscribing.gather(lambda accepted: len(accepted) >= expected, timeout)
     accepted = list(subscribing.accepted.items())[:expected]
     if not task.reproducible:
@@ -290,15 +298,22 @@ def _now_at(member: Member, node: int, answer: Subscription) -> Member:
 
 
 def take_in(
-    grid: Grid, task: Task, roster: Roster, new: set[int], timeout: float, smallest_records: int | None
+    grid: Grid,
+    task: Task,
+    roster: Roster,
+    new: set[int],
+    timeout: float,
+    smallest_records: int | None,
+    most_records: int | None = None,
 ) -> tuple[Roster, set[int]]:
     """The roster with clients at nodes that have connected since; and the nodes that were heard.
 
     A client of the run is known by its name, also under another node or with another key. Others join at the end of the
-    roster if `smallest_records` is given, as many records as each must have; None: nobody joins.
+    roster if `smallest_records` is given, as many records as each must have; None: nobody joins. `most_records` is as for
+    `subscribe`.
     """
     mean = task.plan.mean_records if task.plan.weighting == "records" else None
-    most = (mean or math.inf) * len(roster)
+    most = min(most_records or math.inf, (mean or math.inf) * len(roster))
     subscribing = Subscribing(grid, task, smallest_records or 1, most, only=new)
     subscribing.gather(lambda _: new <= subscribing.accepted.keys() | subscribing.declined.keys(), timeout)
     members, connected = list(roster), set(grid.get_node_ids())

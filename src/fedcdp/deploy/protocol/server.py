@@ -6,8 +6,8 @@ Every round is charged in the ledger before a message is sent, and saved before 
 point therefore continues the same run when it is started again with the same `out`.
 
 Run configuration: `experiment` (a configuration file of fedcdp), `out` (the run directory), and the settings below, written
-with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `round-timeout`, `subscribe-timeout`, `reproducible`,
-`largest-ratio`, `most-failed-rounds`, `joining`.
+with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `most-records`, `round-timeout`, `subscribe-timeout`,
+`reproducible`, `largest-ratio`, `most-failed-rounds`, `joining`.
 
 The server's ε is stated for a client with `smallest-records` records, and no client with fewer is admitted, so a client that
 understates its records changes nothing. Stated sizes above that are counted as well: the printed ε holds for all of them.
@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,19 @@ from fedcdp.accounting.ledger import Noise as NoiseKind
 from fedcdp.accounting.population import Population
 from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.config.fields import check_types, option
-from fedcdp.config.plan import SCALING
+from fedcdp.config.plan import SCALING, Plan
 from fedcdp.data.dataset import Dataset, Splits
 from fedcdp.data.partition import Federation
 from fedcdp.deploy.protocol.failures import Failures
 from fedcdp.deploy.protocol.first_release import gather_moments
+from fedcdp.deploy.protocol.kept_features import without_front
 from fedcdp.deploy.protocol.local_round import first_batch
 from fedcdp.deploy.protocol.monitor_file import MonitorFile, Tally
 from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe, take_in
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
 from fedcdp.deploy.protocol.sum_rounds import SumStrategy
 from fedcdp.deploy.protocol.task import Task, hides_participation
-from fedcdp.engine import Loss
+from fedcdp.engine import Engine, Loss
 from fedcdp.engine.reachability import check_all_used
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.files.disk import write_atomically
@@ -88,6 +90,11 @@ class ServerSettings:
     smallest_records: int | None = option(
         None, "Fewest records of a client, for which ε is stated. Default: as the experiment partitions its own data."
     )
+    most_records: int | None = option(
+        None,
+        "Most records of a client, where more records count for more: weighting by records, and private scaling. "
+        "Default: as the experiment partitions its own data.",
+    )
     round_timeout: float = option(600.0, "Seconds until a client that has not answered in a round is left out.")
     subscribe_timeout: float = option(300.0, "Seconds to wait for clients to subscribe.")
     reproducible: bool = option(False, "Take noise and sampling from the published seed: for tests; it protects nobody.")
@@ -101,6 +108,7 @@ class ServerSettings:
             "min_clients",
             "min_cohort",
             "smallest_records",
+            "most_records",
             "round_timeout",
             "subscribe_timeout",
             "largest_ratio",
@@ -181,6 +189,10 @@ def serve(
         dealt = _dealt(experiment, splits)
         if settings.smallest_records is None:
             settings = replace(settings, smallest_records=dealt.smallest if dealt else experiment.plan.batch_size)
+        if settings.most_records is None and _counts_records(experiment.plan):
+            if dealt is None:
+                raise PlanError("most_records: the server's own data do not tell how many records a client may have; set it")
+            settings = replace(settings, most_records=dealt.largest)
         job = replace(_job(directory, experiment, splits, settings), loss=loss)
         if job.plan.private and not (directory.path / _ROSTER).exists():  # version 0.1.0 began runs with unused tensors
             check_all_used(job.engine(), first_batch(splits.train, job.plan))
@@ -197,6 +209,11 @@ def _dealt(experiment: Experiment, splits: Splits) -> Federation | None:
         if experiment.data.dataset:
             raise
         return None
+
+
+def _counts_records(plan: Plan) -> bool:
+    """Whether a client counts for more, the more records it says it has."""
+    return plan.weighting == "records" or plan.scaling_noise is not None
 
 
 def _stored(directory: RunDirectory, given: Experiment, reproducible: bool) -> Experiment:
@@ -299,8 +316,7 @@ class _Server:
             _LOG.info("every round takes %g s (round-timeout): its duration must not reveal who took part",
                       self._settings.round_timeout)  # fmt: skip
         outcome = self._rounds(strategy, budget)
-        if isinstance(strategy, SumStrategy):
-            strategy.say_ended(self._grid)
+        strategy.say_ended(self._grid)
         return outcome
 
     def _strategy(self, roster: Roster, releases: Releases, state: State) -> PlanStrategy:
@@ -363,7 +379,15 @@ class _Server:
             return
         timeout = min(self._settings.subscribe_timeout, _NEWCOMER_SECONDS)
         fewest = self._job.smallest_records if self._lets_join else None
-        roster, heard = take_in(self._grid, self._job.task(), strategy.roster, new, timeout, fewest)
+        roster, heard = take_in(
+            self._grid,
+            self._job.task(),
+            strategy.roster,
+            new,
+            timeout,
+            smallest_records=fewest,
+            most_records=self._most_records,
+        )
         self._heard.update(dict.fromkeys(new - heard, 1) | dict.fromkeys(heard, _MOST_TRIES))
         if roster != strategy.roster:
             save_roster(self._roster_path, roster)
@@ -427,8 +451,16 @@ class _Server:
         if plan.private:
             row["clip"] = plan.clip_at(before.round, before.clip)
         if self._validation is not None and (state.round % every == 0 or state.round == plan.rounds):
-            row |= evaluate(strategy.engine, state.average or state.weights, self._validation, torch.device("cpu"))
+            engine, records = self._watched
+            row |= evaluate(engine, state.average or state.weights, records, torch.device("cpu"))
         return row
+
+    @cached_property
+    def _watched(self) -> tuple[Engine, Dataset]:
+        """The network behind its frozen front, and the validation records as that front gives them, in all rounds."""
+        assert self._validation is not None
+        trained, inputs = without_front(self._job.network, self._validation.inputs, torch.device("cpu"), None)
+        return self._job.engine(trained), replace(self._validation, inputs=inputs)
 
     # Stored files ----------------------------------------------------------------------------------------------------
 
@@ -454,8 +486,13 @@ class _Server:
             return find_again(self._grid, task, load_roster(self._roster_path), timeout)
         if self._directory.ledger.exists():
             raise RunError(f"{self._roster_path} is missing: the ledger counts by the numbers in it")
-        roster = subscribe(self._grid, task, self._job.clients, timeout, self._job.smallest_records)
+        roster = subscribe(self._grid, task, self._job.clients, timeout, self._job.smallest_records, self._most_records)
         return roster, len(roster)
+
+    @property
+    def _most_records(self) -> int | None:
+        """The most records of a client, where more records count for more."""
+        return self._settings.most_records if _counts_records(self._job.plan) else None
 
     def _population(self, roster: Roster) -> Population:
         """The population that ε is stated for: clients with the fewest allowed records or more, whatever they say.

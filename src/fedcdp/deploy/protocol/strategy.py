@@ -32,10 +32,11 @@ from fedcdp.deploy.protocol import admission, messages, wire
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.messages import Update
 from fedcdp.deploy.protocol.monitor_file import Tally
-from fedcdp.deploy.protocol.roster import Member, Roster
+from fedcdp.deploy.protocol.roster import Member, Roster, exchange
 from fedcdp.deploy.protocol.task import Task, constants_of, hides_participation, tensors_of
 from fedcdp.engine import Engine, Loss
 from fedcdp.engine.batched import engines_for
+from fedcdp.engine.frozen import split
 from fedcdp.errors import PlanError, RefusedError, WireError
 from fedcdp.files.tree import Layout
 from fedcdp.mechanism.noise import noise_of
@@ -48,6 +49,7 @@ from fedcdp.training.rundir import State
 from fedcdp.training.scaling import standardised_by
 
 _LOG = logging.getLogger("flwr.fedcdp")
+_SECONDS_TO_END = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +95,13 @@ class Job:
     table: TableSchema | None = None
     """What the columns of clients' tables mean, which they check; None: nothing is said."""
 
-    def engine(self) -> Engine:
-        """The network, prepared for its plan, and its loss."""
+    def engine(self, network: nn.Module | None = None) -> Engine:
+        """The network, or a part of it, prepared for its plan, and its loss."""
         if (loss := self.loss or task_called(self.learning_task).loss) is None:
             raise PlanError(
                 f"loss: task {self.learning_task} has no loss of its own; pass a function of outputs and targets"
             )
-        return next(iter(engines_for(prepare(self.network, self.plan, "cpu"), loss).values()))
+        return next(iter(engines_for(prepare(network or self.network, self.plan, "cpu"), loss).values()))
 
     def task(self) -> Task:
         """The task that the server publishes for this job."""
@@ -259,6 +261,20 @@ class PlanStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:  # noqa: ARG002
         """Nothing, for the same reason."""
         return None
+
+    def say_ended(self, grid: Grid) -> None:
+        """Tell all clients that the run has ended, so they delete what they keep for it: keys, and features.
+
+        A client that does not answer keeps them. Nobody is told if there is nothing to delete.
+        """
+        nothing = torch.zeros(1, *self.job.shape)
+        if not self.job.plan.sums and split(self.job.network, nothing, nothing.device)[0] is None:
+            return
+        connected, content = set(grid.get_node_ids()), messages.say_ended(self.task)
+        if nodes := [member.node for member in self.roster if member.node in connected]:
+            out = [Message(content, node, messages.ENDED, ttl=self._lifetime, group_id="ended") for node in nodes]
+            for _ in exchange(grid, out, _SECONDS_TO_END):
+                pass
 
     def summary(self) -> None:
         """Log what is trained."""

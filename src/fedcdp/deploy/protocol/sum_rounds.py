@@ -36,7 +36,6 @@ from fedcdp.mechanism.secure_sum import check_capacity
 from fedcdp.training.scaling import standardised_by
 
 _LOG = logging.getLogger("flwr.fedcdp")
-_SECONDS_TO_END = 10.0
 
 
 class SumStrategy(PlanStrategy):
@@ -96,14 +95,6 @@ class SumStrategy(PlanStrategy):
             self._charge([])
         self.state = replace(self.state, round=round_ + 1)
         return False
-
-    def say_ended(self, grid: Grid) -> None:
-        """Tell all clients that the run has ended, so they delete its keys. A client that does not answer keeps them."""
-        connected, content = set(grid.get_node_ids()), messages.say_ended(self.task)
-        if nodes := [member.node for member in self.roster if member.node in connected]:
-            out = [Message(content, node, messages.ENDED, ttl=self._lifetime, group_id="ended") for node in nodes]
-            for _ in exchange(grid, out, _SECONDS_TO_END):
-                pass
 
     def _first_roster(self, grid: Grid, timeout: float) -> list[Member]:
         """Those of the drawn clients that are connected and have everybody's run key."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
+_POLLS_A_SECOND = 20  # of all nodes together, which the server answers
+_SHORTEST_POLL, _LONGEST_POLL = 0.25, 3.0  # seconds; Flower's own pause is the longest
 _FIRST_RUNTIME_PORT = 9100  # used by the programs that a node starts; on one machine each node needs its own
 _OBEYED_IN_QUOTES = re.compile(r'["$`\\{}\x00-\x1f\x7f]')
 
@@ -62,8 +64,15 @@ def server_scripts(settings: SiteSettings) -> dict[str, str]:
 
 def node_script(settings: SiteSettings, number: int, name: str | None = None) -> str:
     """The script that starts a node; together with the node's folder, it is all that the node's machine needs."""
-    folder = name or f"node-{number}"
-    return render("start-node.sh", settings=settings, number=number, folder=folder, runtime_port=runtime_port(number))
+    poll = min(_LONGEST_POLL, max(_SHORTEST_POLL, settings.nodes / _POLLS_A_SECOND))
+    return render(
+        "start-node.sh",
+        settings=settings,
+        number=number,
+        folder=name or f"node-{number}",
+        runtime_port=runtime_port(number),
+        poll=f"{poll:g}",
+    )
 
 
 def runtime_port(number: int) -> int:

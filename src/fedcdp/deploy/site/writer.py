@@ -283,8 +283,10 @@ def monitoring_texts(nodes: Sequence[NodePlace], experiment: Experiment) -> dict
 
 
 def _of_sizes(own: OwnFile | None) -> dict[str, int | float]:
-    """The server's setting that follows from the sizes of clients in a user's own file, whatever file the server gets."""
-    return {} if own is None else {"smallest-records": own.federation.smallest}
+    """The server's settings that follow from the sizes of clients in a user's own file, whatever file the server gets."""
+    if own is None:
+        return {}
+    return {"smallest-records": own.federation.smallest, "most-records": own.federation.largest}
 
 
 def _app(site: Site, experiment: Experiment, server: Mapping[str, int | float]) -> tuple[Path, bytes, int]:
