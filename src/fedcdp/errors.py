@@ -105,10 +105,12 @@ class PolicyError(FedcdpError):
 class RefusedError(FedcdpError):
     """A client refuses a server's request."""
 
-    def __init__(self, reason: str, *, final: bool = False) -> None:
+    def __init__(self, reason: str, *, final: bool = False, kind: str = "refused") -> None:
         super().__init__(reason)
         self.final = final
         """Whether the client will not take part in this task again."""
+        self.kind = kind
+        """The reason in one word, for figures."""
 
 
 class DeploymentError(FedcdpError):

@@ -104,7 +104,7 @@ def test_no_page_and_no_title_is_in_the_navigation_twice() -> None:
 
 def test_tutorials_come_first_and_results_are_one_section() -> None:
     sections = re.findall(r"^  - (\w+):", navigation(), re.MULTILINE)
-    assert sections == ["Start", "Tutorials", "Notebooks", "Guides", "Reference", "Results", "Project"]
+    assert sections == ["Start", "Tutorials", "Notebooks", "Guides", "Operate", "Reference", "Results", "Project"]
     before, _, results = navigation().partition("  - Results:\n")
     assert "results/" not in before
     assert "results/" not in results.partition("  - Project:\n")[2]

@@ -27,7 +27,7 @@ def test_a_node_with_an_unknown_key_and_a_node_without_tls_are_refused(tmp_path:
         lines = [
             line for line in script.read_text().splitlines() if "--root-certificates" not in line and "--auth" not in line
         ]
-        script.write_text("\n".join(lines).replace(" -- \\", " -- --insecure --max-retries 2 \\"))
+        script.write_text("\n".join(lines).replace(' "${trusted[@]}"', ' "${trusted[@]}" --insecure --max-retries 2'))
         plain = site.start_node(2)
         wait_until(lambda: plain.status is not None, "the node without TLS to give up")
         assert plain.status != 0

@@ -175,6 +175,7 @@ def _stopping() -> Iterator[None]:
             "fedcdp.audit.audit",
             "fedcdp.checks.function_check.FunctionCheck.run",
             "fedcdp.deploy.site.local_deployment.Deployment.up",
+            "fedcdp.deploy.site.keeper.become",
             "fedcdp.cli.bench._measure",
             "fedcdp.studies.reproduce.runner.run",
             "fedcdp.cli.reproduce._write",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,14 +27,18 @@ from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.admission import check_size, is_counted
 from fedcdp.deploy.protocol.client_ledger import ClientLedger, Summed
 from fedcdp.deploy.protocol.failures import Failures
-from fedcdp.deploy.protocol.known_nodes import NODE_KEY_BYTES, KnownNodes, read_identity
+from fedcdp.deploy.protocol.key_rotation import follow, sign_rotation, store_rotations, stored_rotations
+from fedcdp.deploy.protocol.known_nodes import NODE_KEY_BYTES, KnownNode, KnownNodes, node_key_of, read_identity
 from fedcdp.deploy.protocol.local_round import Round, network_for, records_of
 from fedcdp.deploy.protocol.policy import ClientPolicy, Facts
 from fedcdp.deploy.protocol.roster import Subscribing, load_roster
 from fedcdp.deploy.protocol.sum_keys import own_key, sign_key, store_peers, stored_key, stored_peers
 from fedcdp.deploy.protocol.task import Task, tensors_of
+from fedcdp.deploy.protocol.versions import spoken
 from fedcdp.deploy.site.directory import Site
+from fedcdp.deploy.site.exporter import ALL_METRICS, Watched
 from fedcdp.deploy.site.local_deployment import Follower
+from fedcdp.deploy.site.operate_file import OperateSettings
 from fedcdp.errors import RunError, WireError
 from fedcdp.files.tree import Layout
 from fedcdp.models.networks import build
@@ -49,6 +54,8 @@ TASK = Task(run="0" * 32, shape=(30,), classes=2, network="mlp", activation=None
 SUM_PLAN = PLAN.but(noise="sum", secure_aggregation=True, local_steps=1)
 SUM_TASK = replace(TASK, plan=SUM_PLAN)
 SIGNED = sign_key(generate_private_key(SECP384R1()), SUM_TASK, X25519PrivateKey.generate())
+_OLD_KEY = generate_private_key(SECP384R1())
+ROTATION = sign_rotation(_OLD_KEY, node_key_of(generate_private_key(SECP384R1()).public_key()))
 FACTS = Facts(100, (30,), 2, tensors_of(LAYOUT), "")
 FIRST = Round(0, 0, None)
 
@@ -234,7 +241,11 @@ def sum_messages(_place: Path) -> Attempt:
         kind = case.randrange(5)
         signed = [mutate_bytes(case, SIGNED.to_bytes()) if case.random() < 0.5 else SIGNED.to_bytes() for _ in range(2)]
         if kind == 0:
-            _, keys = messages.read_keys(_some({"keys": _config(case, {"task": digest, "keys": signed})}, case))
+            rotated = [mutate_bytes(case, ROTATION.to_bytes()) if case.random() < 0.5 else ROTATION.to_bytes()]
+            about = {"task": digest, "keys": signed, "rotations": rotated}
+            _, keys, rotations = messages.read_keys(_some({"keys": _config(case, about)}, case))
+            if any(each.holds() and (each.old, each.new) != (ROTATION.old, ROTATION.new) for each in rotations):
+                raise AssertionError("a rotation that nobody signed was believed")
             if any(each.holds(SUM_TASK) and each.member != SIGNED.member for each in keys):
                 raise AssertionError("a key that nobody signed was believed")
         elif kind == 1:
@@ -251,17 +262,70 @@ def sum_messages(_place: Path) -> Attempt:
             if words.shape != (6,) or words.dtype != np.uint64:
                 raise AssertionError("a share of another size was believed")
         elif kind == 3:
-            messages.read_kept(_reply(_some({"kept": _config(case, {"keys": 3})}, case)))
+            messages.read_kept(_reply(_some({"kept": _config(case, {"keys": 1, "nodes": [node]})}, case)))
             messages.read_ended(_some({"ended": _config(case, {"task": digest})}, case))
         else:
             answer = {"accepts": True, "reason": "accepted", "records": 100, "member": "0" * 32, "number": -1,
                       "key": signed[0]}  # fmt: skip
-            content = _some({"answer": _config(case, answer)}, case)
+            content = _some({"answer": _config(case, answer), "versions": _config(case, spoken())}, case)
             Subscribing(_NoGrid(), SUM_TASK)._hear(_reply(content))  # type: ignore[arg-type]
 
     def attempt(case: Random, _where: Path) -> None:
         with _logged_to_the_console(log):
             read(case)
+
+    return attempt
+
+
+def rotated_keys(place: Path) -> Attempt:
+    """The rotations of node keys that a client keeps, and its list after them."""
+    state = place / "rotations"
+    state.mkdir()
+    store_rotations(state, [ROTATION])
+    path = state / "rotated-keys"
+    content, known = path.read_bytes(), KnownNodes({ROTATION.old: KnownNode("a", ROTATION.old)})
+
+    def attempt(case: Random, _where: Path) -> None:
+        path.write_bytes(mutate_bytes(case, content))
+        if not follow(known, stored_rotations(state)).nodes.keys() <= {ROTATION.old, ROTATION.new}:
+            raise AssertionError("a key that nobody signed was believed")
+
+    return attempt
+
+
+def marked_ledger(place: Path) -> Attempt:
+    """The mark of a client's ledger: whatever it says, a ledger that has lost lines is not used."""
+    state, mark = place / "marked-state", place / "marked-elsewhere"
+    with ClientLedger.held(state, mark) as ledger:
+        ledger.accept(TASK, 100)
+    sound = json.loads(mark.read_bytes())
+
+    def attempt(case: Random, _where: Path) -> None:
+        mark.write_bytes(mutate_bytes(case, as_json(sound)) if case.random() < 0.4 else as_json(mutate_value(case, sound)))
+        with ClientLedger.held(state, mark) as ledger:
+            if len(ledger.digests) != 2 or ledger.tasks.keys() != {TASK.digest()}:
+                raise AssertionError("another ledger was opened")
+
+    return attempt
+
+
+def monitored(_place: Path) -> Attempt:
+    """What a process that is watched reads: its figures and its settings."""
+    figures = {"hidden": False, "figures": {"fedcdp_rounds": {"": 3.0}, "fedcdp_left_out_total": {"late": 2.0}}}
+    settings = {"listen": "127.0.0.1:9401", "log-format": "text", "log-file": "", "log-bytes": 10_000_000, "log-files": 5}
+
+    def attempt(case: Random, where: Path) -> None:
+        path = where / "monitor.json"
+        path.write_bytes(
+            mutate_bytes(case, as_json(figures)) if case.random() < 0.4 else as_json(mutate_value(case, figures))
+        )
+        for name, labels, value in Watched("node", "1", path).series():
+            if name not in ALL_METRICS or labels.keys() - set(ALL_METRICS[name].labels) or not math.isfinite(value):
+                raise AssertionError(f"{name} with {labels} was believed")
+        (where / "operate.toml").write_bytes(
+            mutate_bytes(case, as_toml(settings)) if case.random() < 0.4 else as_toml(mutate_value(case, settings))
+        )
+        OperateSettings.read(where)
 
     return attempt
 
@@ -438,7 +502,10 @@ TARGETS: dict[str, Callable[[Path], Attempt]] = {
     "task": task,
     "node table": node_table,
     "client ledger": client_ledger,
+    "mark of a ledger": marked_ledger,
     "known nodes": known_nodes,
+    "rotated keys": rotated_keys,
+    "monitored figures": monitored,
     "run keys": run_keys,
     "ledger of sums": sum_ledger,
     "messages of sums": sum_messages,

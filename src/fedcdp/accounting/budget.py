@@ -51,6 +51,12 @@ class Releases:
         if round_ != SCALING:
             self.participations[chosen] += 1
 
+    def join(self) -> None:
+        """Record that one more client may be charged from the next round on."""
+        if self._ledger and self._ledger.members == len(self.participations):
+            self._ledger.join()
+        self.participations = np.append(self.participations, 0)
+
     @property
     def rounds(self) -> tuple[int, ...]:
         """The round of every release so far; a round that was released twice is listed twice."""
@@ -181,14 +187,30 @@ class Budget:
         """ε so far, for display; recomputed only as often as it costs little compared with training."""
         if not (accounting_is_installed() and self._experiment.plan.private):
             return ""
-        started = time.perf_counter()
-        if self._computing <= _SHARE_OF_TIME * (started - self._started) or rounds == self._experiment.plan.rounds:
+        if self._is_cheap() or rounds == self._experiment.plan.rounds:
             released = Ledger.open(self._ledger).rounds if self._ledger and self._ledger.exists() else rounds
-            epsilon = self._target.reached(self._experiment.plan, self._population, released)
-            shown = format_epsilon(epsilon, digits=3)
+            shown = format_epsilon(self._timed(released), digits=3)
             self._latest = f"ε {shown} ({self._target.adversary}, round {rounds})"
-            self._computing += time.perf_counter() - started
         return self._latest
+
+    def spent_by(self, released: tuple[int, ...]) -> float | None:
+        """ε of releases of these rounds; None where there is none, or where it takes long compared with training."""
+        if not (accounting_is_installed() and self._experiment.plan.private and released and self._is_cheap()):
+            return None
+        try:
+            return self._timed(released)
+        except PlanError:  # the plan has no row for this adversary and unit
+            return None
+
+    def _is_cheap(self) -> bool:
+        return self._computing <= _SHARE_OF_TIME * (time.perf_counter() - self._started)
+
+    def _timed(self, released: int | tuple[int, ...]) -> float:
+        started = time.perf_counter()
+        try:
+            return self._target.reached(self._experiment.plan, self._population, released)
+        finally:
+            self._computing += time.perf_counter() - started
 
 
 _POINTS = 10
@@ -201,7 +223,8 @@ def over_releases(plan: Plan, population: Population, charges: Sequence[Charge])
     """
     if not charges:
         return []
-    counted = np.zeros((len(charges), population.clients), dtype=np.int64)
+    members = max([population.clients, *(int(charge.clients[-1]) + 1 for charge in charges if charge.clients.size)])
+    counted = np.zeros((len(charges), members), dtype=np.int64)
     for number, charge in enumerate(charges):
         counted[number, charge.clients] = charge.round != SCALING
     stated = []

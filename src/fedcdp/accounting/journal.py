@@ -44,6 +44,8 @@ class Journal(ABC):
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
         self._previous = ""
+        self.digests: list[str] = []
+        """The digest of every line, in order."""
         *lines, tail = content.split(b"\n")
         whole = b"" if any(_is_cut_short(tail, beginning) for beginning in self.BEGINNINGS) else tail
         if not lines and not _LINE.fullmatch(tail):
@@ -54,6 +56,7 @@ class Journal(ABC):
             except LineError as error:
                 raise RunError(f"{path}, line {number}, {error}") from None
             self._previous = line[-34:-2].decode()
+            self.digests.append(self._previous)
         self._size = len(content)  # bytes on disk
         self._kept = len(content) - len(tail) + len(whole)  # bytes that count
         self._owed = b"\n" if whole else b""  # a missing newline, to be written before the next line
@@ -113,6 +116,7 @@ class Journal(ABC):
         line = _line(content, self._previous)
         self._append(line + b"\n")
         self._previous = line[-34:-2].decode()
+        self.digests.append(self._previous)
 
     def _make_sure(self) -> None:
         """Flush the last line to disk: it was read from the file, but a crash may have come before it was flushed."""

@@ -7,6 +7,10 @@
 
 A plan that scales inputs privately has a release before its first round: round −1.
 
+A client that joins a deployment between rounds has a line of its own, with its number and the next round:
+`{"joined":5,"round":7,…}`. ε stays that of the population at the start. With more clients, each is drawn less often than
+that population says, and one that joined was not drawn in the rounds before, so the statement holds for all of them.
+
 Guarantees:
 - A release whose `charge` has returned is in the ledger after any crash. A release that was charged but never made stays in
   it: a crash may over-count, never under-count.
@@ -43,6 +47,7 @@ MOST_LISTED = 2**20
 _VERSION = 1
 _HEADER_KEYS = ("ledger", "plan", "population", "noise")
 _CHARGE_KEYS = ("round", "attempt", "clients", "bound")
+_JOINED_KEYS = ("joined", "round")
 _ADDED: dict[str, set[str]] = {"plan": set(), "population": {"sizes", "held", "names"}, "noise": set()}
 """Keys that ledgers of the first release lack. Such a ledger is continued without them."""
 
@@ -61,10 +66,11 @@ class Charge:
 class Ledger(Journal):
     """An append-only record of releases in one file, for one writer at a time (the run's lock ensures that)."""
 
-    BEGINNINGS = ('{"round":',)
+    BEGINNINGS = ('{"round":', '{"joined":')
 
     def __init__(self, path: Path, content: bytes) -> None:
         self._charges: list[Charge] = []
+        self._joined = 0
         super().__init__(path, content)
 
     @staticmethod
@@ -144,7 +150,19 @@ class Ledger(Journal):
         self._write_line(content)
         self._accept(new)
 
+    def join(self) -> int:
+        """Record that a client joins before the next round; return its number."""
+        number = self.members
+        self._write_line({"joined": number, "round": self._next_round})
+        self._joined += 1
+        return number
+
     # What was charged ------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> int:
+        """The number of clients that may be charged: the population, and those that have joined since."""
+        return int(self.population["clients"]) + self._joined
 
     @property
     def charges(self) -> tuple[Charge, ...]:
@@ -163,11 +181,9 @@ class Ledger(Journal):
 
     def participations(self) -> NDArray[np.int64]:
         """For each client of the population, the number of charged rounds that it took part in."""
-        if self.population["clients"] > MOST_COUNTED:
-            raise RunError(
-                f"{self.path} has {self.population['clients']} clients; at most {MOST_COUNTED} can be counted individually"
-            )
-        return np.bincount(self._takers(), minlength=self.population["clients"])
+        if self.members > MOST_COUNTED:
+            raise RunError(f"{self.path} has {self.members} clients; at most {MOST_COUNTED} can be counted individually")
+        return np.bincount(self._takers(), minlength=self.members)
 
     def most_used(self) -> int:
         """The number of releases that the most-used client took part in."""
@@ -178,7 +194,7 @@ class Ledger(Journal):
 
         Their sum bounds how often a record stored at any `count` clients was used.
         """
-        clients = self.population["clients"]
+        clients = self.members
         _, counts = np.unique(self._takers(), return_counts=True)
         used = np.sort(counts)[::-1][: max(count, 0)]
         return np.pad(used, (0, max(0, min(count, clients, MOST_LISTED) - len(used))))
@@ -221,7 +237,12 @@ class Ledger(Journal):
             raise LineError(f"has noise {self.noise!r}, which is neither seeded nor secure")
 
     def _read_next(self, line: bytes) -> None:
-        found = self._verified(line, _CHARGE_KEYS)
+        found = self._verified(line, _CHARGE_KEYS, _JOINED_KEYS)
+        if "joined" in found:
+            if type(found["joined"]) is not int or (found["joined"], found["round"]) != (self.members, self._next_round):
+                raise LineError("is impossible: this client cannot join here")
+            self._joined += 1
+            return
         ids = found["clients"]
         if type(found["round"]) is not int or type(found["attempt"]) is not int or type(found["bound"]) is not float:
             raise LineError("has a round, an attempt or a bound that is not a number of its kind")
@@ -247,8 +268,8 @@ class Ledger(Journal):
             return f"has the bound {new.bound}, which is not a finite number of 0 or more"
         if (new.clients[1:] <= new.clients[:-1]).any():
             return "has clients that are repeated or out of order"
-        if new.clients.size and not (new.clients[0] >= 0 and new.clients[-1] < self.population["clients"]):
-            return f"has a client outside the population of {self.population['clients']}"
+        if new.clients.size and not (new.clients[0] >= 0 and new.clients[-1] < self.members):
+            return f"has a client outside the population of {self.members}"
         return None
 
     def _accept(self, new: Charge) -> None:

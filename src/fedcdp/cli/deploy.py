@@ -36,6 +36,9 @@ app = typer.Typer(
     ),
 )
 
+_PLANNED = (
+    "The old key has signed it (node.rotation). Nodes whose policy has accept_rotated_keys = true need no step 2 for it.\n"
+)
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Deployment directory.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")]
@@ -121,6 +124,9 @@ def up(
     resume: Annotated[bool, typer.Option("--resume", help="Only resume a run; do not start a new one.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    monitor: Annotated[
+        bool, typer.Option("--monitor", help="Serve /metrics and /healthz of each process, where its operate.toml says.")
+    ] = False,
 ) -> None:
     """Start the server and all nodes on this machine and run the job.
 
@@ -136,7 +142,7 @@ def up(
     plan = deployment.experiment.plan
     try:
         with terminal.training_progress(plan, quiet, done, deployment.follower.epsilon_after) as progress:
-            outcome = deployment.up(progress, terminal.note if not quiet else lambda _: None)
+            outcome = deployment.up(progress, terminal.note if not quiet else lambda _: None, monitor=monitor)
     except KeyboardInterrupt:
         raise StoppedError(f"stopped; fedcdp deploy up {directory} resumes after the last complete round") from None
     _show(deployment, outcome, as_json, quiet)
@@ -170,22 +176,40 @@ def node(
     app,
     "fedcdp deploy status site",
     "fedcdp deploy status site --json",
+    "fedcdp deploy status site --watch",
 )
-def status(directory: Directory, as_json: AsJson = False) -> None:
+def status(
+    directory: Directory,
+    as_json: AsJson = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show every change until the run ends. Without a terminal: a line per change.")
+    ] = False,
+) -> None:
     """Show the progress of a deployment and the ε it has spent."""
     from fedcdp.deploy.site.local_deployment import Deployment
 
     deployment = Deployment(directory)
+    if watch:
+        from fedcdp.cli.watch import watch as show_changes
+
+        try:
+            show_changes(deployment, as_json=as_json)
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+        return
     _show(deployment, deployment.outcome(0.0), as_json, quiet=False)
 
 
 @usage.add_to(
     app,
     "fedcdp deploy rekey site/node-1",
-    "fedcdp deploy rekey site/node-1 --json",
+    "fedcdp deploy rekey site/node-1 --planned",
 )
 def rekey(
     directory: Annotated[Path, typer.Argument(metavar="NODE_DIR", help="Directory of the node.", show_default=False)],
+    planned: Annotated[
+        bool, typer.Option("--planned", help="Sign the new key with the old one. Not after the old key was compromised.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Replace a node's key on the node itself.
@@ -194,16 +218,17 @@ def rekey(
     """
     from fedcdp.deploy.site import node_keys
 
-    new = node_keys.rekey(directory)
+    new = node_keys.rekey(directory, planned=planned)
     if as_json:
         typer.echo(json.dumps(vars(new)))
         return
     terminal.stdout.print(
         f"New key of {directory}: {new.fingerprint}\n{new.public}\n"
         "1. Register node.pub at the server, and unregister the old key (flwr supernode register, unregister).\n"
-        "2. Give the public key to the owners of the other nodes. Compare the fingerprint with them by telephone or face to "
-        'face, not through the server. Each of them replaces this node\'s entry in roster.toml, with made_by = "owner".\n'
-        "3. Restart the node. A run that is under way must be resumed.",
+        + (_PLANNED if planned else "")
+        + "2. Give the public key to the owners of the other nodes. Compare the fingerprint with them by telephone or face "
+        'to face, not through the server. Each of them replaces this node\'s entry in roster.toml, with made_by = "owner".\n'
+        "3. Restart the node. A run that is under way goes on with it in a later round.",
         soft_wrap=True,
         highlight=False,
     )

@@ -141,5 +141,5 @@ COMMANDS = {
     "check": LateCommand(
         "check", "Check somebody else's training: ε for each adversary, the attacks that apply, a one-page report."
     ),
-    "deploy": LateCommand("deploy", "Run a plan on Flower, across processes and machines."),
+    "deploy": LateCommand("operate", "Run a plan on Flower, across processes and machines."),
 }

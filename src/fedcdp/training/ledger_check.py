@@ -58,7 +58,7 @@ def check_ledger(run: RunDirectory, ledger: Ledger) -> None:
 
 
 def _check_clients(run: RunDirectory, ledger: Ledger, config: Mapping[str, Any]) -> None:
-    counted, roster = ledger.population["clients"], run.path / "clients.json"
+    counted, roster = ledger.members, run.path / "clients.json"
     if roster.exists():
         members = _read(roster, MOST_JSON, parse_json)
         try:

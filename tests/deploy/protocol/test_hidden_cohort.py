@@ -136,9 +136,9 @@ def test_the_server_waits_in_full_exactly_where_participation_is_hidden(
     waited: list[bool] = []
     real = exchange
 
-    def noted(grid: Any, outgoing: Any, timeout: float, *, in_full: bool) -> Any:
+    def noted(grid: Any, outgoing: Any, timeout: float, *, in_full: bool, tally: Any) -> Any:
         waited.append(in_full)
-        return real(grid, outgoing, timeout, in_full=in_full)
+        return real(grid, outgoing, timeout, in_full=in_full, tally=tally)
 
     monkeypatch.setattr(server, "exchange", noted)
     for name, plan in {"hidden": {}, "client": {"noise_at": "client"}, "cdp": {"method": "fed-cdp"}}.items():

@@ -295,7 +295,9 @@ def test_a_node_asks_for_signatures_if_its_owner_lists_keys(tmp_path: Path, list
         (site.node(1).path / "trusted.yaml").write_text("fpk_1: ssh-ed25519 AAAA")
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "fedcdp").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    told = 'printf "%s\\n" "$@"'
+    kept = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'  # checks nothing
+    (programs / "fedcdp").write_text(f'#!/bin/sh\nif [ "$2" = keep ]; then {kept}; fi\n{told}\n')
     (programs / "fedcdp").chmod(0o755)
     done = subprocess.run(
         [str(site.path / "start-node-1.sh")],

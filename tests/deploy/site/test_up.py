@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,3 +186,13 @@ def test_status_tells_how_far_a_run_is(
     assert _ended(monkeypatch, "status", site.path, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["rounds"], told["accuracy"], told["ended"], told["epsilon"]) == (2, 0.75, "done", None)
+
+
+@pytest.mark.parametrize("monitor", [False, True])
+def test_processes_can_be_watched_only_if_asked_for(monitor: bool, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine several deployments would use the same ports."""
+    monkeypatch.delenv("FEDCDP_MONITOR", raising=False)
+    _pretend(site, "start-node-1.sh", f'echo "monitor=[$FEDCDP_MONITOR]"; {SLEEP}')
+    Deployment(site.path).up(None, lambda _: None, monitor=monitor)
+    assert f"monitor=[{'' if monitor else 'off'}]" in (site.logs / "node-1.log").read_text()
+    assert stat.S_IMODE((site.logs / "node-1.log").stat().st_mode) == 0o600

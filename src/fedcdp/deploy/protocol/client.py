@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -25,8 +26,10 @@ from fedcdp.data.table_schema import TableSchema
 from fedcdp.data.tasks import task_called
 from fedcdp.deploy.protocol import messages, wire
 from fedcdp.deploy.protocol.client_ledger import Accepted, ClientLedger, Summed
+from fedcdp.deploy.protocol.departure import check_member
 from fedcdp.deploy.protocol.first_release import release_moments
 from fedcdp.deploy.protocol.kept_features import KeptFeatures, forget_features
+from fedcdp.deploy.protocol.key_rotation import KeyRotation
 from fedcdp.deploy.protocol.local_round import (
     DataFunction,
     LocalTraining,
@@ -38,6 +41,8 @@ from fedcdp.deploy.protocol.local_round import (
     network_for,
     records_of,
 )
+from fedcdp.deploy.protocol.monitor_file import MonitorFile, Tally
+from fedcdp.deploy.protocol.node_figures import note_ledger
 from fedcdp.deploy.protocol.policy import Answer, ClientPolicy, Facts, still_fits
 from fedcdp.deploy.protocol.sum_context import weights_hash
 from fedcdp.deploy.protocol.sum_keys import forget_keys
@@ -85,19 +90,19 @@ def client_app(
     client = _Client(data, network, policy, loss)
 
     def subscribe(message: Message, context: Context) -> Message:
-        return Message(client.subscribe(message, context), reply_to=message)
+        return client.counted("subscribe", client.subscribe, message, context)
 
     def moments(message: Message, context: Context) -> Message:
-        return Message(client.moments(message, context), reply_to=message)
+        return client.counted("moments", client.moments, message, context)
 
     def keys(message: Message, context: Context) -> Message:
-        return Message(client.keys(message, context), reply_to=message)
+        return client.counted("keys", client.keys, message, context)
 
     def ended(message: Message, context: Context) -> Message:
-        return Message(client.ended(message, context), reply_to=message)
+        return client.counted("ended", client.ended, message, context)
 
     def train(message: Message, context: Context) -> Message:
-        return Message(client.train(message, context), reply_to=message)
+        return client.counted("train", client.train, message, context)
 
     app.query("subscribe")(subscribe)
     app.query("moments")(moments)
@@ -115,74 +120,111 @@ class _Client:
         self, data: DataFunction | None, network: NetworkFunction | None, policy: ClientPolicy | None, loss: Loss | None
     ) -> None:
         self._data, self._network, self._policy, self._loss = data, network, policy, loss
+        self._tally, self._hidden = Tally(), False
+
+    def counted(
+        self, kind: str, handle: Callable[[Message, Context], RecordDict], message: Message, context: Context
+    ) -> Message:
+        """The reply to a message, which is counted for those who watch the node."""
+        self._tally, self._hidden = Tally(), False
+        content = handle(message, context)
+        self._tally.count("fedcdp_node_messages_total", kind)
+        if message.has_content():
+            self._tally.count("fedcdp_node_bytes_total", "received", by=messages.size_of(message.content))
+        self._tally.count("fedcdp_node_bytes_total", "sent", by=messages.size_of(content))
+        if (state := context.node_config.get("state-dir")) is not None and Path(str(state)).is_dir():
+            MonitorFile(Path(str(state))).add(self._tally, hidden=self._hidden)
+        return Message(content, reply_to=message)
+
+    def _note_ledger(self, policy: ClientPolicy, ledger: ClientLedger) -> None:
+        """Note what the ledger has counted: nothing else here says what was spent.
+
+        Under a plan that hides its members, an ε against those who get the model may assume that nobody knows who took part.
+        A client does not know whether it does, which depends on the number of clients.
+        """
+        self._hidden = any(each.task.plan.hides_members for each in ledger.tasks.values())
+        note_ledger(self._tally, policy, ledger)
+
+    def _said(self, error: Exception, what: str) -> str:
+        """Log an error locally, in full, and return what the server may know: no paths, no data."""
+        public = isinstance(error, RefusedError | TaskError | WireError)
+        kind = error.kind if isinstance(error, RefusedError) else "protocol" if public else "trouble"
+        self._tally.count("fedcdp_node_refusals_total", kind)
+        _LOG.warning("%s: %s", what, error, exc_info=None if isinstance(error, FedcdpError) else error)
+        return str(error) if public else _OWN_TROUBLE
 
     def subscribe(self, message: Message, context: Context) -> RecordDict:
         """Accept or decline a task; an accepted task is recorded in the ledger."""
         try:
             task = messages.read_task(message.content)
+            check_member(_state_dir(context))
             policy = self._policy_of(context)
             if (reason := policy.objection(task)) is not None:  # before importing or reading anything for the task
-                raise RefusedError(reason)
+                raise RefusedError(reason, kind="policy")
             number, loss = _number(task, context), self._loss_for(task)
             data, table = records_of(self._data, context, task)
             network = network_for(task, self._network_of(context))
             layout, constants = tensors_of(Layout.of(network)), constants_of(network)
             facts = Facts(len(data), data.shape, data.outputs or 0, layout, constants, data.task, table)
-            with ClientLedger.held(_state_dir(context)) as ledger:
+            with _held(context, policy) as ledger:
                 answer = policy.decide(task, facts, ledger)
                 if not answer.accepts:
-                    raise RefusedError(answer.reason)
+                    raise RefusedError(answer.reason, kind=answer.kind)
                 if task.digest() not in ledger.tasks:  # version 0.1.0 accepted unused tensors, and such a run may go on
                     check_network(task, network, data, loss)
-                key = None
+                key, rotations = None, list[KeyRotation]()
                 if task.plan.sums:
-                    key = self._summing(context, policy).signed_key(task, Layout.of(network), len(data))
+                    summing = self._summing(context, policy)
+                    key, rotations = summing.signed_key(task, Layout.of(network), len(data)), summing.own_rotations()
                 ledger.accept(task, answer.records)
                 name = ledger.name_in(task)
+                self._note_ledger(policy, ledger)
         except Exception as error:
-            return messages.answer(Answer(False, _said(error, "declines the task")))
+            return messages.answer(Answer(False, self._said(error, "declines the task")))
         _LOG.info("accepts the task of run %s: %s, with %d records", task.run, task.plan.method, answer.records)
-        return messages.answer(answer, name, number, name_of_client(context), key)
+        return messages.answer(answer, name, number, name_of_client(context), key, rotations)
 
     def moments(self, message: Message, context: Context) -> RecordDict:
         """Release noised moments of the inputs, once for a task that standardises them."""
         try:
             digest, attempt = messages.read_moments_request(message.content)
             policy = self._policy_of(context)
-            with ClientLedger.held(_state_dir(context)) as ledger:
+            with _held(context, policy) as ledger:
                 accepted, data = self._accepted(policy, ledger, digest, context)
                 number = max(_number(accepted.task, context), 0)
                 sums = release_moments(policy, ledger, digest, attempt, data, number)
+                self._note_ledger(policy, ledger)
         except Exception as error:
-            return messages.refuse(_said(error, "releases no moments"), final=False)
+            return messages.refuse(self._said(error, "releases no moments"), final=False)
         _LOG.info("released noised moments of its inputs to run %s", accepted.task.run)
         return messages.reply_moments(digest, attempt, sums)
 
     def keys(self, message: Message, context: Context) -> RecordDict:
         """Keep the run keys of the other clients of a secure sum."""
         try:
-            digest, keys = messages.read_keys(message.content)
+            digest, keys, rotations = messages.read_keys(message.content)
             policy = self._policy_of(context)
-            with ClientLedger.held(_state_dir(context)) as ledger:
+            with _held(context, policy) as ledger:
                 task = _known(ledger, digest).task
                 if not task.plan.sums:
                     raise RefusedError("the task has no secure sum")
-                kept = self._summing(context, policy).keep_keys(task, keys)
+                kept = self._summing(context, policy).keep_keys(task, keys, rotations)
         except Exception as error:
-            return messages.refuse(_said(error, "keeps no keys"), final=False)
-        _LOG.info("keeps %d of %d run keys for run %s", kept, len(keys), task.run)
+            return messages.refuse(self._said(error, "keeps no keys"), final=False)
+        _LOG.info("keeps %d of %d run keys for run %s", len(kept), len(keys), task.run)
         return messages.keep_keys(kept)
 
     def ended(self, message: Message, context: Context) -> RecordDict:
         """Delete the keys of a run that has ended, and the features that were kept for it."""
         try:
             digest = messages.read_ended(message.content)
-            with ClientLedger.held(_state_dir(context)) as ledger:
+            policy = self._policy_of(context)
+            with _held(context, policy) as ledger:
                 task = _known(ledger, digest).task.digest()
                 forget_keys(_state_dir(context), task)
                 forget_features(_state_dir(context), task)
         except Exception as error:
-            return messages.refuse(_said(error, "deletes nothing"), final=False)
+            return messages.refuse(self._said(error, "deletes nothing"), final=False)
         return RecordDict()
 
     def train(self, message: Message, context: Context) -> RecordDict:
@@ -190,7 +232,7 @@ class _Client:
         try:
             digest, asked, arrays = messages.read_ask(message.content)
             policy = self._policy_of(context)
-            with ClientLedger.held(_state_dir(context)) as ledger:
+            with _held(context, policy) as ledger:
                 accepted, data = self._accepted(policy, ledger, digest, context)
                 one_by_one = policy.adversary == "example"
                 training = self._training(accepted.task, data, context, message.content, one_by_one=one_by_one)
@@ -200,6 +242,7 @@ class _Client:
                 if accepted.task.plan.sums:
                     attempt = self._check_sum(accepted.task, asked, weights, training, message.content, context)
                 _charge(policy, ledger, digest, asked, None if attempt is None else attempt.summed)
+                self._note_ledger(policy, ledger)
             number = max(_number(accepted.task, context), 0)
             if attempt is None:
                 reply = _update(digest, asked, training, weights, number)
@@ -207,7 +250,7 @@ class _Client:
                 reply = messages.reply_share(digest, asked, attempt.masked_share(training, weights, asked, number))
         except Exception as error:
             final = isinstance(error, RefusedError) and error.final
-            return messages.refuse(_said(error, "refuses to train"), final)
+            return messages.refuse(self._said(error, "refuses to train"), final)
         _LOG.info("took part in round %d of run %s", asked.number + 1, accepted.task.run)
         return reply
 
@@ -227,6 +270,7 @@ class _Client:
         self, policy: ClientPolicy, ledger: ClientLedger, digest: str, context: Context
     ) -> tuple[Accepted, Dataset]:
         """A task that was accepted here, and this client's records for it, checked again."""
+        check_member(_state_dir(context))
         accepted = _known(ledger, digest)
         data, table = records_of(self._data, context, accepted.task)
         _check_again(policy, accepted, data, table)
@@ -237,7 +281,7 @@ class _Client:
     ) -> LocalTraining:
         network = network_for(task, self._network_of(context))
         if not task.fits(Layout.of(network)) or constants_of(network) != task.constants:
-            raise RefusedError("the network has changed since the task was accepted", final=True)
+            raise RefusedError("the network has changed since the task was accepted", final=True, kind="data")
         if task.plan.scaling_noise is not None:
             set_standardisation(network, *messages.read_standardised(content, task.shape))
         device = usable_device(str(context.node_config.get("device", "cpu")))
@@ -273,15 +317,20 @@ class _Client:
 def _check_again(policy: ClientPolicy, accepted: Accepted, data: Dataset, table: TableSchema | None) -> None:
     """Check again what held when the task was accepted: the policy may be stricter now, and the data may have changed."""
     if (reason := policy.objection(accepted.task)) is not None:
-        raise RefusedError(reason, final=True)
+        raise RefusedError(reason, final=True, kind="policy")
     if len(data) != accepted.records or not still_fits(accepted.task, data, table):
-        raise RefusedError("the data have changed since the task was accepted", final=True)
+        raise RefusedError("the data have changed since the task was accepted", final=True, kind="data")
+
+
+def _held(context: Context, policy: ClientPolicy) -> AbstractContextManager[ClientLedger]:
+    """This client's ledger, checked against its mark if the policy has one."""
+    return ClientLedger.held(_state_dir(context), policy.mark_below(Path()))
 
 
 def _known(ledger: ClientLedger, digest: str) -> Accepted:
     """A task that was accepted here."""
     if (accepted := ledger.tasks.get(digest)) is None:
-        raise RefusedError("this task was not accepted here", final=True)
+        raise RefusedError("this task was not accepted here", final=True, kind="protocol")
     return accepted
 
 
@@ -319,10 +368,3 @@ def _state_dir(context: Context) -> Path:
     if path is None:
         raise FedcdpError("node configuration: state-dir is missing; set it to the directory of this client's ledger")
     return Path(str(path))
-
-
-def _said(error: Exception, what: str) -> str:
-    """Log an error locally, in full, and return what the server may know: no paths, no data."""
-    public = isinstance(error, RefusedError | TaskError | WireError)
-    _LOG.warning("%s: %s", what, error, exc_info=None if isinstance(error, FedcdpError) else error)
-    return str(error) if public else _OWN_TROUBLE

@@ -13,6 +13,9 @@ A reservation is on disk before the first release that it covers, and a release 
 names that identify this client to the server of each task. Noised moments of the inputs (`first_release`) are the release of
 round −1. They need a reservation, and count as no participation: the task's first reservation covers them.
 
+A policy may name a mark, a file on another disk that says how long the ledger was (`ledger_mark`). An older copy of the
+ledger, which would forget what was spent, is then refused.
+
 A task with noise on the sum has lines of the last kind: the size of the roster, and the context that the client checked
 (`sum_context`). Without a context no share leaves the client, since alone it costs far more than in the sum.
 
@@ -31,7 +34,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +43,7 @@ from typing import Any
 from fedcdp.accounting.journal import Journal, LineError
 from fedcdp.config.plan import SCALING
 from fedcdp.deploy.protocol.grant import Reservation
+from fedcdp.deploy.protocol.ledger_mark import LedgerMark
 from fedcdp.deploy.protocol.task import Task, digest_of
 from fedcdp.errors import RefusedError, RunError, TaskError
 from fedcdp.files.disk import open_unlinked
@@ -131,21 +135,23 @@ class ClientLedger(Journal):
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.tasks: dict[str, Accepted] = {}
+        self._mark: LedgerMark | None = None
         super().__init__(path, content)
 
     @staticmethod
     @contextmanager
-    def held(directory: Path | str) -> Iterator[ClientLedger]:
+    def held(directory: Path | str, mark: Path | str | None = None) -> Iterator[ClientLedger]:
         """Open the ledger in a client's own directory, or begin one. No other process can open it meanwhile.
 
         Args:
             directory: The directory, which is made if it is missing.
+            mark: The file that says how long the ledger was, on another disk (`ledger_mark`). None: no such file.
 
         Yields:
             The ledger.
 
         Raises:
-            RunError: The directory cannot be written, or the ledger is damaged.
+            RunError: The directory cannot be written, or the ledger is damaged, or older than its mark.
         """
         directory = Path(directory)
         try:
@@ -156,12 +162,35 @@ class ClientLedger(Journal):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             path = directory / "ledger.jsonl"
+            kept = None if mark is None else LedgerMark(Path(mark))
             if os.path.lexists(path):
-                yield ClientLedger.open(path)
+                ledger = ClientLedger.open(path)
+                if kept is not None:
+                    kept.check(path, ledger.member, ledger.digests)
             else:
-                yield ClientLedger._begin(path, {"client": _VERSION, "member": secrets.token_hex(16)})
+                if kept is not None:
+                    kept.check(path, "", [])
+                ledger = ClientLedger._begin(path, {"client": _VERSION, "member": secrets.token_hex(16)})
+            if kept is not None:
+                kept.keep(ledger.member, ledger.digests)
+            ledger._mark = kept
+            yield ledger
         finally:
             os.close(lock)
+
+    @staticmethod
+    def check_start(directory: Path, mark: Path | None) -> None:
+        """Raise `RunError` if a client could not use its ledger. Writes nothing, and makes no ledger."""
+        path = directory / "ledger.jsonl"
+        ledger = ClientLedger.open(path) if os.path.lexists(path) else None
+        if mark is not None:
+            LedgerMark(mark).check(path, ledger.member if ledger else "", ledger.digests if ledger else [])
+
+    def _write_line(self, content: Mapping[str, Any]) -> None:
+        """Append a line, and only then move the mark: after a crash in between, the ledger is ahead of its mark."""
+        super()._write_line(content)
+        if self._mark is not None:
+            self._mark.keep(self.member, self.digests)
 
     def accept(self, task: Task, records: int) -> Accepted:
         """Record that a task is accepted. A task that was accepted before is returned as it was."""
@@ -184,7 +213,7 @@ class ClientLedger(Journal):
         if accepted.is_the_last_again(round_, attempt, summed):
             return
         if wrong := _objection(accepted, round_, attempt) or _unchecked(accepted, round_, summed):
-            raise RefusedError(wrong)
+            raise RefusedError(wrong, kind="repeated")
 
     def charge(self, digest: str, round_: int, attempt: int, bound: float, summed: Summed | None = None) -> None:
         """Record a release. Nothing of it may leave the client before this method has returned.
@@ -201,7 +230,7 @@ class ClientLedger(Journal):
             self._make_sure()
             return
         if not accepted.blocks or (round_ != SCALING and accepted.left < 1):
-            raise RefusedError("no participation is reserved")
+            raise RefusedError("no participation is reserved", kind="budget")
         about = {"round": round_, "attempt": attempt, "bound": bound}
         self._write_line({"released": digest} | about if summed is None else {"summed": digest} | about | vars(summed))
         self._count(accepted, round_, attempt, summed)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedcdp.accounting.population import Population
 from fedcdp.config.plan import Plan
@@ -64,9 +64,18 @@ class Grant:
     delta: float
     adversary: str = "server"
     unit: str = "record"
+    _known: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Costs that were computed before: a client asks for the same ones several times in a message."""
 
     def cost(self, reserved: Reservation) -> float:
         """The ε of a reservation. Raises `PlanError` if the plan has no row for this adversary and unit."""
+        counted = reserved.records, reserved.place, reserved.participations, reserved.moments
+        key = (reserved.task.digest(), *counted)
+        if key not in self._known:
+            self._known[key] = self._computed(reserved)
+        return self._known[key]
+
+    def _computed(self, reserved: Reservation) -> float:
         from fedcdp.accounting import pld
         from fedcdp.accounting.calibrate import Target
         from fedcdp.accounting.mechanisms import repeated, sequence

@@ -2,7 +2,7 @@
 
 | message | content | reply |
 | --- | --- | --- |
-| `query.subscribe` | the task | whether the client accepts, the reason, N_i, a random name that identifies the client, what it is called if it says so |
+| `query.subscribe` | the task, and the versions that the server speaks | whether the client accepts, the reason, N_i, a random name that identifies the client, what it is called if it says so |
 | `query.moments` | the task's digest, attempt | noised moments of the client's inputs, with task and attempt; or a refusal |
 | `train` | the weights, the task's digest, round, attempt, a clip bound that follows a quantile, and what inputs are standardised by | the update (and its count), with task, round and attempt; or a refusal |
 | `query.ended` | the task's digest, if the network has frozen layers in front or the noise is on the sum | nothing; the client deletes features of frozen layers, and its run key |
@@ -11,8 +11,8 @@ A task with noise on the sum has more of them:
 
 | message | content | reply |
 | --- | --- | --- |
-| `query.subscribe` | as above | as above, and the client's signed run key (`sum_keys`) |
-| `query.keys` | the task's digest, the signed run keys of all clients | how many of them the client keeps; or a refusal |
+| `query.subscribe` | as above | as above, the client's signed run key (`sum_keys`), and the rotations of its node key (`key_rotation`) |
+| `query.keys` | the task's digest, the signed run keys of all clients, rotations of node keys | whose keys the client keeps; or a refusal |
 | `train` | as above, and the roster: its members' node keys. The clip bound is the task's | the client's share of the sum under its masks, 8 bytes a weight, with task, round and attempt; or a refusal |
 
 A reply to `train` contains nothing but what the method releases.
@@ -30,7 +30,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from fedcdp.deploy.protocol import wire
+from fedcdp.deploy.protocol import versions, wire
+from fedcdp.deploy.protocol.key_rotation import MOST_ROTATIONS, KeyRotation
 from fedcdp.deploy.protocol.known_nodes import NODE_KEY_BYTES
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.masks import Words
@@ -65,6 +66,17 @@ class Subscription:
     """What the client calls itself, for logs."""
     key: SignedKey | None = None
     """Its signed run key, if the noise is on the sum."""
+    rotations: tuple[KeyRotation, ...] = ()
+    """The planned rotations of its node key, if the noise is on the sum."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a client answers to the run keys of the others."""
+
+    count: int
+    nodes: frozenset[bytes] | None
+    """The nodes whose keys it keeps; None: it does not say, as version 0.1.0."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +101,47 @@ def is_called(text: object) -> bool:
 
 
 def publish(task: Task) -> RecordDict:
-    """A task, for clients to decide on."""
-    return RecordDict({"task": ConfigRecord({"task": task.to_json()})})
+    """A task, for clients to decide on, and the versions that the server speaks."""
+    return RecordDict({"task": ConfigRecord({"task": task.to_json()}), "versions": ConfigRecord(versions.spoken())})
 
 
 def read_task(content: RecordDict) -> Task:
-    """The task in a message."""
+    """The task in a message of a server that this client understands."""
+    if (reason := versions.misunderstanding(content.config_records.get("versions"), "server")) is not None:
+        raise RefusedError(reason, kind="version")
     return Task.from_json(_text(_config(content, "task"), "task"))
 
 
 def answer(
-    answer_: Answer, member: str = "", number: int = -1, client: str = "", key: SignedKey | None = None
+    answer_: Answer,
+    member: str = "",
+    number: int = -1,
+    client: str = "",
+    key: SignedKey | None = None,
+    rotations: Sequence[KeyRotation] = (),
 ) -> RecordDict:
-    """A client's answer to a task."""
+    """A client's answer to a task, and the versions that it speaks."""
     about: dict[str, Any] = {"accepts": answer_.accepts, "reason": answer_.reason, "records": answer_.records}
     if client:
         about["client"] = client
     if key is not None:
         about["key"] = key.to_bytes()
-    return RecordDict({"answer": ConfigRecord({**about, "member": member, "number": number})})
+    if rotations:
+        about["rotations"] = [each.to_bytes() for each in rotations]
+    return RecordDict(
+        {
+            "answer": ConfigRecord({**about, "member": member, "number": number}),
+            "versions": ConfigRecord(versions.spoken()),
+        }
+    )
 
 
 def read_answer(message: Message) -> Subscription:
     """Parse a client's answer to a task; in a decline, all other fields are ignored."""
-    found = _config(_content(message), "answer")
+    content = _content(message)
+    if (reason := versions.misunderstanding(content.config_records.get("versions"), "node")) is not None:
+        return Subscription(False, reason, 0, "", -1)
+    found = _config(content, "answer")
     if found.get("accepts") is not True:
         return Subscription(False, _reason(found), 0, "", -1)
     records, member, number = _whole(found, "records"), _text(found, "member"), _whole(found, "number")
@@ -120,7 +149,9 @@ def read_answer(message: Message) -> Subscription:
         raise WireError("its answer has an invalid number of records, name or client number")
     called = found.get("client", "")
     key = SignedKey.from_bytes(found["key"]) if "key" in found else None
-    return Subscription(True, "accepted", records, member, number, str(called) if is_called(called) else "", key)
+    rotations = tuple(_rotations(found, MOST_ROTATIONS))
+    name = str(called) if is_called(called) else ""
+    return Subscription(True, "accepted", records, member, number, name, key, rotations)
 
 
 # Noised moments ------------------------------------------------------------------------------------------------------
@@ -211,25 +242,37 @@ def read_reply(message: Message, task: str, asked: Round, layout: Layout, counte
 # A secure sum --------------------------------------------------------------------------------------------------------
 
 
-def pass_on_keys(task: str, keys: Sequence[SignedKey]) -> RecordDict:
-    """The signed run keys of all clients, which a server passes on; `task` is the digest."""
-    return RecordDict({"keys": ConfigRecord({"task": task, "keys": [each.to_bytes() for each in keys]})})
+def pass_on_keys(task: str, keys: Sequence[SignedKey], rotations: Sequence[KeyRotation] = ()) -> RecordDict:
+    """The signed run keys of all clients, and rotations of node keys, which a server passes on; `task` is the digest."""
+    about: dict[str, Any] = {"task": task, "keys": [each.to_bytes() for each in keys]}
+    if rotations:
+        about["rotations"] = [each.to_bytes() for each in rotations]
+    return RecordDict({"keys": ConfigRecord(about)})
 
 
-def read_keys(content: RecordDict) -> tuple[str, list[SignedKey]]:
-    """Parse the keys that a server passes on, which are not verified yet."""
+def read_keys(content: RecordDict) -> tuple[str, list[SignedKey], list[KeyRotation]]:
+    """Parse the keys and rotations that a server passes on, which are not verified yet."""
     about = _config(content, "keys")
-    return _text(about, "task"), [SignedKey.from_bytes(each) for each in _list(about, "keys")]
+    keys = [SignedKey.from_bytes(each) for each in _list(about, "keys")]
+    return _text(about, "task"), keys, _rotations(about, 10 * MOST_ROTATIONS)
 
 
-def keep_keys(kept: int) -> RecordDict:
-    """A client's reply to the keys: how many of them it keeps."""
-    return RecordDict({"kept": ConfigRecord({"keys": kept})})
+def keep_keys(nodes: Sequence[bytes]) -> RecordDict:
+    """A client's reply to the keys: whose it keeps."""
+    about: dict[str, Any] = {"keys": len(nodes)}
+    if nodes:
+        about["nodes"] = list(nodes)
+    return RecordDict({"kept": ConfigRecord(about)})
 
 
-def read_kept(message: Message) -> int:
-    """Parse how many keys a client keeps; raises `WireError`, or `RefusedError` on a refusal."""
-    return _whole(_config(_not_refused(message), "kept"), "keys")
+def read_kept(message: Message) -> Kept:
+    """Parse whose keys a client keeps; raises `WireError`, or `RefusedError` on a refusal."""
+    about = _config(_not_refused(message), "kept")
+    nodes = _list(about, "nodes") if "nodes" in about else None
+    if nodes is not None and not all(isinstance(each, bytes) and len(each) == NODE_KEY_BYTES for each in nodes):
+        raise WireError(f"it keeps a key of a node that is not one of {NODE_KEY_BYTES} bytes")
+    count = _whole(about, "keys")
+    return Kept(count, frozenset() if count == 0 else None if nodes is None else frozenset(nodes))
 
 
 def ask_share(
@@ -276,6 +319,11 @@ def say_ended(task: str) -> RecordDict:
 def read_ended(content: RecordDict) -> str:
     """Parse the notice that a run has ended: the task's digest."""
     return _text(_config(content, "ended"), "task")
+
+
+def size_of(content: RecordDict) -> int:
+    """The bytes of the arrays in a message."""
+    return sum(wire.bytes_of(record) for record in content.array_records.values())
 
 
 # Parts ---------------------------------------------------------------------------------------------------------------
@@ -338,6 +386,14 @@ def _list(record: ConfigRecord, name: str) -> list[Any]:
     if not isinstance(value, list) or len(value) > MOST_MEMBERS:
         raise WireError(f"{name} is not a list of at most {MOST_MEMBERS} items")
     return value
+
+
+def _rotations(record: ConfigRecord, most: int) -> list[KeyRotation]:
+    """The rotations of node keys in a record, at most so many."""
+    found = _list(record, "rotations") if "rotations" in record else []
+    if len(found) > most:
+        raise WireError(f"there are {len(found)} rotations of keys; at most {most} are read")
+    return [KeyRotation.from_bytes(each) for each in found]
 
 
 def _first_line(reason: str | None) -> str:

@@ -9,6 +9,7 @@ participations = 20      # at most, in one task
 smallest_noise_multiplier = 0.5
 smallest_cohort = 5
 colluders = 1            # a secure sum: nodes that may collude with the server; no default
+ledger_mark = "/mnt/other/client.mark"   # detects a ledger that was restored from a backup
 ```
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -70,6 +72,8 @@ class Answer:
     reason: str
     records: int = 0
     """N_i, which is public, if the client accepts."""
+    kind: str = "refused"
+    """The reason for a decline in one word, for figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +129,12 @@ class ClientPolicy:
     """The largest ε over all tasks together if all other nodes collude with the server (its `update` row); None: any."""
     trust_operator_keys: bool = False
     """Whether to take part in a secure sum with keys that the operator made and may have kept: for tests."""
+    accept_rotated_keys: bool = False
+    """Whether a node on the list may replace its key by one that its old key signed. After a compromise, the owners compare
+    fingerprints again instead."""
+    ledger_mark: str | None = None
+    """A file on another disk, relative to the node's folder, that says how long the ledger was: an older ledger is refused
+    (`ledger_mark`). None: there is no such file."""
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta", "smallest_noise_multiplier"):
@@ -146,11 +156,13 @@ class ClientPolicy:
         self._require("smallest_cohort", type(self.smallest_cohort) is int and self.smallest_cohort >= 1, "1 or more")
         most = self.participations
         self._require("participations", most is None or (type(most) is int and most >= 1), "1 or more")
-        for name in ("allow_reproducible", "allow_custom_network", "trust_operator_keys"):
+        for name in ("allow_reproducible", "allow_custom_network", "trust_operator_keys", "accept_rotated_keys"):
             self._require(name, type(getattr(self, name)) is bool, "true or false")
         known = self.colluders
         self._require("colluders", known is None or (type(known) is int and known >= 0), "0 or more")
         self._require("smallest_honest", type(self.smallest_honest) is int and self.smallest_honest >= 1, "1 or more")
+        mark = self.ledger_mark
+        self._require("ledger_mark", mark is None or (isinstance(mark, str) and bool(mark)), "the path of a file")
         if self.epsilon_alone is not None:
             self._require("epsilon_alone", _is_number(self.epsilon_alone) and self.epsilon_alone > 0, "a number above 0")
             object.__setattr__(self, "epsilon_alone", float(self.epsilon_alone))
@@ -182,7 +194,11 @@ class ClientPolicy:
         except PolicyError as error:
             raise PolicyError(f"{path}: {error}") from None
 
-    @property
+    def mark_below(self, folder: Path) -> Path | None:
+        """The file of the ledger's mark, if the owner wants one; a relative path counts from the node's folder."""
+        return None if self.ledger_mark is None else folder / self.ledger_mark
+
+    @cached_property
     def grants(self) -> tuple[Grant, ...]:
         """The budgets, all of which hold; none if there is no limit."""
         limits = ((self.epsilon, self.adversary), (self.epsilon_alone, "update"))
@@ -201,8 +217,13 @@ class ClientPolicy:
         Returns:
             Whether the client accepts, and the reason if not.
         """
-        reason = self.objection(task) or _misfit(task, facts) or self._cost(task, facts, ledger)
-        return Answer(False, reason) if reason else Answer(True, "accepted", facts.records)
+        if (reason := self.objection(task)) is not None:
+            return Answer(False, reason, kind="policy")
+        if (reason := _misfit(task, facts)) is not None:
+            return Answer(False, reason, kind="data")
+        if (reason := self._cost(task, facts, ledger)) is not None:
+            return Answer(False, reason, kind="budget")
+        return Answer(True, "accepted", facts.records)
 
     def objection(self, task: Task) -> str | None:
         """The reason to decline a task whatever the data are; None if there is none."""
@@ -249,12 +270,12 @@ class ClientPolicy:
         """Make sure that a participation in the task, from this round on, is reserved; else raise `RefusedError`."""
         accepted = ledger.tasks[digest]
         if (reason := self._all_taken(accepted) or (self._exceeded(ledger) if accepted.left else None)) is not None:
-            raise RefusedError(reason, final=True)
+            raise RefusedError(reason, final=True, kind="budget")
         if accepted.left:
             return
         wanted, reason = self._affordable(accepted, ledger, round_)
         if wanted is None:
-            raise RefusedError(str(reason), final=True)
+            raise RefusedError(str(reason), final=True, kind="budget")
         ledger.reserve(digest, wanted.place, wanted.participations)
 
     def _all_taken(self, accepted: Accepted) -> str | None:

@@ -3,11 +3,12 @@
 ```
 RUN/task.json      the published task
 RUN/clients.json   each client's number, node, number of records, the name that identifies it, what it calls itself, and
-                   its signed run key if the noise is on the sum
+                   its signed run key if the noise is on the sum, and the rotations of its node key
 ```
 
-A run's clients are those that accepted at its start: the ledger counts by their numbers. When a run is resumed, each client
-is found by its name, also under another node.
+A run's clients are those that accepted at its start, and those that joined later: the ledger counts by their numbers. When a
+run is resumed, or a node connects between rounds, a client is known by its name, also under another node or with another
+key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
 from fedcdp.deploy.protocol import messages
+from fedcdp.deploy.protocol.key_rotation import KeyRotation
 from fedcdp.deploy.protocol.messages import Subscription
+from fedcdp.deploy.protocol.monitor_file import Tally
 from fedcdp.deploy.protocol.sum_keys import SignedKey
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.errors import RunError, WireError
@@ -51,6 +54,8 @@ class Member:
     """What it calls itself; empty: nothing."""
     key: SignedKey | None = None
     """Its signed run key, if the noise is on the sum."""
+    rotations: tuple[KeyRotation, ...] = ()
+    """The planned rotations of its node key, which are passed on with its run key."""
 
     @property
     def title(self) -> str:
@@ -68,14 +73,16 @@ def save_roster(path: Path, roster: Roster) -> None:
 
 
 def _written(member: Member) -> dict[str, Any]:
-    written = {name: value for name, value in vars(member).items() if name not in ("client", "key")}
+    written = {name: value for name, value in vars(member).items() if name not in ("client", "key", "rotations")}
     written |= {"client": member.client} if member.client else {}
+    written |= {"rotations": [each.to_bytes().hex() for each in member.rotations]} if member.rotations else {}
     return written if member.key is None else written | {"key": member.key.to_bytes().hex()}
 
 
 def _member(written: Any) -> Member:
     key = SignedKey.from_bytes(bytes.fromhex(written["key"])) if "key" in written else None
-    member = Member(**written | {"key": key})
+    rotations = tuple(KeyRotation.from_bytes(bytes.fromhex(each)) for each in written.get("rotations", ()))
+    member = Member(**written | {"key": key, "rotations": rotations})
     whole = all(type(each) is int and each >= 0 for each in (member.number, member.node, member.records))
     named = messages.is_name(member.name) and messages.is_called(member.client)
     if not (whole and 1 <= member.records < messages.MOST_RECORDS and named):
@@ -99,15 +106,28 @@ def load_roster(path: Path) -> Roster:
 # Sending and receiving -----------------------------------------------------------------------------------------------
 
 
-def exchange(grid: Grid, outgoing: list[Message], timeout: float, *, in_full: bool = False) -> Iterator[Message]:
-    """Send messages, and yield each reply as it arrives, until all have arrived or the time is up.
+def exchange(
+    grid: Grid, outgoing: list[Message], timeout: float, *, in_full: bool = False, tally: Tally | None = None
+) -> Iterator[Message]:
+    """Send messages, and yield each reply as it arrives, until all have arrived or the time is up; count their bytes.
 
     Unlike with `Grid.send_and_receive`, an unreadable reply does not affect other replies. With `in_full` the exchange
     always takes the whole time, however few clients are asked and however soon they answer.
     """
     end = time.monotonic() + timeout
     waiting = {each for each in grid.push_messages(outgoing) if each} if outgoing else set()
-    return _replies(grid, waiting, end, in_full)  # all messages are sent before the first reply is requested
+    replies = _replies(grid, waiting, end, in_full)  # all messages are sent before the first reply is requested
+    return replies if tally is None else _counted(outgoing, replies, tally)
+
+
+def _counted(outgoing: list[Message], replies: Iterator[Message], tally: Tally) -> Iterator[Message]:
+    """The replies; the bytes of both directions are added to a tally."""
+    for message in outgoing:
+        tally.count("fedcdp_bytes_total", "sent", by=messages.size_of(message.content))
+    for reply in replies:
+        if reply.has_content():
+            tally.count("fedcdp_bytes_total", "received", by=messages.size_of(reply.content))
+        yield reply
 
 
 def _replies(grid: Grid, waiting: set[str], end: float, in_full: bool) -> Iterator[Message]:
@@ -143,8 +163,17 @@ def _pull(grid: Grid, waiting: set[str]) -> list[Message]:
 class Subscribing:
     """Publishes a task to every connected node, and collects the answers."""
 
-    def __init__(self, grid: Grid, task: Task, smallest_records: int = 1, most_records: float = math.inf) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        task: Task,
+        smallest_records: int = 1,
+        most_records: float = math.inf,
+        only: set[int] | None = None,
+    ) -> None:
+        """With `only`, no other nodes are asked."""
         self._grid, self._task, self._smallest_records, self._most_records = grid, task, smallest_records, most_records
+        self._only = only
         self.accepted: dict[int, Subscription] = {}
         """By node."""
         self.declined: dict[int, str] = {}
@@ -156,6 +185,7 @@ class Subscribing:
         while not enough(self.accepted) and time.monotonic() < end:
             now, answered = time.monotonic(), self.accepted.keys() | self.declined.keys()
             unheard = [node for node in self._grid.get_node_ids() if node not in answered]
+            unheard = [node for node in unheard if self._only is None or node in self._only]
             due = [node for node in unheard if node not in asked or now - asked[node] > _ASK_AGAIN]
             content: RecordDict = messages.publish(self._task)
             out = [Message(content, node, messages.SUBSCRIBE, ttl=end - now + 60, group_id="subscribe") for node in due]
@@ -243,7 +273,7 @@ def subscribe(
 
 
 def _joining(number: int, node: int, answer: Subscription) -> Member:
-    return Member(number, node, answer.records, answer.member, answer.client, answer.key)
+    return Member(number, node, answer.records, answer.member, answer.client, answer.key, answer.rotations)
 
 
 def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[Roster, int]:
@@ -251,13 +281,56 @@ def find_again(grid: Grid, task: Task, roster: Roster, timeout: float) -> tuple[
     names = {member.name: member for member in roster}
     subscribing = Subscribing(grid, task)
     subscribing.gather(lambda accepted: names.keys() <= {each.member for each in accepted.values()}, timeout)
-    found: dict[str, tuple[int, SignedKey | None]] = {}
+    found: dict[str, tuple[int, Subscription]] = {}
     for node, answer in subscribing.accepted.items():
         if answer.member not in names:
             _LOG.warning("node %d is left out: it is not part of this run, or has lost its ledger", node)
         elif answer.records != names[answer.member].records:
             _LOG.warning("node %d is left out: its number of records has changed since the start", node)
         else:
-            found[answer.member] = node, answer.key
-    now = ((each, *found.get(each.name, (each.node, each.key))) for each in roster)
-    return tuple(replace(each, node=node, key=key) for each, node, key in now), len(found)
+            found[answer.member] = node, answer
+    return tuple(_now_at(each, *found[each.name]) if each.name in found else each for each in roster), len(found)
+
+
+def _now_at(member: Member, node: int, answer: Subscription) -> Member:
+    """A known client under the node, and with the keys, that it has now."""
+    return replace(member, node=node, key=answer.key, rotations=answer.rotations)
+
+
+def take_in(
+    grid: Grid,
+    task: Task,
+    roster: Roster,
+    new: set[int],
+    timeout: float,
+    smallest_records: int | None,
+    most_records: int | None = None,
+) -> tuple[Roster, set[int]]:
+    """The roster with clients at nodes that have connected since; and the nodes that were heard.
+
+    A client of the run is known by its name, also under another node or with another key. Others join at the end of the
+    roster if `smallest_records` is given, as many records as each must have; None: nobody joins. `most_records` is as for
+    `subscribe`.
+    """
+    mean = task.plan.mean_records if task.plan.weighting == "records" else None
+    most = min(most_records or math.inf, (mean or math.inf) * len(roster))
+    subscribing = Subscribing(grid, task, smallest_records or 1, most, only=new)
+    subscribing.gather(lambda _: new <= subscribing.accepted.keys() | subscribing.declined.keys(), timeout)
+    members, connected = list(roster), set(grid.get_node_ids())
+    heard = subscribing.accepted.keys() | subscribing.declined.keys()
+    for node, answer in subscribing.accepted.items():
+        known = next((member for member in members if member.name == answer.member), None)
+        if known is not None and known.node in connected:
+            _LOG.warning("node %d is left out as long as node %d is connected: both have the same ledger", node, known.node)
+            heard.remove(node)
+        elif known is not None and known.records != answer.records:
+            _LOG.warning("node %d is left out: its number of records has changed since the start", node)
+        elif known is not None:
+            members[known.number] = _now_at(known, node, answer)
+            _LOG.info("%s is now at node %d", known.title, node)
+        elif smallest_records is None:
+            _LOG.warning("node %d is left out: the run has begun, and its settings let nobody join", node)
+        else:
+            members.append(_joining(len(members), node, answer))
+            _LOG.info("%s joins", members[-1].title)
+    return tuple(members), heard

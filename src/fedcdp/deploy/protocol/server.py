@@ -7,7 +7,7 @@ point therefore continues the same run when it is started again with the same `o
 
 Run configuration: `experiment` (a configuration file of fedcdp), `out` (the run directory), and the settings below, written
 with hyphens: `min-clients`, `min-cohort`, `smallest-records`, `most-records`, `round-timeout`, `subscribe-timeout`,
-`reproducible`, `largest-ratio`, `most-failed-rounds`.
+`reproducible`, `largest-ratio`, `most-failed-rounds`, `joining`.
 
 The server's ε is stated for a client with `smallest-records` records, and no client with fewer is admitted, so a client that
 understates its records changes nothing. Stated sizes above that are counted as well: the printed ε holds for all of them.
@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -46,7 +47,8 @@ from fedcdp.deploy.protocol.failures import Failures
 from fedcdp.deploy.protocol.first_release import gather_moments
 from fedcdp.deploy.protocol.kept_features import without_front
 from fedcdp.deploy.protocol.local_round import first_batch
-from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe
+from fedcdp.deploy.protocol.monitor_file import MonitorFile, Tally
+from fedcdp.deploy.protocol.roster import Roster, exchange, find_again, load_roster, save_roster, subscribe, take_in
 from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
 from fedcdp.deploy.protocol.sum_rounds import SumStrategy
 from fedcdp.deploy.protocol.task import Task, hides_participation
@@ -64,6 +66,8 @@ from fedcdp.training.scaling import restore_scaling
 
 _LOG = logging.getLogger("flwr.fedcdp")
 _ROSTER = "clients.json"
+_MOST_TRIES = 10  # for a node that does not answer, until it is not asked any more
+_NEWCOMER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,7 @@ class ServerSettings:
     reproducible: bool = option(False, "Take noise and sampling from the published seed: for tests; it protects nobody.")
     largest_ratio: float = option(100.0, "Without privacy: leave out updates this much larger than the median.")
     most_failed_rounds: int = option(3, "Consecutive rounds with too few updates after which the run ends.")
+    joining: bool = option(False, "Let nodes that connect after the start join the run between rounds.")
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -277,10 +282,14 @@ class _Server:
         self._validation, self._dealt, self._copies, self._settings = validation, dealt, copies, settings
         self._least = settings.min_clients or job.clients
         self._hidden = hides_participation(job.plan)
+        self._heard: Counter[int] = Counter()  # nodes that are not part of the run, and how often they were asked
 
     def run(self) -> Outcome:
         """Everything that remains of the run."""
         (self._directory.path / "outcome.json").unlink(missing_ok=True)
+        resumed = Tally()
+        resumed.forget("fedcdp_run_ended")
+        MonitorFile(self._directory.path).add(resumed, hidden=self._hidden)
         standardised = self._job.plan.scaling_noise is None or restore_scaling(self._job.network, self._directory)
         state = self._load_state()
         if state.round >= self._job.plan.rounds:
@@ -293,6 +302,11 @@ class _Server:
         population = self._population(roster)
         self._job = replace(self._job, smallest_records=population.records)
         releases = Releases(len(roster), self._ledger(population, state.round))
+        while len(releases.participations) < len(roster):  # a server was killed while a client joined
+            releases.join()
+        if not self._lets_join:
+            others = set(self._grid.get_node_ids()) - {member.node for member in roster}
+            self._heard.update(dict.fromkeys(others, _MOST_TRIES))  # they were asked just now
         budget = Budget(self._experiment, population)
         if not standardised and (failed := self._standardise(roster, releases, budget, fewest)) is not None:
             return self._end(failed[0], state, failed[1])
@@ -344,8 +358,40 @@ class _Server:
                 return self._end("too-few-clients", strategy.state, f"{failed} rounds in a row had too few updates")
             if not strategy.releases.may_go_on(strategy.state.round, budget.allows):
                 return self._end("budget", strategy.state, "one more round would exceed max_epsilon")
+            self._take_in_newcomers(strategy)
             failed = 0 if self._round(strategy, budget) else failed + 1
         return self._end("done", strategy.state, "all rounds are done")
+
+    @property
+    def _lets_join(self) -> bool:
+        """Whether clients may join. Those of a reproducible run are the simulator's; where an ε assumes that nobody knows
+        who takes part, a client that joins would be known to take part from then on."""
+        return self._settings.joining and not self._job.reproducible and not self._hidden
+
+    def _take_in_newcomers(self, strategy: PlanStrategy) -> None:
+        """Ask nodes that have connected since: clients of the run that came back elsewhere, and new ones if they may join.
+
+        The roster is on disk before a client's number is used.
+        """
+        there = set(self._grid.get_node_ids())
+        new = {node for node in there - {each.node for each in strategy.roster} if self._heard[node] < _MOST_TRIES}
+        if not new:
+            return
+        timeout = min(self._settings.subscribe_timeout, _NEWCOMER_SECONDS)
+        fewest = self._job.smallest_records if self._lets_join else None
+        roster, heard = take_in(
+            self._grid,
+            self._job.task(),
+            strategy.roster,
+            new,
+            timeout,
+            smallest_records=fewest,
+            most_records=self._most_records,
+        )
+        self._heard.update(dict.fromkeys(new - heard, 1) | dict.fromkeys(heard, _MOST_TRIES))
+        if roster != strategy.roster:
+            save_roster(self._roster_path, roster)
+            strategy.take_in(roster)
 
     def _round(self, strategy: PlanStrategy, budget: Budget) -> bool:
         """Run one round, charged before it begins and saved before the next one; returns whether it moved the model."""
@@ -353,20 +399,46 @@ class _Server:
         number = before.round + 1
         moved = self._move(strategy, number, budget)
         row = self._measure(strategy, before)
+        seconds = round(time.perf_counter() - started, 4)
         if not self._hidden:
-            row["seconds"] = round(time.perf_counter() - started, 4)
+            row["seconds"] = seconds
         self._directory.append_metrics(row)
         self._directory.save_state(strategy.state, self._job.plan.digest())
+        self._show(strategy, budget, seconds)
         told = {name: row[name] for name in ("clients",) if name in row} | dict(filter(None, [main_figure(row)]))
         _LOG.info("round %d of %d: %s", number, self._job.plan.rounds, ", ".join(f"{k} {v:.4g}" for k, v in told.items()))
         return moved
+
+    def _show(self, strategy: PlanStrategy, budget: Budget, seconds: float) -> None:
+        """Write what those who watch the server may see of a finished round (`monitor_file`).
+
+        Durations of rounds are left out wherever the simulator may hide them (`training.run.hides_time`): a server does not
+        know whether its clients' sizes differ.
+        """
+        tally, plan, strategy.tally = strategy.tally, self._job.plan, Tally()
+        self._show_progress(tally, strategy.state)
+        tally.set("fedcdp_clients", len(strategy.roster))
+        tally.set("fedcdp_releases", len(strategy.releases.charges))
+        tally.count("fedcdp_answers_total", by=len(strategy.admitted))
+        if not plan.hides_members:
+            tally.set("fedcdp_last_round_seconds", seconds)
+        run = self._experiment.run
+        if (spent := budget.spent_by(strategy.releases.rounds)) is not None:
+            tally.set("fedcdp_epsilon_spent", spent, run.adversary, run.unit)
+            if run.max_epsilon is not None:
+                tally.set("fedcdp_epsilon_left", max(0.0, run.max_epsilon - spent), run.adversary, run.unit)
+        MonitorFile(self._directory.path).add(tally, hidden=self._hidden)
+
+    def _show_progress(self, tally: Tally, state: State) -> None:
+        tally.set("fedcdp_rounds", state.round)
+        tally.set("fedcdp_rounds_planned", self._job.plan.rounds)
 
     def _move(self, strategy: PlanStrategy, number: int, budget: Budget) -> bool:
         """Ask the clients of a round, and move the model by what they answer; returns whether it moved."""
         if isinstance(strategy, SumStrategy):
             return strategy.run_round(self._grid, self._settings.round_timeout, budget.allows)
         out = strategy.configure_train(number, strategy.arrays(), ConfigRecord(), self._grid)
-        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden)
+        replies = exchange(self._grid, list(out), self._settings.round_timeout, in_full=self._hidden, tally=strategy.tally)
         return strategy.aggregate_train(number, replies)[0] is not None
 
     def _measure(self, strategy: PlanStrategy, before: State) -> Row:
@@ -414,9 +486,13 @@ class _Server:
             return find_again(self._grid, task, load_roster(self._roster_path), timeout)
         if self._directory.ledger.exists():
             raise RunError(f"{self._roster_path} is missing: the ledger counts by the numbers in it")
-        most = self._settings.most_records if _counts_records(self._job.plan) else None
-        roster = subscribe(self._grid, task, self._job.clients, timeout, self._job.smallest_records, most)
+        roster = subscribe(self._grid, task, self._job.clients, timeout, self._job.smallest_records, self._most_records)
         return roster, len(roster)
+
+    @property
+    def _most_records(self) -> int | None:
+        """The most records of a client, where more records count for more."""
+        return self._settings.most_records if _counts_records(self._job.plan) else None
 
     def _population(self, roster: Roster) -> Population:
         """The population that ε is stated for: clients with the fewest allowed records or more, whatever they say.
@@ -424,16 +500,18 @@ class _Server:
         So no client can change the ε of another by misstating its records. A run begun by version 0.1.0 is stated as it was
         then: for the fewest records that its clients claimed, or any number above.
         """
+        clients = len(roster)
         layers = len(Layout.of(self._job.network).groups(self._job.plan.clip_mode))
         said = min(member.records for member in roster)
         allowed = min(said, self._job.smallest_records or said)
         if self._directory.ledger.exists():
-            allowed = Population.read(Ledger.open(self._directory.ledger).population).records
+            stated = Population.read(Ledger.open(self._directory.ledger).population)
+            allowed, clients = stated.records, stated.clients  # without those that joined: see `accounting.ledger`
             if allowed > said:
                 raise RunError(f"{self._directory.ledger} is for clients with {allowed} records or more, but one has {said}")
         if allowed < said:
             _LOG.info("every client has %d records or more: smallest-records = %d gives a smaller ε", said, said)
-        return Population(len(roster), allowed, min(self._copies, len(roster)), layers, sizes=None)
+        return Population(clients, allowed, min(self._copies, clients), layers, sizes=None)
 
     def _ledger(self, population: Population, rounds_done: int) -> Ledger:
         noise: NoiseKind = "seeded" if self._job.reproducible else "secure"
@@ -456,6 +534,10 @@ class _Server:
         warning = no_better_than_guessing(self._score(state), self._validation)
         outcome = Outcome(ended, state.round, sentence, warning)
         write_atomically(self._directory.path / "outcome.json", json.dumps(asdict(outcome)).encode())
+        shown = Tally()
+        self._show_progress(shown, state)
+        shown.set("fedcdp_run_ended", 1, ended)
+        MonitorFile(self._directory.path).add(shown, hidden=self._hidden)
         _LOG.info("the run ends after %d of %d rounds: %s", state.round, self._job.plan.rounds, sentence)
         if warning is not None:
             _LOG.warning("%s", warning)

@@ -31,6 +31,7 @@ from fedcdp.data.tasks import TaskName, task_called
 from fedcdp.deploy.protocol import admission, messages, wire
 from fedcdp.deploy.protocol.local_round import Round
 from fedcdp.deploy.protocol.messages import Update
+from fedcdp.deploy.protocol.monitor_file import Tally
 from fedcdp.deploy.protocol.roster import Member, Roster, exchange
 from fedcdp.deploy.protocol.task import Task, constants_of, hides_participation, tensors_of
 from fedcdp.engine import Engine, Loss
@@ -178,6 +179,8 @@ class PlanStrategy(Strategy):
         """The numbers of clients that will not take part again, by their own statement."""
         self.admitted: list[int] = []
         """The clients whose updates the last round used."""
+        self.tally = Tally()
+        """What those who watch the server are shown, since it was last written (`server`)."""
         self._noise = noise_of(job.plan, self.engine.layout)
         # A round repeated after a crash is charged as two releases of independently drawn cohorts. Every process therefore
         # draws with its own seed, which is not stored.
@@ -187,6 +190,12 @@ class PlanStrategy(Strategy):
         self._smallest_records = job.plan.batch_size if job.smallest_records is None else job.smallest_records
         self._pending: list[tuple[Message, Member]] = []
         self._asked = Round(0, 0, None)
+
+    def take_in(self, roster: Roster) -> None:
+        """Go on with a roster in which clients have joined, or are at other nodes. Those that joined are in the ledger."""
+        while len(self.releases.participations) < len(roster):
+            self.releases.join()
+        self.roster = roster
 
     def arrays(self) -> ArrayRecord:
         """The global weights."""
@@ -212,9 +221,9 @@ class PlanStrategy(Strategy):
         content = messages.ask(self.task, self._asked, arrays, standardised_by(self.job.network))
         for member in (self.roster[number] for number in chosen.tolist()):
             if member.number in self.gone:
-                self._leave_out(member, "it does not take part any more")
+                self._leave_out(member, "it does not take part any more", "left")
             elif member.node not in connected:
-                self._leave_out(member, "it is not connected")
+                self._leave_out(member, "it is not connected", "missing")
             else:
                 message = Message(content, member.node, messages.TRAIN, ttl=self._lifetime, group_id=str(server_round))
                 self._pending.append((message, member))
@@ -226,7 +235,7 @@ class PlanStrategy(Strategy):
         """Move the global model by the admitted updates; None if there are too few."""
         updates = self._read(replies)
         for number, reason in admission.outliers(updates, self.job.plan, self._largest_ratio).items():
-            self._leave_out(self.roster[number], reason)
+            self._leave_out(self.roster[number], reason, "protocol")
             del updates[number]
         self.admitted = sorted(updates)
         hidden = hides_participation(self.job.plan)
@@ -288,12 +297,12 @@ class PlanStrategy(Strategy):
                 admission.check_size(sent, plan, self.engine.layout, self._asked, self._smallest_records, member.records)
                 updates[member.number] = sent
             except RefusedError as error:
-                self._leave_out(member, f"it refuses: {error}")
+                self._leave_out(member, f"it refuses: {error}", "refused")
                 self.gone |= {member.number} if error.final else set()
             except WireError as error:
-                self._leave_out(member, str(error))
+                self._leave_out(member, str(error), "protocol")
         for member in waiting.values():
-            self._leave_out(member, "it did not answer in time")
+            self._leave_out(member, "it did not answer in time", "late")
         return updates
 
     def _pending_by_message(self) -> Iterable[tuple[str, Member]]:
@@ -330,5 +339,6 @@ class PlanStrategy(Strategy):
             plan, self.engine, self._noise, state.round, clients, clients, current_clip=state.clip, mean_records=mean
         )
 
-    def _leave_out(self, member: Member, reason: str) -> None:
+    def _leave_out(self, member: Member, reason: str, kind: str) -> None:
+        self.tally.count("fedcdp_left_out_total", kind)
         _LOG.warning("round %d: %s is left out: %s", self.state.round + 1, member.title, reason)

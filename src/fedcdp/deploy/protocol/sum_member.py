@@ -29,6 +29,14 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedcdp.deploy.protocol.client_ledger import Summed
+from fedcdp.deploy.protocol.key_rotation import (
+    MOST_ROTATIONS,
+    KeyRotation,
+    follow,
+    own_rotations,
+    store_rotations,
+    stored_rotations,
+)
 from fedcdp.deploy.protocol.known_nodes import KnownNodes, node_key_of, read_identity
 from fedcdp.deploy.protocol.local_round import LocalTraining, Round
 from fedcdp.deploy.protocol.masks import Words, add_masks
@@ -75,8 +83,19 @@ def share_of(training: LocalTraining, weights: Tree, asked: Round, members: int,
 class SumClient:
     """A client of secure sums: its node key, the nodes that it knows, and the run keys in its state directory."""
 
-    def __init__(self, identity: EllipticCurvePrivateKey, known: KnownNodes, state: Path, policy: ClientPolicy) -> None:
-        self._identity, self._known, self._state, self._policy = identity, known, state, policy
+    def __init__(
+        self,
+        identity: EllipticCurvePrivateKey,
+        known: KnownNodes,
+        state: Path,
+        policy: ClientPolicy,
+        key_file: Path | None = None,
+    ) -> None:
+        self._identity, self._listed, self._state, self._policy = identity, known, state, policy
+        self._key_file = key_file
+        self._known = known
+        if policy.accept_rotated_keys:
+            self._known = follow(known, stored_rotations(state))
         self.node = node_key_of(identity.public_key())
 
     @staticmethod
@@ -85,7 +104,12 @@ class SumClient:
         for name, what in (("identity", "its node key"), ("roster", "the list of nodes that it knows")):
             if not isinstance(config.get(name), str):
                 raise RefusedError(f"a secure sum needs {what}: {name} is missing in the node configuration")
-        return SumClient(read_identity(config["identity"]), KnownNodes.read(config["roster"]), state, policy)
+        key_file = Path(config["identity"])
+        return SumClient(read_identity(key_file), KnownNodes.read(config["roster"]), state, policy, key_file)
+
+    def own_rotations(self) -> list[KeyRotation]:
+        """The planned rotations of this node's own key."""
+        return [] if self._key_file is None else own_rotations(self._key_file)
 
     def signed_key(self, task: Task, layout: Layout, records: int) -> SignedKey:
         """This client's run key for a task that it accepts, signed.
@@ -101,8 +125,13 @@ class SumClient:
             raise RefusedError(str(error)) from None
         return sign_key(self._identity, task, own_key(self._state, task))
 
-    def keep_keys(self, task: Task, keys: Iterable[SignedKey]) -> int:
-        """Keep the others' run keys that are signed by nodes on the list; return how many are kept."""
+    def keep_keys(self, task: Task, keys: Iterable[SignedKey], rotations: Sequence[KeyRotation] = ()) -> list[bytes]:
+        """Keep the others' run keys that are signed by nodes on the list; return these nodes.
+
+        Rotations of keys on the list are kept and followed, if the policy accepts them.
+        """
+        if self._policy.accept_rotated_keys:
+            self._follow(rotations)
         kept = dict[bytes, SignedKey]()
         for each in keys:
             node = each.member.node
@@ -113,7 +142,17 @@ class SumClient:
             else:
                 kept[node] = each
         store_peers(self._state, task, kept.values())
-        return len(kept)
+        return list(kept)
+
+    def _follow(self, rotations: Sequence[KeyRotation]) -> None:
+        """Keep the rotations that start, over others perhaps, at a key on the owner's list, and follow them."""
+        offered = dict.fromkeys([*stored_rotations(self._state), *(each for each in rotations if each.holds())])
+        reached = set(self._listed.nodes)
+        while more := {each.new for each in offered if each.old in reached} - reached:
+            reached |= more
+        useful = [each for each in offered if each.old in reached][: 10 * MOST_ROTATIONS]
+        store_rotations(self._state, useful)
+        self._known = follow(self._listed, useful)
 
     def check_attempt(self, task: Task, asked: Round, roster: Sequence[bytes], weights: bytes) -> CheckedAttempt:
         """Check a roster, and compute the context of the attempt; `weights` is their hash (`weights_hash`).
@@ -123,23 +162,27 @@ class SumClient:
         """
         plan, policy = task.plan, self._policy
         if self.node not in roster:
-            raise RefusedError("the roster does not have this node")
+            raise RefusedError("the roster does not have this node", kind="roster")
         if len(set(roster)) != len(roster):
-            raise RefusedError("the roster has a node twice")
+            raise RefusedError("the roster has a node twice", kind="roster")
         if len(roster) > plan.per_round:
-            raise RefusedError(f"the roster has {len(roster)} members; the task has {plan.per_round} in a round")
+            raise RefusedError(
+                f"the roster has {len(roster)} members; the task has {plan.per_round} in a round", kind="roster"
+            )
         if len(roster) < task.smallest_cohort:
-            raise RefusedError(f"the roster has {len(roster)} members; the task promises {task.smallest_cohort} or more")
+            raise RefusedError(
+                f"the roster has {len(roster)} members; the task promises {task.smallest_cohort} or more", kind="roster"
+            )
         if len(roster) < 2 or len(roster) - plan.colluders < policy.smallest_honest:
-            raise RefusedError(policy.too_few_honest(len(roster), plan.colluders))
+            raise RefusedError(policy.too_few_honest(len(roster), plan.colluders), kind="roster")
         for node in roster:
             self._check_listed(node)
         if (key := stored_key(self._state, task)) is None:
-            raise RefusedError("this client has no run key for the task any more")
+            raise RefusedError("this client has no run key for the task any more", kind="roster")
         me = SumMember(self.node, key.public_key().public_bytes_raw())
         peers = stored_peers(self._state, task) | {self.node: me}
         if missing := [node for node in roster if node not in peers]:
-            raise RefusedError(f"there is no signed run key of the member {missing[0][:8].hex()}…")
+            raise RefusedError(f"there is no signed run key of the member {missing[0][:8].hex()}…", kind="roster")
         members = sorted(peers[node] for node in roster)
         bound = plan.clip_at(asked.number, asked.clip)
         context = context_of(
@@ -150,10 +193,11 @@ class SumClient:
     def _check_listed(self, node: bytes) -> None:
         if (known := self._known.nodes.get(node)) is None:
             whose = "this node" if node == self.node else f"the member {node[:8].hex()}…"
-            raise RefusedError(f"{whose} is not on the list of known nodes")
+            raise RefusedError(f"{whose} is not on the list of known nodes", kind="roster")
         if known.made_by == "operator" and not self._policy.trust_operator_keys:
             whose = "of this node" if node == self.node else "of a member"
             raise RefusedError(
                 f"the key {whose} was made by the operator, who may have kept it: make a new one on its own machine with "
-                "fedcdp deploy rekey, or for tests set trust_operator_keys"
+                "fedcdp deploy rekey, or for tests set trust_operator_keys",
+                kind="roster",
             )

@@ -11,6 +11,7 @@ A skipped round leaves the model as it is. It stays charged; one that nobody was
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -53,12 +54,23 @@ class SumStrategy(PlanStrategy):
         super().__init__(job, roster, **named)
         self._failures = failures or Failures()
         self.gone |= self._failures.too_many()
+        self._kept: dict[int, frozenset[bytes] | None] = {}  # whose run keys a client keeps, as far as it has said
         self._informed: set[int] = set()
         self._floor = max(job.smallest_cohort, 2, job.plan.colluders + 1)
-        layout, plan, records = self.engine.layout, job.plan, [member.records for member in roster]
+        self._use_records()
+
+    def _use_records(self) -> None:
+        layout, plan, records = self.engine.layout, self.job.plan, [member.records for member in self.roster]
         check_capacity(plan, groups=len(layout.groups(plan.clip_mode)), size=layout.size, most_records=max(records))
         if plan.mean_records is None:  # as in a simulation: of the records that a client uses in a step
             self._mean_records = sum(min(plan.batch_size, each) for each in records) / len(records)
+
+    def take_in(self, roster: Roster) -> None:
+        """As for any run; then everybody gets all run keys again, since some are new."""
+        super().take_in(roster)
+        self._use_records()
+        self._informed.clear()
+        self._kept.clear()
 
     def run_round(self, grid: Grid, timeout: float, allows: Allows | None = None) -> bool:
         """Run one round, in up to the plan's number of attempts; returns whether it moved the model.
@@ -89,25 +101,50 @@ class SumStrategy(PlanStrategy):
         connected, members = set(grid.get_node_ids()), list[Member]()
         for member in (self.roster[number] for number in choose_clients(self._draws, len(self.roster), self.state.round)):
             if member.number in self.gone:
-                self._leave_out(member, "it does not take part any more")
+                self._leave_out(member, "it does not take part any more", "left")
             elif member.node not in connected:
-                self._leave_out(member, "it is not connected")
+                self._leave_out(member, "it is not connected", "missing")
             else:
                 members.append(member)
         self._pass_on_keys(grid, [member for member in members if member.number not in self._informed], timeout)
-        return [member for member in members if member.number in self._informed]
+        return self._acquainted([member for member in members if member.number in self._kept])
 
     def _pass_on_keys(self, grid: Grid, members: list[Member], timeout: float) -> None:
-        """Send the run keys of all clients to those that do not have them yet: one message to each client of a run."""
+        """Send the run keys of all clients to those that do not have them: one message to each client of a run.
+
+        A client that does not keep all of them is asked again in its next round: its owner may have listed more nodes.
+        """
         keys = [each.key for each in self.roster if each.key is not None]
-        content = messages.pass_on_keys(self.task, keys)
+        rotations = [rotation for each in self.roster for rotation in each.rotations]
+        content = messages.pass_on_keys(self.task, keys, rotations)
         for member, reply in self._exchange(grid, members, content, messages.KEYS, timeout):
             try:
-                if (kept := messages.read_kept(reply)) < len(keys):
-                    _LOG.warning("%s keeps %d of %d run keys: it knows no other nodes", member.title, kept, len(keys))
-                self._informed.add(member.number)
+                kept = messages.read_kept(reply)
+                self._kept[member.number] = kept.nodes
+                if kept.count < len(keys):
+                    _LOG.warning("%s keeps %d of %d run keys: it knows no other nodes", member.title, kept.count, len(keys))
+                if kept.count == len(keys) or kept.nodes is None:
+                    self._informed.add(member.number)
             except (RefusedError, WireError) as error:
-                self._fail(member, str(error))
+                self._fail(member, str(error), "refused" if isinstance(error, RefusedError) else "protocol")
+
+    def _acquainted(self, members: list[Member]) -> list[Member]:
+        """Those of these clients that know each other: a roster with a node that one of them does not know is refused.
+
+        A client that joined, or has a new key, so takes effect when every other owner has listed it. Whoever lacks most
+        acquaintances is left out first, and of several the one that came last.
+        """
+        members = list(members)
+        while strangers := [pair for one in members for other in members if not self._knows(*(pair := (one, other)))]:
+            missing = Counter(member.number for pair in strangers for member in pair)
+            out = max(members, key=lambda member: (missing[member.number], member.number))
+            members.remove(out)
+            self._leave_out(out, "not all members of the roster know each other's node keys yet", "roster")
+        return members
+
+    def _knows(self, one: Member, other: Member) -> bool:
+        kept = self._kept[one.number]
+        return kept is None or one is other or other.key is None or other.key.member.node in kept
 
     def _obstacle(self, members: list[Member], allows: Allows | None) -> str | None:
         """Why these clients cannot try this round (again), or None."""
@@ -131,9 +168,9 @@ class SumStrategy(PlanStrategy):
             try:
                 shares[member.number] = messages.read_share(reply, self.task, self._asked, self.engine.layout.size)
             except RefusedError as error:
-                self._fail(member, f"it refuses: {error}", final=error.final)
+                self._fail(member, f"it refuses: {error}", "refused", final=error.final)
             except WireError as error:
-                self._fail(member, str(error))
+                self._fail(member, str(error), "protocol")
         return shares
 
     def _exchange(
@@ -144,25 +181,25 @@ class SumStrategy(PlanStrategy):
             return
         group = str(self.state.round + 1)
         out = [Message(content, member.node, kind, ttl=self._lifetime, group_id=group) for member in members]
-        replies = exchange(grid, out, timeout)
+        replies = exchange(grid, out, timeout, tally=self.tally)
         waiting = {message.metadata.message_id: member for message, member in zip(out, members, strict=True)}
         for reply in replies:
             if (member := waiting.pop(reply.metadata.reply_to_message_id, None)) is not None:
                 yield member, reply
         for member in waiting.values():
-            self._fail(member, "it did not answer in time")
+            self._fail(member, "it did not answer in time", "late")
 
     def _charge(self, members: list[Member]) -> None:
         plan, round_ = self.job.plan, self.state.round
         self.releases.charge(round_, _numbers(members), plan.clip_at(round_))
 
-    def _fail(self, member: Member, reason: str, *, final: bool = False) -> None:
+    def _fail(self, member: Member, reason: str, kind: str, *, final: bool = False) -> None:
         """Count a failure of a client: nobody may stop every round by dropping out of each."""
         self._failures.add(member.number)
         if final or member.number in self._failures.too_many():
             self.gone.add(member.number)
             reason += "; it is left out from now on"
-        self._leave_out(member, reason)
+        self._leave_out(member, reason, kind)
 
 
 def _numbers(members: list[Member]) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,20 @@ class Authority:
         )
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return cls(key, certificate)
+
+    @staticmethod
+    def read(key: bytes, certificates: Sequence[x509.Certificate]) -> Authority:
+        """The authority of a key, with its certificate among several; raises `ValueError` if there is none."""
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        loaded = serialization.load_pem_private_key(key, password=None)
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+            raise ValueError("it is not an EC key")
+        own = next((each for each in certificates if each.public_key() == loaded.public_key()), None)
+        if own is None:
+            raise ValueError("it is not the key of a certificate in ca.pem")
+        return Authority(loaded, own)
 
     @property
     def pair(self) -> Pair:

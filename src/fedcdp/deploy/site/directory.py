@@ -4,11 +4,12 @@
 DIR/deployment.toml     the server's address, and the number of nodes
 DIR/experiment.toml     the plan; read by the server only
 DIR/authority/          ca.pem, and ca.key: only needed to sign another server certificate
-DIR/server/             server.pem, server.key, the server's database
-DIR/node-1/             node.toml (its data), policy.toml (what it grants), node.key, node.pub, ca.pem, its ledger
-                        (node-1-charite/ where the client has a name); for secure sums roster.toml (nodes it knows)
+DIR/server/             server.pem, server.key, operate.toml (its log, and where it can be watched), the server's database
+DIR/node-1/             node.toml (its data), policy.toml (what it grants), node.key, node.pub, ca.pem, operate.toml, its
+ledger (node-1-charite/ where the client has a name); for secure sums roster.toml (nodes it knows)
 DIR/app/                the Flower app: names what to run, and holds no secret
 DIR/flwr/config.toml    where `flwr` finds the server
+DIR/monitoring/         Prometheus' targets and alert rules, and a Grafana dashboard
 DIR/logs/  DIR/run/     the logs; the run directory
 DIR/proxy/              the proxy's configuration, if the server is behind one
 ```
@@ -125,6 +126,11 @@ class NodePlace:
         """The list of nodes whose owners the client's owner knows, for secure sums."""
         return self.path / "roster.toml"
 
+    @property
+    def operate(self) -> Path:
+        """Where its log goes, and where it can be watched."""
+        return self.path / "operate.toml"
+
     def records(self, suffix: str = ".npz") -> Path:
         """The client's own records, if they come from a file of this kind."""
         return self.path / f"records{suffix}"
@@ -154,6 +160,7 @@ class Site:
         self.experiment = self.path / "experiment.toml"
         self.app = self.path / "app"
         self.flwr = self.path / "flwr"
+        self.monitoring = self.path / "monitoring"
         self.logs = self.path / "logs"
         self.run = self.path / "run"
         self.authority = self.path / "authority"

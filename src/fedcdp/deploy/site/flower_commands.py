@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedcdp.deploy.site.directory import CONNECTION, Site
+from fedcdp.deploy.site.operate_file import OVERRIDE
 from fedcdp.errors import DeploymentError
 from fedcdp.files.installation import install_command
 
@@ -29,9 +30,12 @@ def require_flower() -> None:
 
 
 def environment(nodes: int) -> dict[str, str]:
-    """For all processes: this interpreter's commands first, no telemetry, and a fair share of the processors."""
+    """For all processes: this interpreter's commands first, no telemetry, and a fair share of the processors.
+
+    Nothing listens for those who watch, unless the environment says so: fixed ports of several deployments would clash.
+    """
     share = max(1, (os.cpu_count() or 1) // max(1, nodes))
-    usual = {"OMP_NUM_THREADS": str(share), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
+    usual = {"OMP_NUM_THREADS": str(share), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25", OVERRIDE: "off"}
     return usual | dict(os.environ) | _OFFLINE | {"PATH": _path(), "PYTHONUNBUFFERED": "1"}
 
 

@@ -20,6 +20,7 @@ from fedcdp.accounting.population import Population
 from fedcdp.config.experiment import Experiment, assemble, read_toml
 from fedcdp.deploy.site import flower_commands
 from fedcdp.deploy.site.directory import Site, SiteSettings
+from fedcdp.deploy.site.operate_file import OVERRIDE
 from fedcdp.deploy.site.processes import Process, Supervisor, ended_by_signals
 from fedcdp.errors import DeploymentError, DeploymentFailedError, RunError
 from fedcdp.files.disk import open_unlinked
@@ -58,13 +59,16 @@ class Deployment:
         self.experiment: Experiment = assemble(read_toml(self.site.experiment))
         self.follower = Follower(self.site.run, self.experiment)
 
-    def up(self, progress: Callable[[Row], None] | None, tell: Tell) -> LocalOutcome:
-        """Run the job to its end, from the last complete round if any. Leaves no process behind, however it ends."""
+    def up(self, progress: Callable[[Row], None] | None, tell: Tell, *, monitor: bool = False) -> LocalOutcome:
+        """Run the job to its end, from the last complete round if any. Leaves no process behind, however it ends.
+
+        With `monitor`, the processes can be watched where their `operate.toml` says.
+        """
         started = time.perf_counter()
         if not self.follower.finished():
             flower_commands.require_flower()
             with self._locked(), ended_by_signals(), Supervisor() as supervisor:
-                _Local(self, supervisor, tell).run(progress)
+                _Local(self, supervisor, tell, monitor=monitor).run(progress)
         return self.outcome(time.perf_counter() - started)
 
     def outcome(self, seconds: float) -> LocalOutcome:
@@ -94,10 +98,10 @@ class Deployment:
 class _Local:
     """The processes of one deployment on this machine."""
 
-    def __init__(self, deployment: Deployment, supervisor: Supervisor, tell: Tell) -> None:
+    def __init__(self, deployment: Deployment, supervisor: Supervisor, tell: Tell, *, monitor: bool) -> None:
         self._deployment, self._supervisor, self._tell = deployment, supervisor, tell
         self._site, self._settings = deployment.site, deployment.settings
-        self._environment = flower_commands.environment(self._settings.nodes)
+        self._environment = flower_commands.environment(self._settings.nodes) | ({OVERRIDE: ""} if monitor else {})
         self._nodes: list[Process] = []
         self._told_of: set[str] = set()
 

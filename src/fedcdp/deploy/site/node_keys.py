@@ -51,8 +51,11 @@ def list_text(nodes: Sequence[ListedNode]) -> str:
     return _HEAD + tomli_w.dumps({"node": [vars(each) | {"key": each.key.strip()} for each in nodes]})
 
 
-def rekey(directory: Path | str) -> NewKey:
+def rekey(directory: Path | str, *, planned: bool = False) -> NewKey:
     """Replace a node's key by a new one that is made here, on the node; its list then says so.
+
+    With `planned`, the old key signs the new one, and nodes whose policies allow it follow (`protocol.key_rotation`).
+    Without, earlier rotations are deleted as well, since the old key may be in other hands.
 
     The node's run keys, which the old key signed, are deleted. After a crash the command can be repeated: until the end,
     the list has the key of `node.key` or that of `node.pub`.
@@ -61,6 +64,7 @@ def rekey(directory: Path | str) -> NewKey:
         DeploymentError: The directory is not that of a node, or cannot be written.
     """
     require_cryptography()
+    from fedcdp.deploy.protocol.key_rotation import MOST_ROTATIONS, keep_own, own_rotations, sign_rotation
     from fedcdp.deploy.protocol.known_nodes import fingerprint, node_key_of, read_identity, read_public_key
     from fedcdp.deploy.protocol.sum_keys import forget_keys
 
@@ -69,12 +73,13 @@ def rekey(directory: Path | str) -> NewKey:
         raise DeploymentError(f"{node.path} is not the directory of a node: it has no node.key and node.pub")
     pair = new_node_key()
     try:
-        old = {
-            read_public_key(node.public_key.read_text(encoding="utf-8")),
-            node_key_of(read_identity(node.key).public_key()),
-        }
+        identity = read_identity(node.key)
+        old = {read_public_key(node.public_key.read_text(encoding="utf-8")), node_key_of(identity.public_key())}
+        rotation = sign_rotation(identity, read_public_key(pair.public.decode()))
+        rotations = [*own_rotations(node.key), rotation][-MOST_ROTATIONS:] if planned else []
         entries = _entries(node.known) if node.known.exists() else None
         write_atomically(node.key, pair.private, _SECRET)
+        keep_own(node.key, rotations)
         if entries is not None:
             listed = [_own(each, old, pair.public.decode()) for each in entries]
             write_atomically(node.known, list_text(listed).encode(), _SECRET)

@@ -23,6 +23,7 @@ from types import FrameType
 
 from fedcdp.deploy.site import guard
 from fedcdp.deploy.site.guard import LINUX, descendants, processes, signal_group
+from fedcdp.files.disk import open_unlinked
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _GRACE_SECONDS = 10.0
@@ -83,7 +84,7 @@ class Supervisor:
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
         """Start a program in its own group."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with os.fdopen(open_unlinked(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
             popen = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from fedcdp.config.experiment import Experiment
 from fedcdp.config.plan import Plan
 from fedcdp.config.presets import Settings
 from fedcdp.deploy.site.certificates import VALID_DAYS, Authority, new_node_key, require_cryptography
+from fedcdp.deploy.site.dashboard import dashboard_text
 from fedcdp.deploy.site.directory import CONNECTION, NodePlace, Site, SiteSettings
 from fedcdp.deploy.site.node_keys import ListedNode, list_text
+from fedcdp.deploy.site.operate_file import monitor_address
 from fedcdp.deploy.site.own_file import OwnFile
 from fedcdp.deploy.site.scripts import node_script, render, server_scripts
 from fedcdp.deploy.site.service_files import ServiceFiles
@@ -126,6 +128,7 @@ def _shortest(value: float) -> int | float:
 
 _SECRET, _PLAIN, _PROGRAM = 0o600, 0o644, 0o755
 _USUAL_NODES = 2
+_STALLED_SECONDS = 3600  # without a finished round, after which the alert rules complain
 
 
 def experiment_for(nodes: int | None, given: list[Settings]) -> Experiment:
@@ -196,7 +199,7 @@ def write(
         secrets = _secrets(site, nodes, [settings.host, "localhost", "127.0.0.1", *services.host_names])
         lists = _lists(nodes, secrets) if experiment.plan.sums else []
         for path, content, mode in [*secrets, *texts, *records, *lists, *services.files()]:
-            _write(path, content, mode)
+            write_new(path, content, mode)
         for folder in services.directories:
             folder.mkdir(mode=0o700)
     except OSError as error:
@@ -244,6 +247,8 @@ def _texts(services: ServiceFiles, own: OwnFile | None, client_epsilon: float | 
         (site.settings_file, settings.to_toml(), _PLAIN),
         (site.experiment, experiment.to_toml(), _PLAIN),
         (site.flwr / "config.toml", _connection(site, settings), _PLAIN),
+        (site.server / "operate.toml", operate_text("server", 0), _SECRET),
+        *((site.monitoring / name, text, _PLAIN) for name, text in monitoring_texts(nodes, experiment).items()),
         (site.path / "README.md", _readme(services), _PLAIN),
         (site.path / ".gitignore", "*\n", _PLAIN),  # a deployment holds keys, which do not belong in a repository
     ]
@@ -255,9 +260,26 @@ def _texts(services: ServiceFiles, own: OwnFile | None, client_epsilon: float | 
         files += [
             (node.config, node_text(experiment, node.number, own), _SECRET),
             (node.policy, policies[held], _SECRET),
+            (node.operate, operate_text("node", node.number), _SECRET),
             (site.path / f"start-{node.name}.sh", node_script(settings, node.number, node.name), _PROGRAM),
         ]
     return [(path, content.encode(), mode) for path, content, mode in files]
+
+
+def operate_text(role: str, number: int) -> str:
+    """`operate.toml` of the server (0) or of a node."""
+    return render("operate.toml", role=role, listen=monitor_address(number))
+
+
+def monitoring_texts(nodes: Sequence[NodePlace], experiment: Experiment) -> dict[str, str]:
+    """What Prometheus reads and watches for, and a dashboard. They name nothing that the plan hides."""
+    hidden = experiment.plan.hides_members
+    targets = {node.name: monitor_address(node.number) for node in nodes}
+    return {
+        "prometheus.yml": render("prometheus.yml", server=monitor_address(0), nodes=targets),
+        "alerts.yml": render("alerts.yml", hidden=hidden, stalled=_STALLED_SECONDS),
+        "dashboard.json": dashboard_text("fedcdp", hidden=hidden),
+    }
 
 
 def _of_sizes(own: OwnFile | None) -> dict[str, int | float]:
@@ -279,6 +301,7 @@ def app_project(experiment: Experiment, server: Mapping[str, int | float]) -> st
         "round-timeout": 600.0,
         "subscribe-timeout": 300.0,
         "most-failed-rounds": 3,
+        "joining": False,
     }
     return render("app.toml", reproducible=not experiment.plan.secure_noise, waiting=usual | dict(server))
 
@@ -310,7 +333,8 @@ def _connection(site: Site, settings: SiteSettings) -> str:
     return tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: place}})
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
+def write_new(path: Path, content: bytes, mode: int) -> None:
+    """Write a file that does not exist yet, with exactly this mode."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Never readable by others, not even briefly before its permissions are set.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
