@@ -133,7 +133,7 @@ class ServiceFiles:
         if "kubernetes" in self.ways:
             yield self.site.path / "kustomization.yaml", self._render("kustomization-server.yaml")
             yield self.site.path / "kubernetes" / "server.yaml", self._render("kubernetes-server.yaml")
-            secret = ["node.key", "node.toml", "policy.toml", "ca.pem"]
+            secret = ["node.key", "node.toml", "policy.toml", "operate.toml", "ca.pem"]
             secret += ["roster.toml"] if self.experiment.plan.sums else []
             for node in self.nodes:
                 script, port = node_script(self.settings, node.number, node.name), runtime_port(node.number)
