@@ -202,5 +202,6 @@ def test_every_library_that_the_package_imports_is_declared() -> None:
     assert {"torch", "sklearn", "PIL", "matplotlib"} <= imported
     owners = packages_distributions()
     unknown = {each for each in imported if not {canonicalize_name(owner) for owner in owners.get(each, [each])} & declared}
-    # protobuf, in whose classes Flower hands out its messages, is Flower's to choose; a logger's service is the user's.
-    assert unknown == {"google", "mlflow", "wandb"}
+    # protobuf, in whose classes Flower hands out its messages, and httpx, whose errors its client raises, are Flower's to
+    # choose; a logger's service is the user's.
+    assert unknown == {"google", "httpx", "mlflow", "wandb"}

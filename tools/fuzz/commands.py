@@ -176,6 +176,7 @@ def _stopping() -> Iterator[None]:
             "fedcdp.checks.function_check.FunctionCheck.run",
             "fedcdp.deploy.site.local_deployment.Deployment.up",
             "fedcdp.deploy.site.keeper.become",
+            "fedcdp.deploy.site.warm_node._run",
             "fedcdp.cli.bench._measure",
             "fedcdp.studies.reproduce.runner.run",
             "fedcdp.cli.reproduce._write",

@@ -70,6 +70,10 @@ def run_node(port: int, pause: float, arguments: Sequence[str]) -> int:
     if not 0 < pause <= 60:
         raise DeploymentError(f"poll: {pause:g} is not allowed; it must be above 0 and at most 60 seconds")
     require_flower()
+    return _run(port, pause, arguments)
+
+
+def _run(port: int, pause: float, arguments: Sequence[str]) -> int:
     command = [sys.executable, "-P", supernode.__file__, str(os.getpid()), str(pause)]
     with tempfile.TemporaryDirectory() as place:  # readable by its owner only
         secret = Path(place) / "secret"
