@@ -33,7 +33,7 @@ HEAD = """# What CI installs, by hash; written by .ci/lock.py from pyproject.tom
 # pip install --no-deps --require-hashes -r requirements-ci.txt
 """
 IMAGES = ROOT / "src" / "fedcdp" / "deploy" / "site" / "templates"
-IMAGE_EXTRAS = "flower,tables"
+IMAGE_EXTRAS = "flower,metrics,tables"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 IMAGE_HEAD = """# What an image installs with Python 3.11 on Linux x86-64, by hash; written by .ci/lock.py. Do not edit.
 """
