@@ -158,8 +158,9 @@ def with_lira(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(column: str, row: dict[str, Any] | None) -> str:
-    """One cell of the matrix: percent for a share, two digits for an AUC, a dash where nothing was measured."""
-    figure = (COLUMNS | {"lira": LIRA_COLUMN})[column].figure
+    """One cell of the matrix: percent for a share or two, two digits for an AUC, a dash where nothing was measured."""
+    about = (COLUMNS | {"lira": LIRA_COLUMN})[column]
+    figure = about.figure
     if row is None:
         return "–"
     if row.get("refused"):
@@ -167,7 +168,10 @@ def shown(column: str, row: dict[str, Any] | None) -> str:
     value = row.get(figure)
     if value is None:
         return "–"
-    return f"{value:.2f}".lstrip("0") if figure == "auc" else f"{100 * value:.3g} %"
+    if figure == "auc":
+        return f"{value:.2f}".lstrip("0")
+    shares = [value] if row.get(about.also) is None else [value, row[about.also]]
+    return " / ".join(f"{100 * share:.3g}" for share in shares) + " %"
 
 
 def matrix(stored: dict[str, Any], columns: tuple[str, ...]) -> str:

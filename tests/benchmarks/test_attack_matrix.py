@@ -65,6 +65,7 @@ def test_a_refusal_is_a_cell_with_its_reason() -> None:
 
 def test_shares_aucs_and_missing_cells_are_told_apart() -> None:
     assert shown("imprint", {"success_rate": 0.875}) == "87.5 %"
+    assert shown("type-2", {"success_rate": 0.0, "recognisable_rate": 1.0}) == "0 / 100 %"
     assert shown("presence", {"auc": 0.5}) == ".50"
     assert shown("imprint", None) == "–"
     assert shown("imprint", {"refused": "why"}) == "refused"
