@@ -1,4 +1,4 @@
-"""Additions to MkDocs: results, examples, project files and notebooks become pages, and links written for the repository work in both.
+"""Additions to MkDocs: results, examples and notebooks are on the site, and links written for the repository work in both.
 
 A page links to `../results/attacks.md`, which is right in the repository, where `docs/` is a folder. On the site `docs/` is
 the root. So each relative link is looked up as a file of the repository and rewritten as a link between pages of the site. A
@@ -32,7 +32,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Put results, examples, the project's own pages and the notebooks on the site."""
     outside = [ROOT / name for name in PROJECT_PAGES]
     for folder in ("examples", "results"):
-        outside += sorted(path for path in (ROOT / folder).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+        outside += sorted(
+            path for path in (ROOT / folder).rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+        )
     for path in outside:
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config["site_dir"], use_directory_urls=False))
