@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes lost-ranks soak load fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix text
+.PHONY: demo test slow fresh integration integrations audits crashes lost-ranks soak load federation fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix text
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -116,6 +116,10 @@ NODES ?= 20
 ROUNDS ?= 20
 load: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.load --nodes $(NODES) --rounds $(ROUNDS) --out results/reliability/load.json
+
+# Five nodes behind nginx, which has to be installed: a crash, a node that joins, an upgrade, a new key, a server that is killed.
+federation: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.federation --out results/reliability/federation.json
 
 # Hostile input: 10,000 cases for every kind of file, message and option (about half an hour of one core), and readers of bytes
 # led by coverage (two minutes each).

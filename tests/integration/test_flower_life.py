@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import stat
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,7 @@ import pytest
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.presets import Settings
 from fedcdp.deploy.site.flower_commands import free_ports
-from fedcdp.deploy.site.node_keys import rekey
-from fedcdp.deploy.site.processes import Process
-from tests.support.flower_site import HAS_FLOWER, RunningSite, wait_until
+from tests.support.flower_site import HAS_FLOWER, RunningSite, scraped, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_FLOWER, reason="Flower is not installed")]
 
@@ -29,18 +25,12 @@ PLAN: Settings = {
 PATIENCE: dict[str, int | float] = {"round-timeout": 60.0, "min-clients": 2, "joining": True, "smallest-records": 10}
 
 
-def scraped(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line and not line.startswith("#")]
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-
 def test_a_federation_lives_through_a_crash_a_new_key_and_a_new_node(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     server_port, node_port, again_port = free_ports(3)
     with RunningSite(tmp_path / "site", PLAN, nodes=3, server=PATIENCE) as site:
         joining = site.site.node(3)
-        _expect_two_clients(site)
+        site.expect_clients(2)
         (joining.path / "operate.toml").write_text('log-format = "json"\nlog-file = "node.jsonl"\n')
         site.start("superlink", "start-superlink.sh", FEDCDP_MONITOR=f"127.0.0.1:{server_port}")
         wait_until(lambda: _answers(server_port), "the server to be watched")
@@ -60,7 +50,7 @@ def test_a_federation_lives_through_a_crash_a_new_key_and_a_new_node(tmp_path: P
         wait_until(lambda: "SuperNode ID" in site.log("node-1").rpartition("starting it again")[2], "the node to be back")
 
         before = len(site.releases(2))
-        site.nodes[2] = _with_a_new_key(site)
+        site.rotate_key(2)
         assert site.finish(job) == "finished:completed"
         assert site.outcome() == "done"
 
@@ -80,29 +70,8 @@ def test_a_federation_lives_through_a_crash_a_new_key_and_a_new_node(tmp_path: P
         assert any("took part in round" in json.loads(line)["message"] for line in log.read_text().splitlines())
 
 
-def _expect_two_clients(site: RunningSite) -> None:
-    """The server expects two clients, who are all in a round; the third node joins later."""
-    for path, old, new in (
-        (site.site.experiment, "clients = 3", "clients = 2"),
-        (site.site.experiment, "per_round = 3", "per_round = 2"),
-    ):
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new))
-
-
 def _answers(port: int) -> bool:
     try:
         return scraped(port)["fedcdp_process_running"] == 1
     except OSError:
         return False
-
-
-def _with_a_new_key(site: RunningSite) -> Process:
-    """Stop node 2 in order, rotate its key, register it, and start the node again."""
-    site.nodes[2]._popen.terminate()
-    wait_until(lambda: site.nodes[2].status is not None, "the node to end")
-    rekey(site.site.node(2).path, planned=True)
-    site.register()
-    time.sleep(1.0)
-    return site.start_node(2)

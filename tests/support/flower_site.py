@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.deploy.site import flower_commands
 from fedcdp.deploy.site.directory import Site, SiteSettings
+from fedcdp.deploy.site.node_keys import rekey
 from fedcdp.deploy.site.processes import Process, Supervisor, descendants
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.engine.batched import engines_for
@@ -61,6 +63,13 @@ def wait_until(holds: Callable[[], Any], what: str, seconds: float = PATIENCE) -
 def source_path() -> str:
     """The package under test first, for every process."""
     return os.pathsep.join([str(Path(fedcdp.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def scraped(port: int) -> dict[str, float]:
+    """The figures that a process shows to those who watch it, by name and labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 class RunningSite:
@@ -150,6 +159,27 @@ class RunningSite:
         number = flower_commands.started_run(job.log)
         assert number is not None, self.log("run")
         return flower_commands.state_of(number, self.site, self._environment)
+
+    def expect_clients(self, count: int) -> None:
+        """The server expects so many clients, who are all in a round; other nodes join later."""
+        text = self.site.experiment.read_text()
+        for name in ("clients", "per_round"):
+            assert f"{name} = {self.nodes_wanted}" in text
+            text = text.replace(f"{name} = {self.nodes_wanted}", f"{name} = {count}")
+        self.site.experiment.write_text(text)
+
+    def stop_node(self, number: int) -> None:
+        """Stop a node in order."""
+        os.kill(self.nodes[number].pid, signal.SIGTERM)
+        wait_until(lambda: self.nodes[number].status is not None, "the node to end")
+
+    def rotate_key(self, number: int, **environment: str) -> None:
+        """Stop a node in order, rotate its key, register it, and start the node again."""
+        self.stop_node(number)
+        rekey(self.site.node(number).path, planned=True)
+        self.register()
+        time.sleep(1.0)
+        self.start_node(number, **environment)
 
     def use_client(self, component: str) -> None:
         """Let the nodes run another ClientApp, of a module of this repository."""
