@@ -126,7 +126,7 @@ class _Life:
     def _at(self, round_: int, what: str, event: Callable[[], object]) -> None:
         """Wait for a round, look at everything from outside, and let the event happen."""
         site = self.site
-        wait_until(lambda: site.supervisor.reap() or site.rounds() >= round_, f"round {round_}", _PATIENCE)
+        self._await(lambda: self._figure("fedcdp_rounds") >= round_, f"round {round_}")
         figures = scraped(self.ports[0])
         seen = {
             "round": site.rounds(),
@@ -139,6 +139,17 @@ class _Life:
         self.seen.append(seen)
         print(f"round {seen['round']}: {what}", file=sys.stderr, flush=True)
         event()
+
+    def _figure(self, name: str) -> float:
+        """A figure of the server; 0 before it has one."""
+        return scraped(self.ports[0]).get(name, 0.0)
+
+    def _await(self, holds: Callable[[], bool], what: str) -> None:
+        try:
+            wait_until(lambda: self.site.supervisor.reap() or holds(), what, _PATIENCE)
+        except BaseException:
+            print(self.site.log("run")[-3000:], self.site.log("superlink")[-2000:], file=sys.stderr)
+            raise
 
     def _status_for_a_stranger(self) -> int:
         """What the proxy answers to somebody who asks for the list of runs, with the public certificate."""

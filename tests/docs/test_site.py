@@ -151,7 +151,9 @@ def test_attack_lists_each_parameter(site: Path) -> None:
 def test_the_search_index_holds_every_page(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     places = {each["location"].partition("#")[0] for each in index}
-    pages = {page.removesuffix(".md").removesuffix("/README") for _, page in _ENTRY.findall(navigation())}
+    pages = {
+        page.removesuffix(".md").removesuffix("/README").removesuffix("/index") for _, page in _ENTRY.findall(navigation())
+    }
     found = {place.removesuffix(".html").removesuffix("/index") for place in places}
     assert pages <= found | {"index"}
 
