@@ -37,7 +37,7 @@ import torch
 from benchmarks.clean_tree import clean_commit
 from fedcdp.accounting.ledger import Ledger
 from fedcdp.config.presets import Settings
-from fedcdp.deploy.site.flower_commands import free_ports
+from fedcdp.deploy.site.flower_commands import free_ports, listens
 from fedcdp.files.disk import write_atomically
 from fedcdp.studies.bench.result_file import describe, load_average
 from tests.support.flower_site import RunningSite, left_of, scraped, wait_until
@@ -168,7 +168,7 @@ class _Life:
         monitor = f"127.0.0.1:{self.ports[0]}"
         site.server = site.start("superlink", "start-superlink.sh", FEDCDP_MONITOR=monitor)
         wait_until(lambda: _is_watched(self.ports[0]), "the server to be watched", _PATIENCE)
-        wait_until(lambda: "Uvicorn running" in site.log("superlink"), "the server to listen", _PATIENCE)
+        wait_until(lambda: listens(site.port), "the server to listen", _PATIENCE)
 
     def _watched(self, number: int) -> dict[str, str]:
         return {"FEDCDP_MONITOR": f"127.0.0.1:{self.ports[number]}"}
