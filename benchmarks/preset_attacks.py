@@ -2,6 +2,7 @@
 
     python -m benchmarks.preset_attacks                           # results/preset_attacks.json
     python -m benchmarks.preset_attacks --presets cancer-eps1     # single presets; --readers: single readers
+    python -m benchmarks.preset_attacks --victims 20              # fewer victims than the command's own number
     python -m benchmarks.preset_attacks --table > results/preset_attacks.md
     python -m tools.pages                                         # the page
 
@@ -57,6 +58,7 @@ class Cell:
     preset: str
     reader: str
     options: str = ""
+    victims: int | None = None
 
     @property
     def key(self) -> str:
@@ -67,13 +69,16 @@ class Cell:
         words = f"attack --preset {self.preset}"
         if self.reader == "presence":
             return f"{words} --leak type0 --attack matched-filter"
-        return f"{words} --leak {self.reader} {self.options}".strip()
+        fewer = "" if self.victims is None else f"--victims {self.victims}"
+        return " ".join(each for each in (words, f"--leak {self.reader}", self.options, fewer) if each)
 
 
-def cells(presets: tuple[str, ...]) -> list[Cell]:
+def cells(presets: tuple[str, ...], victims: int | None = None) -> list[Cell]:
     """Every cell of these presets; noise on the batch alone stands beside the noise of `mnist-eps1`."""
-    found = [Cell(preset, reader) for preset in presets for reader in READERS if _reconstructed(preset, reader)]
-    return found + [Cell("mnist-eps1", leak, "--noise batch") for leak in ("type2", "type1") if "mnist-eps1" in presets]
+    named = [(preset, reader, "") for preset in presets for reader in READERS if _reconstructed(preset, reader)]
+    if "mnist-eps1" in presets:
+        named += [("mnist-eps1", leak, "--noise batch") for leak in ("type2", "type1")]
+    return [Cell(preset, reader, options, None if reader == "type0" else victims) for preset, reader, options in named]
 
 
 def _reconstructed(preset: str, reader: str) -> bool:
@@ -152,7 +157,7 @@ def markdown(stored: dict[str, Any]) -> str:
         "preset_attacks.json has the command, commit and machine of each cell.",
         "",
         "- type-2, type-1, type-0, in percent: labels right / recognisable (images) or reconstructed exactly (tables) /",
-        "  identified among the candidates. *The same*: a server that reads each update reads what type-1 does.",
+        "  identified among the candidates, of how many records. *The same*: that server reads what type-1 does.",
         "- presence: the server's AUC over all rounds by the formula, and the largest AUC that ε allows.",
         "",
         "| preset | type-2 | type-1 | type-0 | presence, server | allowed |",
@@ -173,7 +178,8 @@ def _shares(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "–"
     seen = cell["success_rate"] if cell["recognisable_rate"] is None else cell["recognisable_rate"]
-    return " / ".join(f"{100 * each:.3g}" for each in (cell["label_accuracy"], seen, cell["identified_rate"]))
+    shares = " / ".join(f"{100 * each:.3g}" for each in (cell["label_accuracy"], seen, cell["identified_rate"]))
+    return f"{shares} of {cell['examples']}"
 
 
 def _machine(device: str) -> str:
@@ -186,6 +192,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="PRESET")
     parser.add_argument("--readers", nargs="+", choices=READERS, default=READERS, metavar="READER")
+    parser.add_argument(
+        "--victims", type=int, help="victims of type2 and type1 in each cell, instead of the command's own number"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="commands at a time")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
@@ -195,7 +204,7 @@ def main() -> None:
     if given.table:
         print(markdown(json.loads(given.out.read_text())["cells"]))
         return
-    wanted = [cell for cell in cells(tuple(given.presets)) if cell.reader in given.readers]
+    wanted = [cell for cell in cells(tuple(given.presets), given.victims) if cell.reader in given.readers]
     sys.exit(1 if run(wanted, given.device, given.workers, given.commit or clean_commit(), given.out) else 0)
 
 

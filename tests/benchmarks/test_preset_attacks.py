@@ -28,6 +28,10 @@ def test_commands_and_keys_name_their_options() -> None:
     assert found["mnist-eps1/type2/batch"] == "attack --preset mnist-eps1 --leak type2 --noise batch"
     assert found["mnist-eps1/presence"] == "attack --preset mnist-eps1 --leak type0 --attack matched-filter"
 
+    fewer = {cell.key: cell.command for cell in cells(("cancer-sum-eps1",), 20)}
+    assert fewer["cancer-sum-eps1/type2"] == "attack --preset cancer-sum-eps1 --leak type2 --victims 20"
+    assert not any("--victims" in fewer[f"cancer-sum-eps1/{reader}"] for reader in ("type0", "presence"))
+
 
 @pytest.mark.parametrize(("mu", "releases"), [(0.1, 4), (0.03, 100)])
 def test_distances_of_gaussian_releases_add_up_in_squares(mu: float, releases: int) -> None:
@@ -44,7 +48,7 @@ def test_the_allowed_auc_is_that_of_the_gaussian_mechanism() -> None:
 
 
 def test_cells_that_were_not_measured_are_dashes() -> None:
-    cell = {"label_accuracy": 1.0, "success_rate": 0.5, "recognisable_rate": None, "identified_rate": 0.25}
+    cell = {"label_accuracy": 1.0, "success_rate": 0.5, "recognisable_rate": None, "identified_rate": 0.25, "examples": 40}
     table = markdown({"cancer-eps1/type2": cell})
-    assert "| `cancer-eps1` | 100 / 50 / 25 | – | the same | – | 0.575 |" in table
+    assert "| `cancer-eps1` | 100 / 50 / 25 of 40 | – | the same | – | 0.575 |" in table
     assert "adult-eps1" not in table
