@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fedcdp.accounting.ledger import Ledger
+from fedcdp.training.ranks import Ranks
 from tests.support.rank_jobs import commands_on_ranks, free_port
 
 SMALL = ["--dataset", "cancer", "--clients", "12", "--per-round", "6", "--local-steps", "2", "--rounds", "2", "--chunk", "2"]
@@ -41,6 +42,18 @@ def test_a_rank_with_other_options_is_refused_with_one_line(workplace: Path) -> 
     assert (status, other, out, said) == (2, 2, "", ["", ""])
     assert err == "fedcdp: options: rank 1 does not have that of rank 0; all ranks need the same\n"
     assert not (workplace / "run").exists()
+
+
+def test_a_slow_rank_still_hears_why_the_job_ends(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    word_left = Ranks._word_left
+
+    def later(ranks: Ranks) -> BaseException | None:
+        time.sleep(0 if ranks.leads else 1)
+        return word_left(ranks)
+
+    monkeypatch.setattr(Ranks, "_word_left", later)
+    ended = commands_on_ranks(TRAIN, ["train", *SMALL, "--clip", "3", "--out", "run"])
+    assert [(status, err.count("\n")) for status, _, err in ended] == [(2, 1), (2, 0)]
 
 
 @pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--no-such-option"], ["--model", "no.such:network"]])

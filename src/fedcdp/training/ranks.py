@@ -41,7 +41,7 @@ from fedcdp.files.tree import Tree
 
 T = TypeVar("T")
 _PATIENCE = timedelta(minutes=30)
-_NOTICED, _PAUSE = 5.0, 0.02  # seconds
+_NOTICED, _LOST, _PAUSE = 5.0, 1.0, 0.02  # seconds
 
 
 @dataclass
@@ -106,6 +106,8 @@ class Ranks:
                 dist.barrier(group=self._group)
         except BaseException as error:
             self._leave_word(error)
+            self._close()
+            self._wait_for_readers(_LOST if isinstance(error, LostRankError) else _NOTICED)
             raise
         finally:
             self._close()
@@ -205,6 +207,17 @@ class Ranks:
         with suppress(RuntimeError):
             if not (store := _store()).check([self._key]):
                 store.set(self._key, json.dumps(about))
+
+    def _wait_for_readers(self, seconds: float) -> None:
+        """Say that this rank ends. The leader waits for that of the others, because its process may serve the store."""
+        until = time.monotonic() + seconds
+        with suppress(RuntimeError, KeyboardInterrupt):  # torchrun may end this rank meanwhile, which is ending
+            if not self.leads:
+                _store().set(f"{self._key}/{self.rank}", "")
+                return
+            ending = [f"{self._key}/{rank}" for rank in range(1, self.size)]
+            while not _store().check(ending) and time.monotonic() < until:
+                time.sleep(_PAUSE)
 
     def _word_left(self) -> BaseException | None:
         """The error that another rank has left, or soon leaves: the leader may not have noticed yet."""
