@@ -114,9 +114,7 @@ def _lose_ledger(grid: LocalGrid, node: int) -> None:
     _move(grid, node)
 
 
-def test_a_client_that_lost_its_ledger_does_not_join_as_a_new_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_lost_its_ledger_does_not_join_as_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its records would be at two clients of the ledger, each of which counts half of what they cost."""
     nodes = make_nodes(tmp_path)
     for number, node in nodes.items():
