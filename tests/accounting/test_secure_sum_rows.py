@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from fedcdp.accounting import pld
 from fedcdp.accounting.calibrate import Target, calibrate_noise
+from fedcdp.accounting.mechanisms import Gaussian, Lottery, repeated
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.statement import Privacy, Usage, state
 from fedcdp.config.plan import Plan
 from fedcdp.errors import PlanError
+from tests.support.independent.losses import gaussian_epsilon
 
 HUNDRED = Population(100, 500, 1, 1)
 
@@ -136,6 +138,27 @@ def test_attempts_that_were_charged_count_once_each() -> None:
     row = state(plan, HUNDRED, rounds=released, usage=Usage(released, (21,))).row("server")
     expected = pld.gaussian_epsilon(16.684 / math.sqrt(21), 1e-5)
     assert (row.epsilon, row.epsilon_used, row.epsilon_worst) == pytest.approx((expected,) * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(("sigma", "tries", "per_round"), [(1.0, 3, 2), (1.0, 2, 10), (4.0, 3, 10), (4.0, 2, 60)])
+def test_attempts_at_a_round_have_one_choice_of_clients(sigma: float, tries: int, per_round: int) -> None:
+    """With probability q a client is in all attempts, else in none: δ(ε) is q times that of all of them together. After a
+    crash they may have a choice each. Counted as independent, (1, 3, 2) had ε = 4.0, and those who drop out choose how many
+    attempts there are."""
+    plan, rate = plan_of(rounds=1, per_round=per_round, noise_multiplier=sigma, attempts=3), per_round / 100
+    row = state(plan, HUNDRED, rounds=(0,) * tries).row("server")
+    together = gaussian_epsilon(math.sqrt(tries) / sigma, plan.delta / rate)
+    apart = pld.epsilon(repeated(Lottery(Gaussian(sigma), rate), tries), plan.delta)
+    assert max(together, apart) <= row.epsilon <= row.epsilon_worst
+    if tries * rate < 1:
+        assert row.epsilon == pytest.approx(gaussian_epsilon(math.sqrt(tries) / sigma, plan.delta / rate / tries), rel=1e-3)
+
+
+def test_a_budget_counts_attempts_at_a_round_together() -> None:
+    plan, target = plan_of(rounds=5, per_round=10, noise_multiplier=2.0, attempts=2), Target(1.0)
+    fresh, again = target.reached(plan, HUNDRED, (0, 1, 2, 3)), target.reached(plan, HUNDRED, (0, 1, 2, 2))
+    assert fresh < again
+    assert target.reached(plan.but(attempts=1), HUNDRED, (0, 1, 2, 3)) == fresh
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedcdp.accounting.mechanisms import Gaussian, Nothing, Release, repeated, sequence
+from fedcdp.accounting.mechanisms import Gaussian, Lottery, Nothing, Release, repeated, sequence
 from fedcdp.config.plan import SCALING, Plan
 
 Adversary = Literal["server", "update", "example", "model"]
@@ -61,9 +61,23 @@ class View:
     others: tuple[View, ...] = ()
     """The same row for clients that hold other numbers of records; the largest ε of all is printed."""
 
-    def before(self, multipliers: Iterable[float]) -> Release:
-        """Everything that rounds with these noise multipliers will release, before it is known who takes part."""
-        return _over_rounds(self.a_priori, Counter(multipliers))
+    def before(self, multipliers: Iterable[float], attempts: int = 1) -> Release:
+        """Everything that rounds with these noise multipliers will release, before it is known who takes part.
+
+        With several `attempts` at each round, their choices are not independent: who takes part in a further attempt took
+        part in the one before, or was drawn anew. So a unit counts in all attempts or in none, with `attempts` times the
+        probability of one.
+        """
+
+        def tried(sigma: float) -> Release:
+            once = self.a_priori(sigma)
+            if attempts == 1:
+                return once
+            whole = repeated(self.taken(sigma), attempts)
+            likely = isinstance(once, Lottery) and attempts * once.rate < 1
+            return Lottery(whole, attempts * once.rate) if likely else whole
+
+        return _over_rounds(tried, Counter(multipliers))
 
     def worst(self, multipliers: Iterable[float]) -> Release:
         """The same if the unit takes part in every round."""
@@ -86,6 +100,21 @@ def scaling_releases(plan: Plan, rounds: int | Iterable[int] | None = None) -> i
     if plan.scaling_noise is None:
         return 0
     return 1 if rounds is None or isinstance(rounds, int) else max(1, sum(each == SCALING for each in rounds))
+
+
+def multipliers_by_attempts(plan: Plan, rounds: int | Iterable[int] | None = None) -> dict[int, list[float]]:
+    """σ_t of each released round, by the number of attempts at it.
+
+    Noise on the sum is tried again with those of a round's clients that answered. Any other round is repeated after a crash
+    only, with clients that are drawn anew, and counts as another round.
+    """
+    if plan.attempts == 1 or rounds is None or isinstance(rounds, int):
+        return {1: noise_multipliers(plan, rounds)}
+    tried = Counter(each for each in rounds if each != SCALING)
+    return {
+        attempts: noise_multipliers(plan, [round_ for round_, times in tried.items() if times == attempts])
+        for attempts in sorted(set(tried.values()))
+    }
 
 
 def noise_multipliers(plan: Plan, rounds: int | Iterable[int] | None = None) -> list[float]:

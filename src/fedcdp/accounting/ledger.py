@@ -9,7 +9,8 @@ A plan that scales inputs privately has a release before its first round: round 
 
 A client that joins a deployment between rounds has a line of its own, with its number and the next round:
 `{"joined":5,"round":7,…}`. ε stays that of the population at the start. With more clients, each is drawn less often than
-that population says, and one that joined was not drawn in the rounds before, so the statement holds for all of them.
+that population says, and one that joined was not drawn in the rounds before, so the statement holds for all of them. It does
+not hold for a client that has two numbers, so one that lost its own ledger does not join (`deploy.protocol.roster`).
 
 Guarantees:
 - A release whose `charge` has returned is in the ledger after any crash. A release that was charged but never made stays in

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fedcdp.accounting.adversaries import View, noise_multipliers, scaling_releases
+from fedcdp.accounting.adversaries import View, multipliers_by_attempts, noise_multipliers, scaling_releases
 from fedcdp.accounting.mechanisms import Release, repeated, sequence
 from fedcdp.accounting.population import Population
 from fedcdp.accounting.views import view_of_client, views
@@ -221,8 +221,12 @@ def state(
 
 def epsilon_after(view: View, plan: Plan, rounds: int | Sequence[int], mode: Mode = "tight") -> float:
     """The ε of a row after these rounds, before it is known who takes part in them."""
-    multipliers = noise_multipliers(plan, rounds)
-    return _epsilon(view, lambda row: row.before(multipliers), scaling_releases(plan, rounds), plan.delta, mode)
+    tried = multipliers_by_attempts(plan, rounds)
+
+    def before(row: View) -> Release:
+        return sequence([row.before(multipliers, attempts) for attempts, multipliers in tried.items()])
+
+    return _epsilon(view, before, scaling_releases(plan, rounds), plan.delta, mode)
 
 
 def _epsilon(view: View, release: Callable[[View], Release], scalings: int, delta: float, mode: Mode) -> float:
@@ -260,7 +264,7 @@ def _row(
         most = _epsilon(view, lambda row: row.worst(charged), often, plan.delta, mode)
         used = min(most, _epsilon(view, lambda row: row.used(charged, participations), often, plan.delta, mode))
     # Taking part in every round is the worst case, so its ε holds for all other cases.
-    before = _epsilon(view, lambda row: row.before(multipliers), scalings, plan.delta, mode)
+    before = epsilon_after(view, plan, plan.rounds if rounds is None else rounds, mode)
     return Row(view.adversary, view.unit, view.relation, min(worst, before), used, worst, view.assumption)
 
 

@@ -75,7 +75,12 @@ def opacus(
     sample_rate: Rate = None,
     steps: Steps = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Batch size of the DataLoader, with --records.", show_default=False)
+        int | None,
+        typer.Option(
+            "--batch-size",
+            help="Batch size of the DataLoader, with --records. With drop_last, give --sample-rate.",
+            show_default=False,
+        ),
     ] = None,
     records: Annotated[
         int | None, typer.Option("--records", help="Records, at each client if there are several.", show_default=False)

@@ -108,6 +108,24 @@ def test_nobody_joins_a_hidden_or_a_reproducible_run(plan: dict[str, Any], tmp_p
     assert Ledger.open(tmp_path / "run" / "ledger.jsonl").members == 3
 
 
+def _lose_ledger(grid: LocalGrid, node: int) -> None:
+    """A client has lost its ledger, and Flower knows it as another node now."""
+    (Path(str(grid.nodes[node].config["state-dir"])) / "ledger.jsonl").unlink()
+    _move(grid, node)
+
+
+def test_a_client_that_lost_its_ledger_does_not_join_as_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its records would be at two clients of the ledger, each of which counts half of what they cost."""
+    nodes = make_nodes(tmp_path)
+    for number, node in nodes.items():
+        node.config["client"] = f"hospital {number}"
+    grid = grid_of(nodes)
+    nodes[100].twist = at_round(0, lambda: _lose_ledger(grid, 101))
+    assert serve(grid, experiment(per_round=4), tmp_path / "run", settings(**JOINING, min_clients=3)).ended == "done"
+    assert Ledger.open(tmp_path / "run" / "ledger.jsonl").members == 4
+    assert "node 200 is left out: it has the name or the key of client" in caplog.text
+
+
 def test_a_server_killed_while_a_client_joins_goes_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the roster and the ledger: the roster is first, and no number is used that the ledger lacks."""
     nodes = make_nodes(tmp_path)
@@ -226,6 +244,23 @@ def test_a_member_takes_effect_when_every_owner_has_listed_it(tmp_path: Path, ca
     assert len(rosters) == 14, "no attempt failed over it"
     assert "not all members of the roster know each other's node keys yet" in caplog.text
     assert Ledger.open(tmp_path / "run" / "ledger.jsonl").members == 5
+
+
+@pytest.mark.parametrize("planned", [None, True])
+def test_a_member_of_a_sum_without_its_ledger_does_not_join_again(planned: bool | None, tmp_path: Path) -> None:
+    """It is known by its node key, or by the key that signed its new one."""
+    nodes = sum_nodes(tmp_path)
+    _as_node_folder(tmp_path, 2)
+    grid = LocalGrid(nodes)
+
+    def lose() -> None:
+        if planned:
+            node_keys.rekey(tmp_path / "client-2", planned=True)
+        _lose_ledger(grid, 102)
+
+    nodes[104].twist = at_round(0, lose)
+    serve(grid, sum_experiment(rounds=3), tmp_path / "run", settings(joining=True, **SUMS))
+    assert Ledger.open(tmp_path / "run" / "ledger.jsonl").members == MEMBERS
 
 
 @pytest.mark.parametrize("accepts", [True, False])

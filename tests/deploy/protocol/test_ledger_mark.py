@@ -92,6 +92,20 @@ def test_a_crash_between_line_and_mark_is_accepted(place: tuple[Path, Path], mon
     assert '"lines": 3' in mark.read_text()
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_mark_that_is_a_symbolic_link_is_refused(there: bool, place: tuple[Path, Path]) -> None:
+    """A write would replace the link by a file beside it, on the disk of the ledger, without a word."""
+    state, mark = place
+    lengthen(state, mark)
+    link = state.with_name("client.mark")
+    link.symlink_to(mark if there else mark.with_name("not mounted"))
+    with pytest.raises(RunError, match="symbolic link"):
+        lengthen(state, link)
+    with pytest.raises(RunError, match="symbolic link"), ClientLedger.held(state) as ledger:
+        LedgerMark(link).begin(ledger.path, ledger.member, ledger.digests, forget=True)
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize("damage", ["", "{}", '{"member": "a", "lines": 0, "digest": "b"}', "[1"])
 def test_a_damaged_mark_is_refused(damage: str, place: tuple[Path, Path]) -> None:
     state, mark = place

@@ -103,6 +103,16 @@ def test_a_new_key_is_the_owners_and_deletes_run_keys(site: Site) -> None:
     assert others == {"operator"}
 
 
+def test_run_keys_are_deleted_where_the_node_keeps_them(site: Site, tmp_path: Path) -> None:
+    """Otherwise the new key signs the run key of the old one, which a thief of the state directory has."""
+    node, state = site.node(1), tmp_path / "elsewhere"
+    state.mkdir()
+    node.config.write_text(node.config.read_text().replace('state-dir = "state"', f'state-dir = "{state}"'))
+    (state / "sum-0.key").write_bytes(bytes(32))
+    rekey(node.path)
+    assert not list(state.iterdir())
+
+
 @pytest.mark.parametrize("written", [0, 1, 2])
 def test_after_a_crash_it_can_be_repeated(written: int, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     real, done = node_keys.write_atomically, []

@@ -138,9 +138,11 @@ def test_a_client_that_left_refuses_everything_until_it_comes_back(site: Site) -
     node, task = Node(client_app(policy=ClientPolicy(epsilon=1e6)), config), job(rounds=9).task()
     send(node, messages.publish(task), messages.SUBSCRIBE)
     assert "update" in send(node, ask(task, 0), messages.TRAIN)
-    (place.state / "sum-x.key").write_bytes(b"a run key")
+    private = [place.state / name for name in ("sum-x.key", "features-x-y.safetensors")]
+    for path in private:
+        path.write_bytes(b"a run key, or what frozen layers make of the records")
     assert "has left" in run("leave", place.path)
-    assert not (place.state / "sum-x.key").exists()
+    assert not any(path.exists() for path in private)
     refused = send(node, ask(task, 1), messages.TRAIN).config_records["refused"]
     assert (refused["final"], refused["reason"]) == (True, "this client has left the federation")
     answer = send(node, messages.publish(job().task()), messages.SUBSCRIBE).config_records["answer"]

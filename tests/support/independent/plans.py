@@ -175,7 +175,7 @@ def _plan(random: Random, rounds: int, per_round: int, layers: int) -> Plan:
         fields["noise_slots"] = "held"
     if method.startswith("fed") and random.random() < 0.3:
         fields["scaling_noise"] = math.exp(random.uniform(math.log(0.5), math.log(20)))
-    fields |= _post_processing(Random(repr(fields)))
+    fields |= _post_processing(Random(repr(fields)), fields)
     if secure and random.random() < 0.6:
         fields["colluders"] = random.randint(0, per_round - 1)
         if method != "nonprivate" and method != "dssgd" and per_round > 1 and random.random() < 0.6:
@@ -196,15 +196,25 @@ def _on_the_sum(random: Random, fields: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _post_processing(random: Random) -> dict[str, Any]:
+def _post_processing(random: Random, fields: dict[str, Any]) -> dict[str, Any]:
     """Options on which no ε depends. They have randomness of their own: a plan's number stands for the same mechanism."""
-    return {
+    options = {
         "server_optimizer": random.choice(["sgd", "momentum", "adam", "yogi"]),
         "server_learning_rate": random.choice([1.0, 0.5, "linear(1, 0.1)", "cosine(0.5, 0.01)"]),
         "server_momentum": random.choice([0.0, 0.9]),
         "server_beta2": random.choice([0.0, 0.99]),
         "server_epsilon": random.choice([1e-9, 1e-3, 1.0]),
         "proximal": random.choice([0.0, 0.0, 0.1, 5.0]),
+    }
+    at_server = fields["method"] == "fed-sdp" and fields["noise_at"] == "server"
+    sparse = fields["method"] == "dssgd" or fields["compression"] > 0
+    if fields["secure_aggregation"] or at_server or sparse or fields.get("weighting") == "records":
+        return options
+    groups = random.randint(1, fields["per_round"])
+    return options | {
+        "aggregator": random.choice(["mean", "trimmed-mean", "median-of-means"]),
+        "trim": random.choice([0.01, 0.2, 0.49]),
+        "median_groups": groups,
     }
 
 

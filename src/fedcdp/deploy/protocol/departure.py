@@ -4,7 +4,8 @@
 STATE/left   exists while the client has left
 ```
 
-A client that has left accepts no task, releases nothing, and deletes its run keys. What it has released stays in its ledger.
+A client that has left accepts no task, releases nothing, and deletes its run keys, and the features that it kept of its
+records. What it has released stays in its ledger.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def check_member(state: Path) -> None:
 
 def leave(state: Path) -> None:
     """Leave: from now on everything is refused."""
+    from fedcdp.deploy.protocol.kept_features import forget_features
     from fedcdp.deploy.protocol.sum_keys import forget_keys
 
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(open_unlinked(state / _FILE, os.O_WRONLY | os.O_CREAT))
         forget_keys(state)
+        forget_features(state)
     except OSError as error:
         raise not_written(state / _FILE, error) from error
 

@@ -2,7 +2,8 @@
 
 The layers in front of the first trained one give the same features in every round. A client computes them once and keeps
 them in its state directory, readable by its owner only. They are as confidential as its records: nothing sends them, and
-they are deleted when the run ends, when another task's are kept, or when their layers or records change.
+they are deleted when the run ends, when the client leaves, when another task's are kept, or when their layers or records
+change.
 
 A file is named by a digest of the task, the layers with all their values, and the inputs. It can therefore never stand in
 for other features: what a client releases is the same with and without it.

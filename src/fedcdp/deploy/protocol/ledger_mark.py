@@ -15,6 +15,8 @@ both were restored together, so a backup must not contain both: the owner's poli
 | lacks the marked line, or is missing | present | refused |
 | missing | missing | both begin |
 | present | missing | refused: `begin` makes a mark for a ledger that its owner knows to be the latest |
+
+A mark that is a symbolic link is refused: a write would put a file in the place of the link, on the disk of the link.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class LedgerMark:
 
     def check(self, ledger: Path, member: str, digests: Sequence[str]) -> None:
         """Raise `RunError` unless a ledger with these lines is at least as long as the mark says, and is the same."""
+        self._require_file()
         if not self.path.exists():
             if digests:
                 raise RunError(
@@ -70,9 +73,15 @@ class LedgerMark:
 
     def begin(self, ledger: Path, member: str, digests: Sequence[str], *, forget: bool) -> None:
         """Make a mark for an existing ledger. With `forget`, also for one that is older than an existing mark."""
+        self._require_file()
         if self.path.exists() and not forget:
             self.check(ledger, member, digests)
         self.keep(member, digests)
+
+    def _require_file(self) -> None:
+        """Raise for a symbolic link."""
+        if self.path.is_symlink():
+            raise RunError(f"{self.path} is a symbolic link, which is not followed: name the file itself in ledger_mark")
 
     def _read(self) -> tuple[str, int, str]:
         try:

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -310,7 +310,7 @@ def take_in(
 
     A client of the run is known by its name, also under another node or with another key. Others join at the end of the
     roster if `smallest_records` is given, as many records as each must have; None: nobody joins. `most_records` is as for
-    `subscribe`.
+    `subscribe`. A client that has lost its ledger does not join as a new one: its records would count as those of two.
     """
     mean = task.plan.mean_records if task.plan.weighting == "records" else None
     most = min(most_records or math.inf, (mean or math.inf) * len(roster))
@@ -330,7 +330,24 @@ def take_in(
             _LOG.info("%s is now at node %d", known.title, node)
         elif smallest_records is None:
             _LOG.warning("node %d is left out: the run has begun, and its settings let nobody join", node)
+        elif (earlier := _earlier(members, answer)) is not None:
+            _LOG.warning("node %d is left out: it has the name or the key of %s, but another ledger; ε would count its "
+                         "records as those of two clients", node, earlier.title)  # fmt: skip
         else:
             members.append(_joining(len(members), node, answer))
             _LOG.info("%s joins", members[-1].title)
     return tuple(members), heard
+
+
+def _earlier(members: Sequence[Member], answer: Subscription) -> Member | None:
+    """The member that a newcomer seems to be: it calls itself the same, or has its node key or that key's successor."""
+    keys = set() if answer.key is None else {answer.key.member.node, *(each.old for each in answer.rotations)}
+    return next(
+        (
+            member
+            for member in members
+            if (member.client and member.client == answer.client)
+            or (member.key is not None and member.key.member.node in keys)
+        ),
+        None,
+    )

@@ -33,18 +33,31 @@ class ClientFiles:
         """The files that `node.toml` names, relative to its folder."""
         from fedcdp.deploy.protocol.policy import ClientPolicy
 
-        try:
-            config: dict[str, Any] = parse_toml(read_bounded(node.config, MOST_SETTINGS))
-        except FileNotFoundError:
-            raise DeploymentError(f"{node.path} is not the directory of a node: it has no node.toml") from None
-        except OSError as error:
-            raise DeploymentError(f"{node.config} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise DeploymentError(f"{node.config} is not a TOML file: {error}") from None
+        config = _configuration(node)
         path = config.get("policy")
         policy = ClientPolicy() if path is None else ClientPolicy.read(node.path / str(path))
-        state = node.path / str(config.get("state-dir", node.state.name))
-        return ClientFiles(state, policy, policy.mark_below(node.path))
+        return ClientFiles(_state(node, config), policy, policy.mark_below(node.path))
+
+
+def state_of(node: NodePlace) -> Path:
+    """The directory of a client's state: the one that `node.toml` names, if there is one."""
+    return _state(node, _configuration(node) if node.config.exists() else {})
+
+
+def _state(node: NodePlace, config: dict[str, Any]) -> Path:
+    return node.path / str(config.get("state-dir", node.state.name))
+
+
+def _configuration(node: NodePlace) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = parse_toml(read_bounded(node.config, MOST_SETTINGS))
+    except FileNotFoundError:
+        raise DeploymentError(f"{node.path} is not the directory of a node: it has no node.toml") from None
+    except OSError as error:
+        raise DeploymentError(f"{node.config} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DeploymentError(f"{node.config} is not a TOML file: {error}") from None
+    return config
 
 
 def make_mark(directory: Path, *, forget: bool) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcdp.deploy.site.certificates import new_node_key, require_cryptography
+from fedcdp.deploy.site.client_files import state_of
 from fedcdp.deploy.site.directory import NodePlace
 from fedcdp.errors import DeploymentError
 from fedcdp.files.disk import write_atomically
@@ -71,6 +72,7 @@ def rekey(directory: Path | str, *, planned: bool = False) -> NewKey:
     node = NodePlace(0, Path(directory).absolute())
     if not (node.key.is_file() and node.public_key.is_file()):
         raise DeploymentError(f"{node.path} is not the directory of a node: it has no node.key and node.pub")
+    state = state_of(node)
     pair = new_node_key()
     try:
         identity = read_identity(node.key)
@@ -84,7 +86,7 @@ def rekey(directory: Path | str, *, planned: bool = False) -> NewKey:
             listed = [_own(each, old, pair.public.decode()) for each in entries]
             write_atomically(node.known, list_text(listed).encode(), _SECRET)
         write_atomically(node.public_key, pair.public, _PLAIN)
-        forget_keys(node.state)
+        forget_keys(state)
     except OSError as error:
         raise DeploymentError(f"{error.filename or node.path} cannot be written: {error.strerror}") from error
     except ValueError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedcdp._version import __version__
+from fedcdp.deploy.site.client_files import state_of
 from fedcdp.deploy.site.directory import NodePlace, Site
 from fedcdp.deploy.site.keeper import Keeping
 from fedcdp.deploy.site.operate_file import OperateSettings
@@ -21,7 +22,7 @@ def node_to_keep(directory: Path, server: str, command: Sequence[str], say: Say)
     settings = OperateSettings.read(node.path)
     _require_address(server)
     checked = check_node(node, server)
-    return _keeping("node", node.path, settings, checked, node.state, command, say)
+    return _keeping("node", node.path, settings, checked, state_of(node), command, say)
 
 
 def server_to_keep(directory: Path, command: Sequence[str], say: Say) -> Keeping:
