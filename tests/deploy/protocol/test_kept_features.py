@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 
 from fedcdp.config.experiment import ModelSettings
-from fedcdp.deploy.protocol import kept_features
+from fedcdp.deploy.protocol import kept_features, local_round
 from fedcdp.deploy.protocol.kept_features import KeptFeatures, forget_features, without_front
 from fedcdp.deploy.protocol.server import serve
 from fedcdp.files.tensors import load_tensors
+from fedcdp.models.networks import build
 from tests.support.local_grid import CLIENTS, LocalGrid, experiment, make_nodes, settings
 
 CPU = torch.device("cpu")
@@ -148,3 +150,16 @@ def test_features_that_are_kept_change_no_model(
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name])
+
+
+def test_a_network_is_described_for_a_new_task_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describing some networks takes longer than a round: torch imports a compiler to follow complex numbers."""
+    built = Counter[str]()
+
+    def counting(*given: Any) -> nn.Module:
+        built[torch.get_default_device().type] += 1
+        return build(*given)
+
+    monkeypatch.setattr(local_round, "build", counting)
+    serve(LocalGrid(make_nodes(tmp_path)), experiment(per_round=CLIENTS), tmp_path / "run", settings())
+    assert built == {"meta": CLIENTS, "cpu": CLIENTS * (1 + 3)}

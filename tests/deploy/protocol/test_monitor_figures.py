@@ -11,13 +11,15 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedcdp.accounting.budget import Budget
 from fedcdp.deploy.protocol import messages
 from fedcdp.deploy.protocol.client import client_app
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.monitor_file import FILE, METRICS, PUBLIC, MonitorFile, Tally, read_figures
 from fedcdp.deploy.protocol.policy import ClientPolicy
-from fedcdp.deploy.protocol.server import serve
+from fedcdp.deploy.protocol.server import _Server, serve
 from fedcdp.errors import DefectError
+from fedcdp.training.ledger_check import spent
 from tests.deploy.protocol.test_sum_server import silent_in
 from tests.support.local_grid import OPEN, LocalGrid, Node, experiment, make_nodes, settings
 from tests.support.one_client import ask, job, send
@@ -79,10 +81,42 @@ def test_a_server_shows_its_rounds_and_whom_it_left_out(tmp_path: Path) -> None:
     assert found["fedcdp_left_out_total"] == {"late": 4}
     assert found["fedcdp_run_ended"] == {"done": 1}
     assert found["fedcdp_last_round_seconds"][""] > 0
-    spent, left = found["fedcdp_epsilon_spent"]["server|record"], found["fedcdp_epsilon_left"]["server|record"]
-    assert spent + left == pytest.approx(1e6)
-    assert spent > 0
+    reached, left = found["fedcdp_epsilon_spent"]["server|record"], found["fedcdp_epsilon_left"]["server|record"]
+    assert reached + left == pytest.approx(1e6)
+    assert reached > 0
     assert found["fedcdp_bytes_total"].keys() == {"sent", "received"}
+
+
+def test_a_server_never_shows_an_epsilon_of_earlier_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ε takes long to compute, it is left out for a while: one of fewer rounds would be too small."""
+    checked, shown = iter([True, False, False]), list[float | None]()
+    monkeypatch.setattr(Budget, "_is_cheap", lambda _: next(checked))
+    show = _Server._show
+
+    def seen(*given: Any) -> None:
+        show(*given)
+        shown.append(figures_of(tmp_path / "run").get("fedcdp_epsilon_spent", {}).get("server|record"))
+
+    monkeypatch.setattr(_Server, "_show", seen)
+    wanted = experiment()
+    serve(LocalGrid(make_nodes(tmp_path)), wanted, tmp_path / "run", settings(reproducible=True))
+    assert shown[0] is not None
+    assert shown[1:] == [None, None]
+    ended = figures_of(tmp_path / "run")["fedcdp_epsilon_spent"]["server|record"]
+    told = next(row for row in spent(tmp_path / "run")[1].rows if (row.adversary, row.unit) == ("server", "record"))
+    assert ended == pytest.approx(told.epsilon)
+    assert ended > shown[0]
+
+
+def test_figures_of_a_policy_that_has_changed_do_not_stay(tmp_path: Path) -> None:
+    task = job(rounds=50).task()
+    send(client(tmp_path, ClientPolicy(epsilon=1.0)), messages.publish(task), messages.SUBSCRIBE)
+    assert figures_of(tmp_path / "state")["fedcdp_node_epsilon_left"].keys() == {"server|record"}
+    send(client(tmp_path, ClientPolicy(epsilon=float("inf"))), ask(task, 0), messages.TRAIN)
+    found = figures_of(tmp_path / "state")
+    assert found["fedcdp_node_releases"] == {"": 1}
+    assert not found["fedcdp_node_epsilon_granted"]
+    assert not found["fedcdp_node_epsilon_left"]
 
 
 @pytest.mark.slow

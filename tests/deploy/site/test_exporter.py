@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import socket
+import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,9 +116,70 @@ def test_the_rules_are_yaml(tmp_path: Path) -> None:
     rules = yaml.safe_load((site.monitoring / "alerts.yml").read_text())["groups"][0]["rules"]
     assert len({rule["alert"] for rule in rules}) == len(rules) == 10
     assert all({"expr", "annotations"} <= rule.keys() for rule in rules)
+    assert {rule["labels"]["severity"] for rule in rules} == {"critical", "warning", "info"}
     scraped = yaml.safe_load((site.monitoring / "prometheus.yml").read_text())["scrape_configs"]
     targets = [target for job in scraped for each in job["static_configs"] for target in each["targets"]]
     assert targets == ["127.0.0.1:9400", "127.0.0.1:9401", "127.0.0.1:9402"]
+
+
+# Series of one server, a value for each minute: two hours without a round, from the second minute on little ε is left, the
+# process is down for five minutes and back again, and the certificate expires after 13 days.
+SERIES = {
+    "up": "1x120",
+    "fedcdp_process_running": "1 0x4 1x115",
+    "fedcdp_rounds": "3x120",
+    "fedcdp_rounds_planned": "9x120",
+    "fedcdp_epsilon_spent": "1 9.5x119",
+    "fedcdp_epsilon_left": "9 0.5x119",
+    "fedcdp_certificate_expires_seconds": f"{13 * 86400}x120",
+    "fedcdp_process_restarts_total": "0x60 1+1x59",
+}
+FIRING = {
+    "1m": {"FedcdpBudgetLow", "FedcdpCertificateExpires"},
+    "4m": {"FedcdpBudgetLow", "FedcdpCertificateExpires", "FedcdpProcessDown"},
+    "10m": {"FedcdpBudgetLow", "FedcdpCertificateExpires"},
+    "70m": {"FedcdpBudgetLow", "FedcdpCertificateExpires", "FedcdpNoProgress", "FedcdpRestarts"},
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_the_files_and_the_rules_fire(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    site = write(tmp_path / "site", SiteSettings(nodes=2), experiment_for(2, [{"data": {"dataset": "cancer"}}, OPEN]))
+    rules = yaml.safe_load((site.monitoring / "alerts.yml").read_text())["groups"][0]["rules"]
+    series = [
+        {"series": f'{name}{{job="fedcdp-server", instance="s"}}', "values": values} for name, values in SERIES.items()
+    ]
+    expected = [
+        {"eval_time": when, "alertname": rule["alert"], "exp_alerts": [_alert(rule)] if rule["alert"] in firing else []}
+        for when, firing in FIRING.items()
+        for rule in rules
+    ]
+    case = {
+        "rule_files": [str(site.monitoring / "alerts.yml")],
+        "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": expected}],
+    }
+    (tmp_path / "case.yml").write_text(yaml.safe_dump(case))
+    for command in (["check", "config", "prometheus.yml"], ["test", "rules", str(tmp_path / "case.yml")]):
+        done = subprocess.run(["promtool", *command], cwd=site.monitoring, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _alert(rule: dict[str, Any]) -> dict[str, Any]:
+    """An alert of the one server, as promtool expects it."""
+    labels = rule["labels"] | {"instance": "s", "job": "fedcdp-server"}
+    said = rule["annotations"]["summary"].replace("{{ $labels.instance }}", "s").replace("{{ $labels.file }}", "")
+    return {"exp_labels": labels, "exp_annotations": {"summary": said}}
+
+
+def test_a_client_that_hangs_up_leaves_no_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Endpoint("127.0.0.1", 0, watched(tmp_path)) as endpoint:
+        for request in (b"GET /healthz HTTP/1.0\r\n\r\n", b"\x16\x03\x01", b"GET /metrics HTTP/1.0\r\nA: " + b"x" * 70_000):
+            with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # a reset, not a farewell
+                client.sendall(request)
+        assert get(endpoint.port, "/healthz")[0] == 200
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_damaged_file_leaves_the_process_figures(tmp_path: Path) -> None:

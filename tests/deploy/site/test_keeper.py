@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
 import subprocess
 import sys
@@ -91,6 +92,82 @@ def test_a_killed_keeper_takes_its_program_along(tmp_path: Path) -> None:
     assert not Path(f"/proc/{child}").exists() or _state(child) == "Z"
 
 
+def test_a_signal_during_another_one_is_not_passed_on(tmp_path: Path) -> None:
+    kept, sent = keeper._Kept(keeping(tmp_path, ""), FlowerLog("n", "text")), list[int]()
+
+    class Child:
+        def send_signal(self, number: int) -> None:
+            sent.append(number)
+            kept.pass_on(signal.SIGINT, None)  # it comes before the first one is handled
+
+    kept._child = Child()  # type: ignore[assignment]
+    kept.pass_on(signal.SIGTERM, None)
+    kept.pass_on(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_a_signal_while_the_program_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: int) -> None:
+    """Also while a refused node is started for the second time, and its first process has ended."""
+    monkeypatch.setattr(keeper, "_PAUSE", 0.01)
+    kept, started = (
+        keeper._Kept(
+            keeping(
+                tmp_path, "print('[code: 2004]'); raise SystemExit(1)" if starts > 1 else "import time; time.sleep(600)"
+            ),
+            FlowerLog("n", "text"),
+        ),
+        list[int](),
+    )
+    popen = subprocess.Popen
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        started.append(1)
+        if len(started) == starts:
+            kept.pass_on(signal.SIGTERM, None)
+            given = ([sys.executable, "-c", "import time; time.sleep(600)"],)
+        return popen(*given, **named)
+
+    monkeypatch.setattr(keeper.subprocess, "Popen", interrupted)
+    began = time.monotonic()
+    kept.to_the_end(keeper.Watched("node", "1", tmp_path / "f"))
+    assert time.monotonic() - began < 60
+    assert len(started) == starts
+
+
+def test_under_nohup_a_hangup_ends_nothing(tmp_path: Path) -> None:
+    program = "import time; print('ready', flush=True); time.sleep(600)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does, for the process that it starts
+    try:
+        process = start(keeping(tmp_path, program))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.terminate()
+    process.communicate(timeout=30)
+
+
+def test_a_hangup_is_passed_on_without_nohup(tmp_path: Path) -> None:
+    process = start(keeping(tmp_path, "import time; print('ready', flush=True); time.sleep(600)"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_killed_program_is_told_from_one_that_failed(tmp_path: Path) -> None:
+    process = start(keeping(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "node-1 was killed: signal 9 (Killed)" in said
+    assert "out of memory" in said
+
+
 def _state(process: int) -> str:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -154,6 +231,31 @@ def test_json_lines_rotate_and_stay_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(each.stat().st_mode) == 0o600
         assert each.stat().st_size <= 10_000
     assert json.loads(path.read_text().splitlines()[-1])["message"] == "line 399 of 100 %s %d"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full plays a full disk")
+def test_a_full_disk_behind_standard_output_does_not_stop_a_node(tmp_path: Path) -> None:
+    """It would stop at the first full pipe, without a word, if its lines were no longer read."""
+    done = tmp_path / "done"
+    program = (
+        f"import pathlib\nfor _ in range(3000): print('x' * 100)\npathlib.Path({str(done)!r}).touch(); raise SystemExit(3)"
+    )
+    package = str(Path(keeper.__file__).parents[2])
+    command = [sys.executable, "-P", "-c", keeper._BARE, package, json.dumps(asdict(keeping(tmp_path, program)))]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.DEVNULL, timeout=60, check=False)
+    assert done.exists()
+    assert ended.returncode in (3, 120)  # Python adds 120 if it cannot flush its standard output at the end
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    package = str(Path(keeper.__file__).parents[2])
+    given = keeping(tmp_path, "", log_file=str(tmp_path / "log"), log_bytes=10_000, log_files=1)
+    command = [sys.executable, "-P", "-c", keeper._BARE, package, json.dumps(asdict(given))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr == f"fedcdp: log-file: {tmp_path / 'log'} cannot be written: Is a directory\n"
 
 
 def test_text_lines_are_as_flower_writes_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcdp.deploy.site.processes import Supervisor
+from fedcdp.deploy.site.processes import Supervisor, ended_by_signals
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's process tree")
 
@@ -95,6 +95,18 @@ def test_all_end_when_their_starter_is_killed_also_those_that_do_not_want_to(tmp
     process.wait()
     process.stdout.close()
     assert _wait(lambda: not _runs(child) and not _runs(orphan))
+
+
+def test_under_nohup_a_hangup_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt), ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_output_is_appended_to_the_log(tmp_path: Path) -> None:

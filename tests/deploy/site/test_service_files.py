@@ -23,7 +23,7 @@ from flwr.superlink.routers.fleet.router import router as fleet_router
 
 from fedcdp.deploy.site import service_files
 from fedcdp.deploy.site.directory import CONTROL_PORT, Site, SiteSettings
-from fedcdp.deploy.site.service_files import FLEET_CALLS, SERVER, WAYS, control_port_for
+from fedcdp.deploy.site.service_files import FLEET_CALLS, SERVER, WAYS, ServiceFiles, control_port_for
 from fedcdp.deploy.site.writer import experiment_for, write
 from fedcdp.errors import DeploymentError
 from tests.cli.conftest import Cli, cli, workplace
@@ -130,10 +130,34 @@ def test_containers_are_closed(site: Site) -> None:
         assert each["cap_drop"] == ["ALL"]
         assert each["security_opt"] == ["no-new-privileges:true"]
         assert not {"privileged", "ports", "cap_add", "devices", "secrets", "pid", "ipc"} & each.keys()
-        assert re.fullmatch(r"[a-z/]+:[0-9][\w.-]*(-\$\{FEDCDP_VARIANT:-cpu\})?", each["image"]), each["image"]
+        own, other = r"fedcdp:[0-9][\w.-]*-\$\{FEDCDP_VARIANT:-cpu\}", r"\$\{FEDCDP_PROXY_IMAGE:-nginx:[0-9][\w.-]*\}"
+        assert re.fullmatch(f"{own}|{other}", each["image"]), each["image"]
         assert set(each.get("environment", {})) <= {"FEDCDP_SERVER"}
     assert services[f"{SERVER}-proxy"]["network_mode"] == f"service:{SERVER}"
     assert "network_mode" not in services[SERVER]
+
+
+@pytest.mark.parametrize(("dataset", "closed"), [("cancer", True), ("mnist", False)])
+def test_containers_reach_each_other_only_unless_they_download(tmp_path: Path, dataset: str, closed: bool) -> None:
+    wanted = experiment_for(2, [{"data": {"dataset": dataset}}])
+    files = ServiceFiles(
+        site=Site(tmp_path),
+        settings=SiteSettings(nodes=2, control_port=CONTROL_PORT),
+        experiment=wanted,
+        nodes=Site(tmp_path).nodes(2),
+        ways=["compose"],
+    )
+    text = next(content for path, content, _ in files.files() if path.name == "compose.yaml")
+    networks = yaml.safe_load(text).get("networks", {})
+    assert networks == ({"default": {"internal": True}} if closed else {})
+
+
+def test_images_of_others_can_be_pinned_in_one_place(site: Site) -> None:
+    settings = dict(line.split("=") for line in (site.path / ".env").read_text().splitlines() if line[0] != "#")
+    text = (site.path / "compose.yaml").read_text()
+    for name in ("FEDCDP_BASE", "FEDCDP_PROXY_IMAGE"):
+        assert f"${{{name}:-{settings[name]}}}" in text
+    assert f"ARG BASE={settings['FEDCDP_BASE']}" in (site.path / "container" / "Dockerfile").read_text()
 
 
 def test_what_containers_mount_exists_and_is_no_more_than_theirs(site: Site) -> None:
@@ -259,6 +283,10 @@ def test_pods_mount_volumes_that_exist_and_scripts_that_can_be_run(site: Site) -
     assert server["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
     assert server["NetworkPolicy"]["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": "nodes"}]}]
     node = _kubernetes(site.node(1).path / "kubernetes.yaml")
+    assert "ingress" not in node["NetworkPolicy"]["spec"], "nobody reaches a node"
+    assert node["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    (allowed,) = node["NetworkPolicy"]["spec"]["egress"]
+    assert [each["port"] for each in allowed["ports"]] == [53, 53, 9443]
     assert node["ConfigMap"]["data"]["start-node-1.sh"] == (site.path / "start-node-1.sh").read_text()
 
 

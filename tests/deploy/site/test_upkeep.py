@@ -20,9 +20,11 @@ from fedcdp.deploy.protocol import messages
 from fedcdp.deploy.protocol.client_ledger import ClientLedger
 from fedcdp.deploy.protocol.known_nodes import KnownNodes
 from fedcdp.deploy.site import certificates
-from fedcdp.deploy.site.directory import Site, SiteSettings
+from fedcdp.deploy.site.directory import CONTROL_PORT, Site, SiteSettings
+from fedcdp.deploy.site.new_node import add_node
 from fedcdp.deploy.site.preflight import certificates_in, check_node, check_server, seconds_ahead
 from fedcdp.deploy.site.writer import experiment_for, write
+from fedcdp.errors import DeploymentError
 from tests.deploy.site.test_preflight import Server
 from tests.support.local_grid import Node
 from tests.support.one_client import ask, job, send
@@ -172,6 +174,10 @@ def test_one_more_node_is_written_for_its_owner(
     plan = {"rounds": 2, "secure_aggregation": True} if sums else {"method": "fed-cdp", "rounds": 2, "noise_multiplier": 1.0}
     given = [{"data": {"dataset": "cancer"}, "plan": plan}]
     site = write(tmp_path / "site", SiteSettings(nodes=3), experiment_for(3, given))
+    with pytest.raises(
+        DeploymentError, match=r"^client_epsilon: -1 is not allowed; it must be above 0, or inf for no limit$"
+    ):
+        add_node(site, "riverside", -1.0)
     others = {path: path.read_bytes() for path in site.path.glob("node-*/*") if path.is_file()}
     assert "joining = true" in run("add", site.path, "--client", "riverside")
     node = site.node(4)
@@ -188,5 +194,21 @@ def test_one_more_node_is_written_for_its_owner(
     if sums:
         assert [each.name for each in KnownNodes.read(node.known).nodes.values()][-1] == "node-4-riverside"
         assert len(KnownNodes.read(node.known).nodes) == 4
+    assert not list(node.path.glob("*.yaml")), "nor files of services, which this deployment has none of"
     site.settings_file.write_text(site.settings_file.read_text().replace("nodes = 4", "nodes = 3"))
     assert "already exists" in failed(monkeypatch, capsys, "add", site.path, "--client", "riverside")
+
+
+def test_one_more_node_gets_the_service_files_that_others_have(tmp_path: Path) -> None:
+    settings = SiteSettings(nodes=1, host="fl.example.org", control_port=CONTROL_PORT)
+    ways = ["systemd", "kubernetes"]
+    site = write(tmp_path / "site", settings, experiment_for(1, [{"data": {"dataset": "cancer"}}]), ways=ways)
+    before = {path: path.read_bytes() for path in site.path.rglob("*") if path.is_file()}
+    node = add_node(site, "riverside")
+    written = {path for path in site.path.rglob("*") if path.is_file()} - before.keys()
+    assert {path.name for path in written} >= {"fedcdp-node-2.service", "kustomization.yaml", "kubernetes.yaml"}
+    unit = (site.path / "systemd" / "fedcdp-node-2.service").read_text()
+    assert f"ExecStart=/srv/fedcdp/start-{node.name}.sh\n" in unit
+    assert f"start-{node.name}.sh: |" in (node.path / "kubernetes.yaml").read_text()
+    changed = {path.name for path, content in before.items() if path.read_bytes() != content}
+    assert changed == {"deployment.toml"}, "what operators may have edited stays as it is"

@@ -159,6 +159,36 @@ def test_a_supernode_gives_tasks_to_its_own_warm_process_only(tmp_path: Path) ->
 
 
 @needs_flower
+def test_the_secret_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """A node that is killed cannot delete what it has written."""
+    program = tmp_path / "supernode.py"
+    told = tmp_path / "told"
+    program.write_text(
+        "import sys, time\nfrom pathlib import Path\n"
+        "place = sys.argv[sys.argv.index('--superexec-auth-secret-file') + 1]\n"
+        f"Path({str(told)!r}).write_bytes(place.encode() + b' ' + Path(place).read_bytes())\ntime.sleep(0.5)\n"
+    )
+    (tmp_path / "temp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
+    monkeypatch.setattr(warm_node.supernode, "__file__", str(program))
+    monkeypatch.setattr(warm_node, "_import_code", lambda: None)
+    seen: list[bytes] = []
+    serve = warm_node._serve
+
+    def see(address: str, node: Any, children: set[int], secret: bytes) -> None:
+        seen.append(secret)
+        serve(address, node, children, secret)
+        assert not list((tmp_path / "temp").iterdir())
+
+    monkeypatch.setattr(warm_node, "_serve", see)
+    assert warm_node.run_node(port, 0.5, []) == 0
+    place, _, secret = told.read_bytes().partition(b" ")
+    assert place.startswith(b"/dev/fd/")
+    assert [secret] == seen
+    assert len(secret) == 32
+
+
+@needs_flower
 def test_a_signal_ends_the_supernode_and_the_message_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:

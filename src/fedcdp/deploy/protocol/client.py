@@ -35,6 +35,7 @@ from fedcdp.deploy.protocol.local_round import (
     LocalTraining,
     NetworkFunction,
     Round,
+    check_described,
     check_network,
     imported,
     name_of_client,
@@ -163,7 +164,9 @@ class _Client:
                 raise RefusedError(reason, kind="policy")
             number, loss = _number(task, context), self._loss_for(task)
             data, table = records_of(self._data, context, task)
-            network = network_for(task, self._network_of(context))
+            if (own := self._network_of(context)) is None:
+                check_described(task)
+            network = network_for(task, own)
             layout, constants = tensors_of(Layout.of(network)), constants_of(network)
             facts = Facts(len(data), data.shape, data.outputs or 0, layout, constants, data.task, table)
             with _held(context, policy) as ledger:

@@ -141,15 +141,22 @@ NetworkFunction = Callable[[Task], nn.Module]
 
 def network_for(task: Task, own: NetworkFunction | None = None) -> nn.Module:
     """The network that a task names, or that the client's own function builds for it. Its weights come from the server."""
-    if own is not None:
-        return _standardising(own(task), task)
-    if ":" not in task.network:
-        # Do not allocate its values yet: a server may claim that a small network has a billion classes.
-        with torch.device("meta"):
-            described = _standardising(build(task.network, task.shape, task.classes, task.activation), task)
-        if not task.fits(Layout.of(described)):
-            raise RefusedError(f"the network {task.network} has other tensors here than in the task, or in another order")
-    return _standardising(build(task.network, task.shape, task.classes, task.activation), task)
+    network = build(task.network, task.shape, task.classes, task.activation) if own is None else own(task)
+    return _standardising(network, task)
+
+
+def check_described(task: Task) -> None:
+    """Refuse a task whose network is another one here, before its values are allocated.
+
+    A server may claim that a small network has a billion classes. Networks of the client's own code are not described: they
+    may compute anything. Some take a second, so a client describes the network of a new task only.
+    """
+    if ":" in task.network:
+        return
+    with torch.device("meta"):
+        described = network_for(task)
+    if not task.fits(Layout.of(described)):
+        raise RefusedError(f"the network {task.network} has other tensors here than in the task, or in another order")
 
 
 def check_network(task: Task, network: nn.Module, data: Dataset, loss: Loss) -> None:

@@ -100,10 +100,10 @@ class Tally:
         series[_key(name, "counter", labels)] = series.get(_key(name, "counter", labels), 0.0) + by
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Set a gauge. A value that is not finite is not shown."""
-        key = _key(name, "gauge", labels)
+        """Set a gauge; its series of earlier times are removed. A value that is not finite is not shown."""
+        key, series = _key(name, "gauge", labels), self.gauges.setdefault(name, {})
         if math.isfinite(value):
-            self.gauges.setdefault(name, {})[key] = float(value)
+            series[key] = float(value)
 
     def forget(self, name: str) -> None:
         """Remove all series of a gauge."""

@@ -15,7 +15,9 @@ from fedcdp.errors import PlanError
 
 
 def note_ledger(tally: Tally, policy: ClientPolicy, ledger: ClientLedger) -> None:
-    """Note the figures. A policy without a limit has no ε to show."""
+    """Note the figures. A policy without a limit has no ε to show, and none that it had before stays."""
+    for name in ("granted", "reserved", "left"):
+        tally.forget(f"fedcdp_node_epsilon_{name}")
     tally.set("fedcdp_node_tasks", len(ledger.tasks))
     tally.set("fedcdp_node_releases", sum(len(each.releases) for each in ledger.tasks.values()))
     for grant in policy.grants:

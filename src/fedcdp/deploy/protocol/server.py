@@ -316,6 +316,10 @@ class _Server:
             _LOG.info("every round takes %g s (round-timeout): its duration must not reveal who took part",
                       self._settings.round_timeout)  # fmt: skip
         outcome = self._rounds(strategy, budget)
+        total = Tally()
+        total.set("fedcdp_releases", len(strategy.releases.charges))
+        self._show_spent(total, budget.spent_by(strategy.releases.rounds, always=True))
+        MonitorFile(self._directory.path).add(total, hidden=self._hidden)
         strategy.say_ended(self._grid)
         return outcome
 
@@ -422,12 +426,18 @@ class _Server:
         tally.count("fedcdp_answers_total", by=len(strategy.admitted))
         if not plan.hides_members:
             tally.set("fedcdp_last_round_seconds", seconds)
+        self._show_spent(tally, budget.spent_by(strategy.releases.rounds))
+        MonitorFile(self._directory.path).add(tally, hidden=self._hidden)
+
+    def _show_spent(self, tally: Tally, spent: float | None) -> None:
+        """ε so far. One that is not known is not shown: an earlier one would be too small."""
         run = self._experiment.run
-        if (spent := budget.spent_by(strategy.releases.rounds)) is not None:
+        for name in ("fedcdp_epsilon_spent", "fedcdp_epsilon_left"):
+            tally.forget(name)
+        if spent is not None:
             tally.set("fedcdp_epsilon_spent", spent, run.adversary, run.unit)
             if run.max_epsilon is not None:
                 tally.set("fedcdp_epsilon_left", max(0.0, run.max_epsilon - spent), run.adversary, run.unit)
-        MonitorFile(self._directory.path).add(tally, hidden=self._hidden)
 
     def _show_progress(self, tally: Tally, state: State) -> None:
         tally.set("fedcdp_rounds", state.round)

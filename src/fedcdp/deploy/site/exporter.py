@@ -112,6 +112,9 @@ class _MonitorServer(ThreadingHTTPServer):
         self.address_family = family
         super().__init__(address, handler)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has hung up is no news; Python would write a traceback into the log."""
+
 
 def _handler(watched: Watched) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):

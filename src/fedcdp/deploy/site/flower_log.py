@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from io import TextIOWrapper
 from logging import LogRecord, getLevelName, getLevelNamesMapping
 from logging.handlers import RotatingFileHandler
@@ -54,7 +55,8 @@ class FlowerLog:
             plain = json.dumps({"time": now, "level": level, "source": self._source, "message": message.strip()})
         with self._lock:
             if self._file is None:
-                print(plain, flush=True)
+                with suppress(OSError):  # a full disk or a reader that is gone must not stop a node
+                    print(plain, flush=True)
             else:
                 number = getLevelNamesMapping().get(level, 20)
                 self._file.emit(LogRecord(getLevelName(number), number, "", 0, plain, (), None))

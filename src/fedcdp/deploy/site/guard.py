@@ -49,6 +49,11 @@ def descendants(root: int, but: Set[int] = frozenset()) -> Known:
     return found
 
 
+def is_hangup_ignored(number: int) -> bool:
+    """Whether this is SIGHUP, and `nohup` or a service manager has told this process to ignore it."""
+    return number == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def signal_group(group: int, number: signal.Signals) -> None:
     """Send a signal to a process group, if it exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

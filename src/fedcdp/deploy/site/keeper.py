@@ -13,6 +13,7 @@ Flower: `become` starts it without the package's `__init__`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from typing import NoReturn
 
 from fedcdp.deploy.site.exporter import Endpoint, Watched
 from fedcdp.deploy.site.flower_log import FlowerLog
+from fedcdp.deploy.site.guard import is_hangup_ignored
 
 PATIENCE = 90.0
 """Seconds for which a refused node is started again: the server needs a minute to notice that it was gone."""
@@ -106,14 +108,19 @@ def main(settings: str) -> None:
 
 
 def keep(keeping: Keeping) -> int:
-    """Keep the program until it ends; return its exit status."""
+    """Keep the program until it ends; return its exit status, or 2 if it was not started."""
     path = Path(keeping.log_file) if keeping.log_file else None
-    log = FlowerLog(keeping.name, keeping.log_format, path, keeping.log_bytes, keeping.log_files)
+    try:
+        log = FlowerLog(keeping.name, keeping.log_format, path, keeping.log_bytes, keeping.log_files)
+    except OSError as error:
+        print(f"fedcdp: log-file: {path} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 2
     kept = _Kept(keeping, log)
     watched = Watched(keeping.role, keeping.version, Path(keeping.figures), dict(keeping.expiries), kept.running)
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-            signal.signal(number, kept.pass_on)
+            if not is_hangup_ignored(number):
+                signal.signal(number, kept.pass_on)
         if keeping.listen:
             host, _, port = keeping.listen.rpartition(":")
             try:
@@ -130,21 +137,23 @@ class _Kept:
     def __init__(self, keeping: Keeping, log: FlowerLog) -> None:
         self._keeping, self._log = keeping, log
         self._child: subprocess.Popen[str] | None = None
-        self._signals: list[int] = []
+        self._ending = False
+        self._passed_on = itertools.count()  # `next` of it is one step, also for a signal that comes during another one
         self._last: deque[str] = deque(maxlen=_REMEMBERED)
 
     def running(self) -> bool:
         """Whether Flower's program runs."""
-        return self._child is not None and self._child.poll() is None
+        child = self._child  # the main thread may forget it at any moment
+        return child is not None and child.poll() is None
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """A signal ends the program in order; the second one of a kind would end it without."""
-        if not self._signals and self._child is not None:
+        """A signal ends the program in order; a second one would end it without."""
+        self._ending = True
+        if self._child is not None and next(self._passed_on) == 0:
             self._child.send_signal(number)
-        self._signals.append(number)
 
     def _is_ending(self) -> bool:
-        return bool(self._signals)
+        return self._ending
 
     def to_the_end(self, watched: Watched) -> int:
         """Run the program, again where the server only needs time; return the status of the last run."""
@@ -165,7 +174,9 @@ class _Kept:
             if self._is_ending():
                 return 0
             watched.restarts += 1
-        if status:
+        if status < 0:
+            self._log.say("ERROR", f"{self._keeping.name} was killed: {reason_of_signal(-status)}")
+        elif status:
             self._log.say("ERROR", f"{self._keeping.name} ended with status {status}: {reason(self._last)}")
         return status if status >= 0 else 128 - status
 
@@ -181,11 +192,12 @@ class _Kept:
             started, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             start_new_session=True,  # a terminal's Ctrl-C comes to this process only, which passes it on once
         )  # fmt: skip
-        if self._is_ending():  # a signal came before there was a child
+        if self._is_ending() and next(self._passed_on) == 0:  # a signal came before there was a child
             self._child.terminate()
         reader = threading.Thread(target=self._read, args=(self._child,), daemon=True)
         reader.start()
         status = self._child.wait()
+        self._child = None
         reader.join(2.0)  # what Flower's program started may hold the pipe a little longer
         return status
 
@@ -194,6 +206,14 @@ class _Kept:
         for line in child.stdout:
             self._last.append(line)
             self._log.line(line)
+
+
+def reason_of_signal(number: int) -> str:
+    """Why a signal ended Flower's program, which was not passed on by this process."""
+    name = signal.strsignal(number) or "unknown"
+    if number == signal.SIGKILL:
+        return f"signal {number} ({name}); unless somebody did it, the machine has run out of memory (see the kernel's log)"
+    return f"signal {number} ({name})"
 
 
 def reason(lines: Sequence[str] | deque[str]) -> str:

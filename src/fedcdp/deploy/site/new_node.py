@@ -1,4 +1,4 @@
-"""One more node for a deployment that exists: its folder and its start script, for a client that joins the run."""
+"""One more node for a deployment that exists, for a client that joins: its folder, its start script, its service files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fedcdp.deploy.site.certificates import new_node_key, require_cryptography
 from fedcdp.deploy.site.directory import MOST_NODES, NodePlace, Site
 from fedcdp.deploy.site.node_keys import ListedNode, list_text
 from fedcdp.deploy.site.scripts import node_script, render
+from fedcdp.deploy.site.service_files import ServiceFiles, ways_of
 from fedcdp.deploy.site.writer import operate_text, policy_text, write_new
 from fedcdp.errors import DeploymentError
 from fedcdp.files.disk import write_atomically
@@ -44,6 +45,8 @@ def add_node(site: Site, client: str = "", client_epsilon: float | None = None) 
     if experiment.plan.sums:
         known = [*_listed(site, settings.nodes), ListedNode(node.name, key.public.decode(), "operator")]
         files.append((node.known, list_text(known).encode(), _SECRET))
+    services = ServiceFiles(site=site, settings=settings, experiment=experiment, nodes=[node], ways=ways_of(site))
+    files += services.files_of(node)
     try:
         for path, content, mode in files:
             write_new(path, content, mode)

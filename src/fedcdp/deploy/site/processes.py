@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from fedcdp.deploy.site import guard
-from fedcdp.deploy.site.guard import LINUX, descendants, processes, signal_group
+from fedcdp.deploy.site.guard import LINUX, descendants, is_hangup_ignored, processes, signal_group
 from fedcdp.files.disk import open_unlinked
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -140,12 +140,12 @@ class Supervisor:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the enclosed work in order, as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP end the enclosed work in order, as Ctrl-C does. Under `nohup`, SIGHUP stays ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise KeyboardInterrupt
 
-    with _handled(stop, signal.SIGTERM, signal.SIGHUP):
+    with _handled(stop, *(each for each in (signal.SIGTERM, signal.SIGHUP) if not is_hangup_ignored(each))):
         yield
 
 

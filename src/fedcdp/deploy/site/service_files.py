@@ -48,6 +48,7 @@ _USER = 10001  # of the image
 _BASE = "python:3.11-slim-bookworm"  # of Python 3.11, for which the lists of requirements are
 _PROXY_IMAGE = "nginx:1.28-alpine-slim"
 _SYSTEMD_PLACE, _SYSTEMD_PROGRAMS = "/srv/fedcdp", "/opt/fedcdp/bin"
+_INCLUDED = ("cancer", "mnist5k")  # datasets that no container has to download
 _PLAIN, _PROGRAM = 0o644, 0o755
 
 File = tuple[Path, bytes, int]
@@ -86,6 +87,12 @@ class ServiceFiles:
         texts = [*self._of_proxy(), *self._of_containers(), *self._of_compose(), *self._of_systemd(), *self._of_kubernetes()]
         return [(path, text.encode(), _PROGRAM if path.suffix == ".sh" else _PLAIN) for path, text in texts]
 
+    def files_of(self, node: NodePlace) -> list[File]:
+        """The files of one more node: its unit and its manifests. Those of the server stay as its operator has made them."""
+        texts = [self._unit_of(node)] if "systemd" in self.ways else []
+        texts += self._manifests_of(node) if "kubernetes" in self.ways else []
+        return [(path, text.encode(), _PLAIN) for path, text in texts]
+
     @property
     def _in_containers(self) -> bool:
         return "compose" in self.ways or "kubernetes" in self.ways
@@ -106,9 +113,11 @@ class ServiceFiles:
         if "compose" in self.ways:
             data = self.experiment.data
             read = [str(path) for path in (data.file, data.columns) if path is not None]  # by the server
-            yield self.site.path / "compose.yaml", self._render("compose.yaml", server_data=read)
+            internal = data.file is not None or data.dataset in _INCLUDED
+            values = {"server_data": read, "base": _BASE, "internal": internal}
+            yield self.site.path / "compose.yaml", self._render("compose.yaml", **values)
             owner = f"{os.getuid()}:{os.getgid()}" if os.getuid() else f"{_USER}:{_USER}"  # never root
-            yield self.site.path / ".env", render("compose.env", owner=owner)
+            yield self.site.path / ".env", self._render("compose.env", owner=owner, base=_BASE)
 
     def _of_systemd(self) -> Iterator[tuple[Path, str]]:
         if "systemd" in self.ways:
@@ -117,7 +126,10 @@ class ServiceFiles:
             yield folder / f"{SERVER}.service", self._unit("server")
             yield folder / f"{SERVER}-proxy.service", self._unit("proxy", capability=privileged)
             for node in self.nodes:
-                yield folder / f"fedcdp-node-{node.number}.service", self._unit("node", node=node)
+                yield self._unit_of(node)
+
+    def _unit_of(self, node: NodePlace) -> tuple[Path, str]:
+        return self.site.path / "systemd" / f"fedcdp-node-{node.number}.service", self._unit("node", node=node)
 
     def _unit(self, name: str, capability: str = "", node: NodePlace | None = None) -> str:
         return render(
@@ -133,13 +145,16 @@ class ServiceFiles:
         if "kubernetes" in self.ways:
             yield self.site.path / "kustomization.yaml", self._render("kustomization-server.yaml")
             yield self.site.path / "kubernetes" / "server.yaml", self._render("kubernetes-server.yaml")
-            secret = ["node.key", "node.toml", "policy.toml", "operate.toml", "ca.pem"]
-            secret += ["roster.toml"] if self.experiment.plan.sums else []
             for node in self.nodes:
-                script, port = node_script(self.settings, node.number, node.name), runtime_port(node.number)
-                values = {"node": node, "files": secret, "script": script, "runtime_port": port}
-                yield node.path / "kustomization.yaml", self._render("kustomization-node.yaml", **values)
-                yield node.path / "kubernetes.yaml", self._render("kubernetes-node.yaml", **values)
+                yield from self._manifests_of(node)
+
+    def _manifests_of(self, node: NodePlace) -> Iterator[tuple[Path, str]]:
+        secret = ["node.key", "node.toml", "policy.toml", "operate.toml", "ca.pem"]
+        secret += ["roster.toml"] if self.experiment.plan.sums else []
+        script, port = node_script(self.settings, node.number, node.name), runtime_port(node.number)
+        values = {"node": node, "files": secret, "script": script, "runtime_port": port}
+        yield node.path / "kustomization.yaml", self._render("kustomization-node.yaml", **values)
+        yield node.path / "kubernetes.yaml", self._render("kubernetes-node.yaml", **values)
 
     def _render(self, name: str, **values: object) -> str:
         usual = {
@@ -160,6 +175,12 @@ class ServiceFiles:
         address = f"https://127.0.0.1:{self.settings.control_port}/health"
         context = "ssl.create_default_context(cafile='/deployment/authority/ca.pem')"
         return f"import ssl, urllib.request; urllib.request.urlopen('{address}', context={context}, timeout=5)"
+
+
+def ways_of(site: Site) -> list[str]:
+    """The ways of running services for which a deployment has files."""
+    marks = {"compose": "compose.yaml", "systemd": "systemd", "kubernetes": "kubernetes"}
+    return [way for way, name in marks.items() if (site.path / name).exists()]
 
 
 def require_ways(ways: Collection[str]) -> None:

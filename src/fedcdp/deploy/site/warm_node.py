@@ -29,11 +29,9 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -75,22 +73,33 @@ def run_node(port: int, pause: float, arguments: Sequence[str]) -> int:
 
 def _run(port: int, pause: float, arguments: Sequence[str]) -> int:
     command = [sys.executable, "-P", supernode.__file__, str(os.getpid()), str(pause)]
-    with tempfile.TemporaryDirectory() as place:  # readable by its owner only
-        secret = Path(place) / "secret"
-        secret.write_bytes(secrets.token_bytes(32))
-        about = ["--isolation", "process", "--port", str(port), "--superexec-auth-secret-file", str(secret)]
+    secret = secrets.token_bytes(32)
+    with _readable(secret) as pipe:
+        about = ["--isolation", "process", "--port", str(port), "--superexec-auth-secret-file", f"/dev/fd/{pipe}"]
         # Its own session: a terminal's Ctrl-C reaches this process only, which ends the SuperNode once.
-        node = subprocess.Popen([*command, *arguments, *about], start_new_session=True)
-        children = set[int]()
-        try:
-            with ended_by_signals():
-                _import_code()
-                _serve(f"127.0.0.1:{port}", node, children, secret.read_bytes())
-        except KeyboardInterrupt:
-            _LOG.info("the node is told to end")
-        finally:
-            _end(node, children)
+        node = subprocess.Popen([*command, *arguments, *about], start_new_session=True, pass_fds=[pipe])
+    children = set[int]()
+    try:
+        with ended_by_signals():
+            _import_code()
+            _serve(f"127.0.0.1:{port}", node, children, secret)
+    except KeyboardInterrupt:
+        _LOG.info("the node is told to end")
+    finally:
+        _end(node, children)
     return node.returncode
+
+
+@contextlib.contextmanager
+def _readable(secret: bytes) -> Iterator[int]:
+    """A pipe from which another process reads a secret once: no file holds it, also after a crash."""
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, secret)
+        os.close(writing)
+        yield reading
+    finally:
+        os.close(reading)
 
 
 def _import_code() -> None:

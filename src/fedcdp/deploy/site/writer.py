@@ -60,6 +60,8 @@ def policy_text(experiment: Experiment, epsilon: float | None, records: int | No
     """
     from fedcdp.deploy.protocol.policy import effective_noise
 
+    if epsilon is not None and not epsilon > 0:
+        raise DeploymentError(f"client_epsilon: {epsilon:g} is not allowed; it must be above 0, or inf for no limit")
     plan, run = experiment.plan, experiment.run
     granted = needed_epsilon(experiment, records) if epsilon is None else epsilon
     return render(
