@@ -118,7 +118,7 @@ class Noise(ABC):
 
     def _tree(self, purpose: str, round_: int, clients: Tensor, step: int, slot: int, deviation: float) -> Tree:
         drawn = self._unit(purpose, round_, clients, step, slot, self.layout.size)
-        return self.layout.unflatten(drawn * deviation)
+        return self.layout.unflatten(drawn.mul_(deviation))
 
     def sources(self, round_: int, step: int) -> list[tuple[int, int, int, int]] | None:  # noqa: ARG002
         """The sources from which `StepNoise` draws the noise of a local step; None if this noise has none."""

@@ -3,7 +3,8 @@
 No generator object is ever advanced, so a value does not depend on the engine, on how clients are grouped into chunks, or
 on the machine. The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
 the one that NumPy, cuRAND and Triton use. It is written in tensor operations, so a GPU draws for all clients at once, and
-in NumPy operations for a CPU.
+in NumPy operations for a CPU. A CPU that draws much goes on with the same values from a compiled program
+(`cpu_randomness`).
 
 A stream is named by its purpose ("noise", "records", ...). Streams have unrelated keys and hence never share a value.
 """
@@ -21,13 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Words = NDArray[np.int64]
+from fedcdp.mechanism.cpu_randomness import TURN, Drawing, Normals, Words
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
-_TURN = 2.0**-32 * 2 * math.pi
 _HALF, _LOWER = np.uint64(32), np.uint64(_MASK)
 _PIECE = 2**14  # blocks that a CPU draws at once, few enough to stay in its cache
 _TRITON = find_spec("triton") is not None
@@ -49,7 +49,8 @@ def philox(key: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Te
     counters = [torch.as_tensor(c, dtype=torch.int64) for c in counter]
     if any(c.device.type != "cpu" for c in counters):
         return _philox_on_device(key, *counters)
-    return [torch.from_numpy(word) for word in _philox_by_numpy(key, *(c.numpy() for c in counters))]
+    places = math.prod(torch.broadcast_shapes(*(c.shape for c in counters)))
+    return [torch.from_numpy(word) for word in _drawing.of(places).words(key, *(c.numpy() for c in counters))]
 
 
 def _philox_on_device(key: int | tuple[Tensor, Tensor], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
@@ -67,7 +68,7 @@ def _philox_on_device(key: int | tuple[Tensor, Tensor], c0: Tensor, c1: Tensor, 
 
 
 def _philox_by_numpy(key: int, *counter: Words | int) -> list[Words]:
-    """The same words on a CPU in half the time: both halves of a round are computed at once and in place."""
+    """The same words in half the time, on a CPU: both halves of a round are computed at once and in place."""
     shape = np.broadcast_shapes(*(np.shape(c) for c in counter))
     even, odd, product = (np.empty((2, *shape), np.uint64) for _ in range(3))
     even[0], odd[0], even[1], odd[1] = counter
@@ -109,19 +110,10 @@ def normals(key: int, rows: Tensor, first: int, second: int, length: int) -> Ten
     """`length` standard normal values (float32) for each row: the Box–Muller transform of the same words."""
     if rows.device.type != "cpu":
         return gaussians(_source(key, first, second, rows.device)[None], rows, length, torch.float32)
-    return torch.from_numpy(_normals_by_numpy(key, rows.numpy(), first, second, -(-length // 4))).flatten(1)[:, :length]
-
-
-def _normals_by_numpy(key: int, rows: Words, first: int, second: int, count: int) -> NDArray[np.float32]:
-    """The values of `normals` [rows, blocks, 4], in pieces that stay in a CPU's cache."""
-    drawn, blocks = np.empty((len(rows), count, 4), np.float32), np.arange(count)
-    high = max(1, round(_PIECE / max(1, count)))
-    for top in range(0, len(rows), high):
-        for left in range(0, count, _PIECE):
-            some_rows, some_blocks = slice(top, top + high), slice(left, left + _PIECE)
-            pieces = _philox_by_numpy(key, blocks[None, some_blocks], first, second, rows[some_rows, None])
-            _box_muller_by_numpy(pieces, drawn[some_rows, some_blocks])
-    return drawn
+    count = -(-length // 4)
+    drawn = np.empty((len(rows), count, 4), np.float32)
+    _drawing.of(len(rows) * count).normals(key, np.arange(count), first, second, rows.numpy()[:, None], into=drawn)
+    return torch.from_numpy(drawn).flatten(1)[:, :length]
 
 
 def gaussians(sources: Tensor, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
@@ -160,7 +152,7 @@ def _normal_pairs(drawn: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     for radius_word, angle_word in (drawn[:2], drawn[2:]):
         # +½ keeps the logarithm finite; small words keep full precision, so the tail reaches 6.7 standard deviations.
         radius = radius_word.to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-        angle = angle_word.to(dtype).mul_(_TURN)
+        angle = angle_word.to(dtype).mul_(TURN)
         pairs += [radius * angle.cos(), radius.mul_(angle.sin_())]
     return pairs
 
@@ -172,6 +164,25 @@ def _box_muller_by_numpy(drawn: Sequence[Words], into: NDArray[Any]) -> None:
         radius += 0.5
         radius *= 2.0**-32
         np.sqrt(np.multiply(np.log(radius, out=radius), -2.0, out=radius), out=radius)
-        angle *= _TURN
+        angle *= TURN
         np.multiply(radius, np.cos(angle), out=into[..., first])
         np.multiply(radius, np.sin(angle, out=angle), out=into[..., first + 1])
+
+
+class _NumpyGenerator:
+    """The generator of a CPU without a compiler, and the reference for the compiled one."""
+
+    words = staticmethod(_philox_by_numpy)
+
+    def normals(self, key: int, *counter: Words | int, into: Normals) -> None:
+        """See `cpu_randomness.Generator`. In pieces that stay in a CPU's cache."""
+        spread = [np.broadcast_to(each, into.shape[:-1]) for each in counter]
+        rows, count = into.shape[:-1]
+        high = max(1, round(_PIECE / max(1, count)))
+        for top in range(0, rows, high):
+            for left in range(0, count, _PIECE):
+                some = slice(top, top + high), slice(left, left + _PIECE)
+                _box_muller_by_numpy(self.words(key, *(each[some] for each in spread)), into[some])
+
+
+_drawing = Drawing(_NumpyGenerator())

@@ -44,7 +44,7 @@ _WORTH_COMPILING = 60.0  # seconds of training; compiling a program takes about 
 _GAIN_OF_COMPILING = 0.55  # approximate share of the time; compiling only to measure could take longer than it saves
 _WORTH_A_KERNEL = 20.0  # seconds of training; compiling a kernel takes up to ten
 _CHUNKS = {"cpu": (16, 8, 4, 64, 256), "cuda": (512, 128, 2048, 8192)}  # a search starts at the first
-_RULES = 2  # increment when a change invalidates old measurements
+_RULES = 3  # increment when a change invalidates old measurements
 _WORSE = 1.1  # the search in one direction ends at a chunk slower than the previous one by this factor
 
 
