@@ -471,7 +471,7 @@ def test_a_training_with_it_equals_one_with_the_reference() -> None:
 
     generator = torch.Generator().manual_seed(5)
     numbers = torch.randint(1, WORDS, (40, TOKENS), generator=generator)
-    data = fedcdp.data.Dataset(numbers, numbers[:, 0] % CLASSES, CLASSES)
+    data = fedcdp.Dataset(numbers, numbers[:, 0] % CLASSES, CLASSES)
     federation = fedcdp.partition(data, clients=4, scheme="iid")
     plan = fedcdp.Plan(per_round=4, rounds=2, local_steps=2, batch_size=3, noise_multiplier=0.5, learning_rate=0.1)
     model = Around(SelfAttention(batch_first=True))

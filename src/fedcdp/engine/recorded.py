@@ -142,3 +142,8 @@ class RecordedEngine(EngineByLayer):
             one, least = found[name], _CLOSE * (float(value.double().norm()) + _CLOSE * whole)
             if one.shape != value.shape or not float((one - value).double().norm()) <= least:
                 raise ModelError(f"the gradient of {name} differs from plain PyTorch's on a made-up example")
+        with torch.no_grad():
+            two = each_tensor(inputs, lambda value: torch.cat([value, torch.zeros_like(value)]))
+            beside = self._plain(weights, self._copied(), two)[:1]
+        if beside.shape != outputs.shape or not float((beside - outputs).norm()) <= _CLOSE * float(outputs.norm()):
+            raise ModelError("the network mixes the examples of a batch")  # without privacy, other engines let it
