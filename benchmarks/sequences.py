@@ -4,6 +4,9 @@
     python -m benchmarks.sequences --size small           # results/sequences-cpu.json: networks for a CPU, some minutes
     python -m benchmarks.sequences --size tiny --out /dev/null # the program itself, in seconds
 
+On a machine without a package registry: torch, numpy and scipy (for Opacus) are enough, with `src` and the unpacked wheel of
+Opacus on PYTHONPATH. What cannot be measured is stored with its reason, and each network as soon as it is measured.
+
 Every way takes the same local step of the same clients: gradients of a batch, clip and noise (except without privacy), and
 the update. fedcdp trains the clients at once, by the methods' own code; Opacus trains them one after the other. Ways take
 turns. A figure is the median of the turns with the least and the most; memory is the peak on a GPU, without the weights and
@@ -13,12 +16,14 @@ data that were there before.
 from __future__ import annotations
 
 import argparse
-import copy
+import gc
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,7 @@ from fedcdp.training.rundir import State
 
 RESULTS = Path(__file__).parents[1] / "results"
 _MIB = 2**20
+_WARM_UPS = 2
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -186,33 +192,79 @@ def measure(subject: Subject, device: torch.device, turns: int) -> dict[str, Any
     """All ways that work here, in turn, and how they compare with training without privacy."""
     steps: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name, way in WAYS.items():
+
+    def fails(name: str, work: Callable[[], None]) -> bool:
+        """Whether a way cannot do this: a peer that is not installed, a network that it cannot train, too little memory."""
         try:
-            steps[name] = way(subject, device)
-            steps[name]()
-        except Exception as error:  # a peer that is not installed, or a network that it cannot train
-            steps.pop(name, None)
+            work()
+        except Exception as error:
             rows[name] = {"missing": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+            return True
+        return False
+
+    def begin(name: str) -> None:
+        steps[name] = WAYS[name](subject, device)
+        for _ in range(_WARM_UPS):
+            steps[name]()
+
+    seconds: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
+
+    def take_turn(name: str) -> None:
+        wait(device)
+        before = _reset(device)
+        started = time.perf_counter()
+        steps[name]()
+        wait(device)
+        seconds.setdefault(name, []).append(time.perf_counter() - started)
+        if before is not None:
+            peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
+
+    for name in WAYS:
+        if fails(name, partial(begin, name)):
+            steps.pop(name, None)
+            _free(device)
     for _ in range(turns):
-        for name, step in steps.items():
-            wait(device)
-            before = _reset(device)
-            started = time.perf_counter()
-            step()
-            wait(device)
-            seconds[name].append(time.perf_counter() - started)
-            if before is not None:
-                peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
+        for name in list(steps):
+            if fails(name, partial(take_turn, name)):
+                del steps[name]
+                seconds.pop(name, None)
+                _free(device)
     for name, measured in seconds.items():
         rows[name] = {"ms_a_client_step": spread([1e3 * each / subject.clients for each in measured])}
         if name in peaks:
             rows[name]["peak_mib"] = round(peaks[name] / _MIB, 1)
         if "without privacy" in seconds:
             rows[name]["times_nonprivate"] = ratio(measured, seconds["without privacy"])
-    weights = sum(p.numel() for p in copy.deepcopy(subject.network()).parameters() if p.requires_grad)
-    return {"clients": subject.clients, "batch": subject.batch, "trained_weights": weights, "ways": rows}
+    weights = sum(p.numel() for p in subject.network().parameters() if p.requires_grad)
+    return {
+        "clients": subject.clients, "batch": subject.batch, "trained_weights": weights,
+        "compared": compared(seconds, peaks), "ways": {name: rows[name] for name in WAYS},
+    }  # fmt: skip
+
+
+def compared(seconds: dict[str, list[float]], peaks: dict[str, int]) -> dict[str, Any]:
+    """Fed-CDP beside training without privacy and Opacus, each by the faster of its ways here: `auto` takes that engine."""
+    fastest = {}
+    for kind in ("Fed-CDP", "without privacy", "Opacus"):
+        ways = [name for name in seconds if name.startswith(kind)]
+        if ways:
+            fastest[kind] = min(ways, key=lambda name: statistics.median(seconds[name]))
+    ours, found = fastest.get("Fed-CDP"), dict[str, Any](fastest=fastest)
+    if ours and (plain := fastest.get("without privacy")):
+        found["time_times_nonprivate"] = ratio(seconds[ours], seconds[plain])
+        if peaks.get(plain):
+            found["memory_times_nonprivate"] = round(peaks[ours] / peaks[plain], 3)
+    if ours and (peer := fastest.get("Opacus")):
+        found["opacus_times_ours"] = ratio(seconds[peer], seconds[ours])
+    return found
+
+
+def _free(device: torch.device) -> None:
+    """Return what a failed way held: another one may need the memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _reset(device: torch.device) -> int | None:
@@ -246,8 +298,12 @@ def main() -> None:
     }
     for title, subject in subjects(given.size).items():
         if title.startswith(given.only):
-            found["networks"][title] = measure(subject, device, given.turns)
-            print(title, json.dumps(found["networks"][title]["ways"], indent=1), flush=True)
+            try:
+                found["networks"][title] = measure(subject, device, given.turns)
+            except Exception as error:  # the other networks are measured all the same
+                found["networks"][title] = {"missing": f"{type(error).__name__}: {str(error)[:200]}"}
+            _free(device)
+            print(title, json.dumps(found["networks"][title], indent=1), flush=True)
             out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

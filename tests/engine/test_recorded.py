@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedcdp.engine import Batch, FunctionalEngine, engines_for, runtime
+from fedcdp.engine import Batch, FunctionalEngine, engines_for
 from fedcdp.engine.gradients import Formed
 from fedcdp.engine.recorded import RecordedEngine
-from fedcdp.engine.token_gradients import TokenProducts, TokenRows
+from fedcdp.engine.token_gradients import DistinctRows, TokenProducts, TokenRows
 from fedcdp.errors import ModelError
 from fedcdp.files.tree import Tree
 
@@ -262,6 +262,33 @@ def test_several_inputs_by_name() -> None:
     same(RecordedEngine(model, F.cross_entropy, one).per_example_gradients(weights, batch), wanted, batch.present)
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_tokens_that_may_read_nothing_are_those_of_the_reference(need_weights: bool) -> None:
+    class LeftPadded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+        def forward(self, numbers: Tensor, mask: Tensor) -> Tensor:
+            tokens, later = self.words(numbers), torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+            options = {"attn_mask": later, "key_padding_mask": mask == 0, "need_weights": need_weights}
+            read = self.attention(tokens, tokens, tokens, **options)[0]
+            return self.head(torch.where(mask[..., None] > 0, read, 0.0).sum(1))
+
+    model, batch = LeftPadded(), batch_of()
+    mask = torch.ones(CLIENTS, EXAMPLES, TOKENS, dtype=torch.int64)
+    mask[:, :2, :2] = 0  # with padding first, the first token may read none
+    inputs = {"numbers": batch.inputs, "mask": mask}
+    batch, weights = Batch(inputs, batch.targets, batch.present), own_weights(model)  # type: ignore[arg-type]
+    engine = RecordedEngine(model, F.cross_entropy, {name: value[0, :1] for name, value in inputs.items()})  # type: ignore[index]
+    found = engine.per_example_gradients(weights, batch)
+    wanted = FunctionalEngine(model, F.cross_entropy).per_example_gradients(weights, batch)
+    for name, value in wanted.items():
+        assert need_weights or bool(value.isfinite().all())
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3), st.integers(0, 1000))
@@ -316,18 +343,38 @@ def test_tokens_of_one_word_add_up_before_the_norm() -> None:
     assert rows.formed()[0, 0, :, 0].tolist() == [0, 4, -2, 0]
 
 
-def test_products_of_clipped_gradients_are_never_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    each, ordinary, seen = products(tokens=3, outputs=64, inputs=64), TokenProducts.summed, []
+def cancelling(size: float) -> tuple[TokenProducts, TokenRows]:
+    """Three examples; two tokens of the second are as long as `size`, and add up to zero."""
+    each, generator = products(tokens=2, outputs=64, inputs=64), torch.Generator().manual_seed(7)
+    values, numbers = torch.randn(1, 3, 2, 64, generator=generator), torch.ones(1, 3, 2, dtype=torch.int64)
+    for tokens in (each.left[:, 0], values):
+        tokens[:, 1] = torch.tensor([size, -size])[:, None] / 8
+    each.right[:, :, 1] = each.right[:, :, 1, :1].clone()
+    return each, TokenRows("w", numbers, values, rows=3)
 
-    def summed(self: TokenProducts) -> Tensor:
-        seen.append(torch.get_float32_matmul_precision())
-        return ordinary(self)
 
-    monkeypatch.setattr(TokenProducts, "summed", summed)
-    with runtime.products(tf32=True):
-        each.weighted_sum(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
-        assert torch.get_float32_matmul_precision() == "high"
-    assert seen == ["highest"]
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("size", [1e4, 1e10, 1e18])
+def test_long_tokens_that_cancel_do_not_round_other_examples_away(size: float, exact: bool) -> None:
+    for each in cancelling(size):
+        ready = each.ready_to_clip().in_float64(slice(0, 1)) if exact else each.ready_to_clip()
+        factors = 1 / ready.squared_norms().sqrt().clamp(min=1)
+        everyone, others = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[True, False, True]])
+        change = ready.weighted_sum(factors, everyone) - ready.weighted_sum(factors, others)
+        assert float(change.norm()) < 1e-5  # it was up to .07 with sums in float32
+
+
+def test_sums_of_long_tokens_in_float32_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, rows = cancelling(1e10)
+    factors = 1 / dense.squared_norms().sqrt().clamp(min=1)
+    monkeypatch.setattr(Tensor, "double", Tensor.float)
+    found = []
+    for kept in (torch.ones(1, 3), torch.tensor([[1.0, 0.0, 1.0]])):
+        each = (factors * kept)[..., None, None]
+        as_they_come = TokenRows("w", rows.numbers, rows.values * each, 3)  # tokens of one word are not added up first
+        found.append((dense.weighted_sum(factors * kept, kept > 0), as_they_come.summed()))
+    for with_it, without in zip(*found, strict=True):
+        assert float((with_it - without).norm()) > 1e-3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -358,7 +405,7 @@ def test_no_example_adds_more_than_the_bound_and_coarse_norms_are_caught(monkeyp
         engine, weights = RecordedEngine(model, F.cross_entropy, batch.inputs[0, :1]), own_weights(model)  # type: ignore[index]
         assert 1 - 1e-4 < longest(engine, weights, batch, 1e-3) <= 1 + 1e-6, name
         found[name] = (engine, weights)
-    for kind in (Formed, TokenProducts, TokenRows):
+    for kind in (Formed, TokenProducts, DistinctRows):
         ordinary = kind.squared_norms
         monkeypatch.setattr(kind, "squared_norms", lambda self, ordinary=ordinary: ordinary(self).bfloat16().float())
     assert max(longest(*each, batch, 1e-3) for each in found.values()) > 1 + 1e-4
@@ -424,7 +471,7 @@ def test_a_training_with_it_equals_one_with_the_reference() -> None:
 
     generator = torch.Generator().manual_seed(5)
     numbers = torch.randint(1, WORDS, (40, TOKENS), generator=generator)
-    data = fedcdp.data.Dataset(numbers, numbers[:, 0] % CLASSES, CLASSES)
+    data = fedcdp.Dataset(numbers, numbers[:, 0] % CLASSES, CLASSES)
     federation = fedcdp.partition(data, clients=4, scheme="iid")
     plan = fedcdp.Plan(per_round=4, rounds=2, local_steps=2, batch_size=3, noise_multiplier=0.5, learning_rate=0.1)
     model = Around(SelfAttention(batch_first=True))

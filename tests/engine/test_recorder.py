@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fedcdp.engine import engines_for
 from fedcdp.engine.recorded import RecordedEngine
@@ -65,6 +67,39 @@ RIGHT = {
 }
 
 
+def hooked(layer: Any, tokens: Tensor) -> Tensor:
+    return layer.inner(tokens)
+
+
+class Hooked(Tricky):
+    """A layer whose input and output hooks change."""
+
+    def __init__(self) -> None:
+        super().__init__(hooked)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.register_forward_pre_hook(lambda _, given: (torch.sin(given[0]),))
+        self.inner.register_forward_hook(lambda _, __, found: found * 2)
+
+
+def across(layer: Any, tokens: Tensor) -> Tensor:
+    """Attention over the first axis: across the examples of a batch, were they not computed one by one."""
+    return (tokens.transpose(0, 1) @ layer.w @ tokens.permute(1, 2, 0)).softmax(-1).mT @ tokens.transpose(0, 1)
+
+
+RIGHT |= {
+    "hooks that change values": Hooked,
+    "a gradient turned off and on": lambda: Tricky(
+        lambda layer, tokens: torch.where(tokens > 0, tokens @ layer.w, (tokens @ layer.w).detach()), w=(WIDTH, WIDTH)
+    ),
+    "a layer in a loop": lambda: Tricky(
+        lambda layer, tokens: torch.tanh(torch.tanh(torch.tanh(tokens @ layer.w) @ layer.w) @ layer.w.T), w=(WIDTH, WIDTH)
+    ),
+    "products in bfloat16": lambda: Tricky(
+        lambda layer, tokens: tokens + (1e-4 * (tokens.bfloat16() @ layer.w.to(torch.bfloat16))).float(), w=(WIDTH, WIDTH)
+    ),
+}
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_unusual_uses_give_what_the_reference_gives(name: str) -> None:
     torch.manual_seed(3)
@@ -106,6 +141,22 @@ def in_vmap(layer: Any, tokens: Tensor) -> Tensor:
     return torch.func.vmap(lambda weight, token: token @ weight, in_dims=(0, 1), out_dims=1)(layer.w, tokens)
 
 
+class Padded(nn.Module):
+    """A second embedding of what the tokens say."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, **options)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table((tokens[..., 0] > 0).long())
+
+
+def autocast(layer: Any, tokens: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.einsum("bti,io->bto", tokens, layer.w).float()
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "normalised itself": (
         lambda: Tricky(lambda layer, tokens: tokens * F.layer_norm(layer.p, (WIDTH,)), p=(TOKENS, WIDTH)),
@@ -140,6 +191,42 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "inside vmap": (lambda: Tricky(in_vmap, w=(TOKENS, WIDTH, WIDTH)), "differs from"),
     "an input overwritten later": (lambda: Tricky(overwritten_input, w=(WIDTH, WIDTH)), "modified by an inplace operation"),
+    "a gradient scaled by frequency": (lambda: Padded(scale_grad_by_freq=True), "no rule for embedding"),
+    "rows kept short": (lambda: Padded(max_norm=0.5), "no rule for embedding"),
+    "sparse rows": (lambda: Padded(sparse=True), "no rule for embedding"),
+    "used and held fixed": (
+        lambda: Tricky(lambda layer, tokens: tokens @ layer.w + tokens @ layer.w.detach(), w=(WIDTH, WIDTH)),
+        "no rule for detach",
+    ),
+    "recomputed in the backward pass": (
+        lambda: Tricky(
+            lambda layer, tokens: checkpoint(lambda values: torch.tanh(values @ layer.w), tokens, use_reentrant=False),
+            w=(WIDTH, WIDTH),
+        ),
+        "saved tensor hooks",
+    ),
+    "a branch on values": (
+        lambda: Tricky(lambda layer, tokens: tokens @ layer.w if (tokens > 0.5).any() else tokens, w=(WIDTH, WIDTH)),
+        "data-dependent control flow",
+    ),
+    "batch norm": (lambda: nn.BatchNorm1d(TOKENS), "no rule for batch_norm"),
+    "einsum under autocast": (lambda: Tricky(autocast, w=(WIDTH, WIDTH)), "no rule for einsum"),
+    "a weight made of a weight": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), "no rule for"
+    ),
+    "an operator by its address": (
+        lambda: Tricky(lambda layer, tokens: torch.ops.aten.mm(tokens[0], layer.w)[None], w=(WIDTH, WIDTH)), "no rule for mm"
+    ),
+    "rows by an array": (
+        lambda: Tricky(lambda layer, tokens: tokens * layer.p[np.arange(TOKENS)], p=(9, WIDTH)), "no rule for __getitem__"
+    ),
+    "the first axis mixed": (
+        lambda: Tricky(lambda layer, tokens: tokens - (tokens * layer.b).mean(0, keepdim=True), b=(WIDTH,)),
+        "mixes the examples",
+    ),
+    "attention across the batch": (
+        lambda: Tricky(lambda layer, tokens: across(layer, tokens).transpose(0, 1), w=(WIDTH, WIDTH)), "mixes the examples"
+    ),
     "an lstm with dropout": (lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.5, batch_first=True), "no rule for lstm"),
 }  # fmt: skip
 

@@ -48,7 +48,7 @@ def written_out(
     if key_padding_mask is not None:
         rows = key_padding_mask[None] if key_padding_mask.dim() == 1 else key_padding_mask
         scores = _masked(scores, rows[:, None, None])
-    shares = scores.softmax(-1)
+    shares = scores.softmax(-1) if need_weights else _safe_softmax(scores)
     joined = (shares @ values).permute(2, 0, 1, 3).reshape(tokens, examples, width)
     result = F.linear(joined, out_weight, out_bias)
     told = None
@@ -61,3 +61,12 @@ def written_out(
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
     """Scores without the pairs that a mask leaves out: where it is true, or by what it adds."""
     return scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _safe_softmax(scores: Tensor) -> Tensor:
+    """Softmax, and zeros instead of NaN for a token whose pairs are all left out.
+
+    PyTorch has the same difference: without `need_weights` it uses `scaled_dot_product_attention`, which does this.
+    """
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)

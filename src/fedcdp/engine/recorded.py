@@ -24,6 +24,7 @@ from fedcdp.engine.base import Batch, Loss
 from fedcdp.engine.by_layer import EngineByLayer
 from fedcdp.engine.functional import check_by
 from fedcdp.engine.gradients import Formed, Gradients
+from fedcdp.engine.made_up import made_up, moved
 from fedcdp.engine.recorder import CHANGING, Use, UseRecorder
 from fedcdp.engine.unfused import has_recurrent_layers, unfused
 from fedcdp.engine.use_gradients import gradients_of, together
@@ -31,7 +32,6 @@ from fedcdp.errors import ModelError
 from fedcdp.files.tree import Inputs, Tree, each_tensor, first_tensor, masked, tensors_in
 from fedcdp.models.networks import answer_of
 
-_MOVED = 0.02  # how far weights are moved for the comparison: from zeros, at which gradients of other tensors are zero
 _CLOSE = 0.01  # the largest difference from plain PyTorch, as a share: fused kernels and tf32 round differently
 
 Derived = Callable[[tuple[Tensor, ...], Tree, Inputs, Tensor], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
@@ -82,7 +82,7 @@ class RecordedEngine(EngineByLayer):
             weights = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
             recorder = UseRecorder(weights, None)
             with torch.no_grad():
-                self._call(weights, _made_up(example), recorder, constants=self._copied())
+                self._call(weights, made_up(example), recorder, constants=self._copied())
             self._uses[key] = tuple(recorder.uses)
         return self._uses[key]
 
@@ -119,12 +119,10 @@ class RecordedEngine(EngineByLayer):
         The gradients are those of a random combination of the outputs: the loss may accept no made-up targets.
         """
         generator = torch.Generator().manual_seed(0)
-
-        def moved(value: Tensor) -> Tensor:
-            return (value + _MOVED * torch.randn(value.shape, generator=generator).to(value)).requires_grad_()
-
         trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-        weights, inputs = {name: moved(value) for name, value in trained.items()}, _made_up(example)
+        weights, inputs = moved(trained, generator), made_up(example)
+        for value in weights.values():
+            value.requires_grad_()
         with torch.enable_grad():
             outputs = self._plain(weights, self._copied(), inputs)
             mix = torch.randn(outputs.shape, generator=generator).to(outputs)
@@ -144,15 +142,8 @@ class RecordedEngine(EngineByLayer):
             one, least = found[name], _CLOSE * (float(value.double().norm()) + _CLOSE * whole)
             if one.shape != value.shape or not float((one - value).double().norm()) <= least:
                 raise ModelError(f"the gradient of {name} differs from plain PyTorch's on a made-up example")
-
-
-def _made_up(example: Inputs) -> Inputs:
-    """One example that is nobody's: random numbers, and for whole numbers and marks 1, 0, 1, 0, …"""
-    generator = torch.Generator().manual_seed(0)
-
-    def made_up(value: Tensor) -> Tensor:
-        if value.is_floating_point():
-            return torch.rand(value.shape, generator=generator).to(value)
-        return ((torch.arange(value.numel()) + 1) % 2).view(value.shape).to(value)
-
-    return each_tensor(example, made_up)
+        with torch.no_grad():
+            two = each_tensor(inputs, lambda value: torch.cat([value, torch.zeros_like(value)]))
+            beside = self._plain(weights, self._copied(), two)[:1]
+        if beside.shape != outputs.shape or not float((beside - outputs).norm()) <= _CLOSE * float(outputs.norm()):
+            raise ModelError("the network mixes the examples of a batch")  # without privacy, other engines let it

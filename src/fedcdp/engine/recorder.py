@@ -261,7 +261,7 @@ class UseRecorder(TorchFunctionMode):
         """A view or a copy of a trained tensor."""
         weight, *rest = args
         name = self.name(weight)
-        if name is None or any(_tensors([*rest, *options.values()])):
+        if name is None or not _is_fixed([*rest, *options.values()]):
             return None
 
         def view(value: Tensor) -> Tensor:
@@ -272,13 +272,14 @@ class UseRecorder(TorchFunctionMode):
         return self.probed(result, Use("view", name, None, result.shape, view=view, seen=seen), result.new_zeros(()))
 
 
-def _tensors(values: object) -> Iterator[bool]:
-    """True for each tensor among arguments."""
-    if isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, Tensor):
-        yield True
+def _is_fixed(value: object) -> bool:
+    """Whether an argument of a view is what its text says, as numbers and names are; tensors and arrays are not."""
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, tuple | list):
+        return all(_is_fixed(each) for each in value)
+    names = int | str | torch.dtype | torch.device | torch.memory_format
+    return value is None or value is Ellipsis or isinstance(value, names)
 
 
 @cache

@@ -2,10 +2,15 @@
 
 The gradient of a dense layer is Σ_p a_p ⊗ b_p over the tokens p, with ‖·‖² = Σ_pq (a_p·a_q)(b_p·b_q) (ghost norms: Li et
 al. 2022, Bu et al. 2023). The sum is over tokens, so it is cheap where the sequence is shorter than the layer is wide. Its
-terms may cancel. They are therefore added in float64, and a bound on their rounding errors is added to the result.
+terms may cancel: crafted weights can give a short gradient tokens as long as they like. Norms are therefore added in
+float64, with a bound on their rounding errors added to the result.
 
-Guarantees: a norm falls short of the true one by at most the rounding error of its own float32 value, so clipping by it
-respects the bound.
+The sum of clipped gradients has the same terms, of all examples. In float32, long terms of one example would round away
+what the others add before they cancel: the example would change the sum by more than the bound. The sum is added in float64
+as well, where the norm's rounding bound keeps the terms short enough. Tokens of one word add up within their example.
+
+Guarantees: a norm falls short of the true one by at most the rounding error of its own float32 value. So clipping by it
+respects the bound, and an example changes the sum by no more, up to the rounding of the sum itself.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedcdp.engine.gradients import Gradients, Products, finite_or_zero, kept
-from fedcdp.engine.runtime import products
+from fedcdp.mechanism.clipping import at_least_float32
 
 _PRICE_OF_FLOAT64 = 4  # on a CPU; on a GPU, memory counts more than multiplications
 _ROUNDING = 4 * 2.0**-53  # of a sum of n products in float64, for each of its n terms
@@ -37,11 +42,10 @@ class TokenProducts(Products):
         return _safe(inner.sum((1, 3, 4)), sizes.sum((1, 3)), terms, self.left.dtype)
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
-        """See `Gradients`. Factors of a product are never rounded here: a clipped gradient could exceed its bound."""
-        column = kept(factors, usable, self.left)[:, None, :, None, None]
-        left, right = finite_or_zero(self.left, usable) * column, finite_or_zero(self.right, usable)
-        with products(tf32=False):
-            return replace(self, left=left, right=right).summed()
+        """See `Gradients`. In float64: the terms of one example must not round away those of another."""
+        left, right = (finite_or_zero(each.double(), usable) for each in (self.left, self.right))
+        column = kept(factors, usable, left)[:, None, :, None, None]
+        return replace(self, left=left * column, right=right).summed().to(self.left.dtype)
 
     def ready_to_clip(self) -> Gradients:
         """See `Gradients`."""
@@ -73,12 +77,8 @@ class TokenRows(Gradients):
         return found.scatter_add_(2, self.numbers[..., None].expand_as(self.values), self.values)
 
     def squared_norms(self) -> Tensor:
-        """See `Gradients`. Tokens with the same number add up before their square is taken."""
-        values = self.values.double()
-        same = self.numbers[..., :, None] == self.numbers[..., None, :]
-        inner = (values @ values.mT) * same
-        terms = values.shape[-1] + values.shape[-2] ** 2
-        return _safe(inner.sum((2, 3)), values.square().sum(-1).sqrt().sum(2), terms, self.values.dtype)
+        """See `Gradients`."""
+        return self.ready_to_clip().squared_norms()
 
     def summed(self) -> Tensor:
         """See `Gradients`."""
@@ -89,8 +89,14 @@ class TokenRows(Gradients):
 
     def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
         """See `Gradients`."""
-        column = kept(factors, usable, self.values)[..., None, None]
-        return replace(self, values=finite_or_zero(self.values, usable) * column).summed()
+        return self.ready_to_clip().weighted_sum(factors, usable)
+
+    def ready_to_clip(self) -> Gradients:
+        """See `Gradients`. Tokens of an example with the same number are added up, at the first of them."""
+        same = self.numbers[..., :, None] == self.numbers[..., None, :]
+        first = ~same.tril(-1).any(-1)
+        values = torch.where(first[..., None], same.to(self.values.dtype) @ self.values, 0.0)
+        return DistinctRows(self.name, self.numbers, values, self.rows)
 
     def in_float64(self, clients: slice) -> TokenRows:
         """See `Gradients`."""
@@ -100,6 +106,24 @@ class TokenRows(Gradients):
     def held(self) -> int:
         """See `Gradients`."""
         return self.values[0].numel()
+
+
+@dataclass(frozen=True)
+class DistinctRows(TokenRows):
+    """Gradients of an embedding in which at most one token of an example adds to a row: the others are zero."""
+
+    def squared_norms(self) -> Tensor:
+        """See `Gradients`."""
+        return at_least_float32(self.values.flatten(2)).square().sum(-1)
+
+    def weighted_sum(self, factors: Tensor, usable: Tensor) -> Tensor:
+        """See `Gradients`."""
+        column = kept(factors, usable, self.values)[..., None, None]
+        return replace(self, values=finite_or_zero(self.values, usable) * column).summed()
+
+    def ready_to_clip(self) -> Gradients:
+        """See `Gradients`."""
+        return self
 
 
 def _safe(squares: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype) -> Tensor:

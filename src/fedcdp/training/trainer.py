@@ -28,6 +28,7 @@ from fedcdp.config.experiment import EngineName, Experiment
 from fedcdp.data.dataset import Splits
 from fedcdp.engine import Engine, Loss, engines_for
 from fedcdp.engine.frozen import split
+from fedcdp.engine.independence import check_independent
 from fedcdp.engine.reachability import check_all_used, named_briefly
 from fedcdp.engine.runtime import deferred_interrupts, products, usable_device, wait
 from fedcdp.errors import ModelError, PlanError, RunError
@@ -260,6 +261,8 @@ def ready(
     engines = {name: data.within_memory(each) for name, each in known.items()}
     first = next(iter(engines.values()))
     first.check(weights, data.first_batch(), per_example=plan.per_example if per_example is None else per_example)
+    if plan.private:
+        check_independent(first, data.first_batch())
     # Not a single example, which BatchNorm rejects; the first client is tried, although it need not hold every class.
     # Zeros, not records: outside `torch.func` a network may keep what it sees in a buffer, and only the shape matters.
     tried = each_tensor(data.first_batch().inputs, lambda value: torch.zeros_like(value[0]))

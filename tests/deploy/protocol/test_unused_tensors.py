@@ -1,4 +1,4 @@
-"""Trainable tensors that no output depends on: neither a client nor a server of a deployment adds noise to them."""
+"""Networks that a deployment refuses: trainable tensors that no output depends on, and values kept between batches."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ class Spare(nn.Module):
         return self.used(inputs)
 
 
+class Keeping(nn.Module):
+    """A network that keeps what it computed for the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.before = nn.Linear(30, 2), None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.used(inputs)
+        before, self.before = self.before, outputs.detach()
+        return outputs if before is None else outputs * before
+
+
 def node_with(network: nn.Module, state: Path) -> Node:
     rng = np.random.default_rng(1)
     records = rng.normal(size=(20, 30)), rng.integers(0, 2, 20)
@@ -60,6 +73,12 @@ def test_a_client_declines_them_by_name(method: str, tmp_path: Path) -> None:
     assert SAID in answer["reason"]
     with ClientLedger.held(tmp_path) as ledger:
         assert not ledger.tasks
+
+
+def test_a_client_declines_a_network_that_keeps_values_between_batches(tmp_path: Path) -> None:
+    answer = answer_of(node_with(Keeping(), tmp_path), task_of(Keeping()))
+    assert not answer["accepts"]
+    assert "depends on other examples, or on earlier calls of forward" in answer["reason"]
 
 
 def test_they_are_allowed_frozen_or_without_privacy(tmp_path: Path) -> None:

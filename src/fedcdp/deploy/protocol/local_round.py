@@ -31,6 +31,7 @@ from fedcdp.deploy.protocol.kept_features import KeptFeatures, without_front
 from fedcdp.deploy.protocol.task import Task
 from fedcdp.engine import Batch, Engine, Loss
 from fedcdp.engine.batched import engines_for
+from fedcdp.engine.independence import check_independent
 from fedcdp.engine.reachability import check_all_used
 from fedcdp.errors import DataError, ModelError, RefusedError, WireError
 from fedcdp.files.tree import Layout, Tree, each_tensor
@@ -160,12 +161,16 @@ def check_described(task: Task) -> None:
 
 
 def check_network(task: Task, network: nn.Module, data: Dataset, loss: Loss) -> None:
-    """Refuse to add noise to trainable tensors that no output depends on. Of the data, only shapes and types are read."""
+    """Refuse trainable tensors that no output depends on, and gradients that depend on other examples or earlier batches.
+
+    Of the data, only shapes and types are read.
+    """
     if not task.plan.private:
         return
     engine = next(iter(engines_for(prepare(network, task.plan, "cpu"), loss).values()))
     try:
         check_all_used(engine, first_batch(data, task.plan))
+        check_independent(engine, first_batch(data, task.plan))
     except ModelError as error:
         raise RefusedError(str(error)) from None
 

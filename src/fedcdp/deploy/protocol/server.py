@@ -53,6 +53,7 @@ from fedcdp.deploy.protocol.strategy import Job, PlanStrategy, deployed
 from fedcdp.deploy.protocol.sum_rounds import SumStrategy
 from fedcdp.deploy.protocol.task import Task, hides_participation
 from fedcdp.engine import Engine, Loss
+from fedcdp.engine.independence import check_independent
 from fedcdp.engine.reachability import check_all_used
 from fedcdp.errors import FedcdpError, PlanError, RunError
 from fedcdp.files.disk import write_atomically
@@ -196,6 +197,7 @@ def serve(
         job = replace(_job(directory, experiment, splits, settings), loss=loss)
         if job.plan.private and not (directory.path / _ROSTER).exists():  # version 0.1.0 began runs with unused tensors
             check_all_used(job.engine(), first_batch(splits.train, job.plan))
+            check_independent(job.engine(), first_batch(splits.train, job.plan))
         # Clients with a part of a benchmark hold the copies that its partition makes; others are assumed to have none.
         copies = dealt.copies if dealt and experiment.data.dataset else 1
         return _Server(grid, directory, experiment, job, splits.validation, dealt, copies, settings).run()
