@@ -2,7 +2,7 @@
 
     python -m benchmarks.preset_attacks                           # results/preset_attacks.json
     python -m benchmarks.preset_attacks --presets cancer-eps1     # single presets; --readers: single readers
-    python -m benchmarks.preset_attacks --victims 20              # fewer victims than the command's own number
+    python -m benchmarks.preset_attacks --victims 20              # fewer of type2 than the command's own number
     python -m benchmarks.preset_attacks --table > results/preset_attacks.md
     python -m tools.pages                                         # the page
 
@@ -78,7 +78,7 @@ def cells(presets: tuple[str, ...], victims: int | None = None) -> list[Cell]:
     named = [(preset, reader, "") for preset in presets for reader in READERS if _reconstructed(preset, reader)]
     if "mnist-eps1" in presets:
         named += [("mnist-eps1", leak, "--noise batch") for leak in ("type2", "type1")]
-    return [Cell(preset, reader, options, None if reader == "type0" else victims) for preset, reader, options in named]
+    return [Cell(preset, reader, options, victims if reader == "type2" else None) for preset, reader, options in named]
 
 
 def _reconstructed(preset: str, reader: str) -> bool:
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="PRESET")
     parser.add_argument("--readers", nargs="+", choices=READERS, default=READERS, metavar="READER")
     parser.add_argument(
-        "--victims", type=int, help="victims of type2 and type1 in each cell, instead of the command's own number"
+        "--victims", type=int, help="records that type2 attacks in each cell, instead of the command's own number"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="commands at a time")

@@ -30,7 +30,7 @@ def test_commands_and_keys_name_their_options() -> None:
 
     fewer = {cell.key: cell.command for cell in cells(("cancer-sum-eps1",), 20)}
     assert fewer["cancer-sum-eps1/type2"] == "attack --preset cancer-sum-eps1 --leak type2 --victims 20"
-    assert not any("--victims" in fewer[f"cancer-sum-eps1/{reader}"] for reader in ("type0", "presence"))
+    assert not any("--victims" in fewer[f"cancer-sum-eps1/{reader}"] for reader in ("type1", "type0", "presence"))
 
 
 @pytest.mark.parametrize(("mu", "releases"), [(0.1, 4), (0.03, 100)])
