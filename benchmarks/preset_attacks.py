@@ -42,13 +42,13 @@ import torch
 from benchmarks.attack_matrix import run_program
 from benchmarks.clean_tree import clean_commit
 from benchmarks.recommended import multiplier
+from fedcdp.attacks.cohort import MOST_RECORDS
 from fedcdp.config.presets import RECOMMENDED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "preset_attacks.json"
 PRESETS = tuple(name for name in RECOMMENDED if not name.startswith("mnist-10k"))
 READERS = ("type2", "type1", "type0", "presence")
-LARGEST_SUM = 1_000  # records of a sum that `fedcdp attack` reconstructs
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,12 @@ def cells(presets: tuple[str, ...], victims: int | None = None) -> list[Cell]:
 
 
 def _reconstructed(preset: str, reader: str) -> bool:
-    chosen = RECOMMENDED[preset]
-    small = chosen.federated.clients * chosen.federated.records <= LARGEST_SUM
-    return reader != "type0" or (chosen.on_sum and small)
+    return reader != "type0" or (RECOMMENDED[preset].on_sum and _summed(preset) <= MOST_RECORDS)
+
+
+def _summed(preset: str) -> int:
+    """How many records the sum of a round holds."""
+    return RECOMMENDED[preset].federated.clients * RECOMMENDED[preset].federated.records
 
 
 def measure(cell: Cell, device: str, origin: dict[str, str]) -> dict[str, Any]:
@@ -158,6 +161,8 @@ def markdown(stored: dict[str, Any]) -> str:
         "",
         "- type-2, type-1, type-0, in percent: labels right / recognisable (images) or reconstructed exactly (tables) /",
         "  identified among the candidates, of how many records. *The same*: that server reads what type-1 does.",
+        f"  *Not tried*: `fedcdp attack` reconstructs no records from a sum of more than {MOST_RECORDS:,}.",
+        "- A dash: not measured.",
         "- presence: the server's AUC over all rounds by the formula, and the largest AUC that ε allows.",
         "",
         "| preset | type-2 | type-1 | type-0 | presence, server | allowed |",
@@ -167,11 +172,18 @@ def markdown(stored: dict[str, Any]) -> str:
         found = {reader: stored.get(f"{name}/{reader}") for reader in READERS}
         if not any(found.values()):
             continue
-        shares = [_shares(found[reader]) for reader in READERS[:3]]
-        shown = " | ".join(shares if RECOMMENDED[name].on_sum else [*shares[:2], "the same"])
+        shares = [_shares(found[reader]) for reader in READERS[:2]]
+        shown = " | ".join([*shares, _server(name, found["type0"])])
         presence = f"{found['presence']['auc_all_rounds']:.3f}" if found["presence"] else "–"
         lines.append(f"| `{name}` | {shown} | {presence} | {allowed(RECOMMENDED[name].found.epsilon):.3f} |")
     return "\n".join(lines)
+
+
+def _server(preset: str, cell: dict[str, Any] | None) -> str:
+    """The cell of type-0."""
+    if not RECOMMENDED[preset].on_sum:
+        return "the same"
+    return _shares(cell) if _reconstructed(preset, "type0") else f"not tried: {_summed(preset):,}"
 
 
 def _shares(cell: dict[str, Any] | None) -> str:
