@@ -2,7 +2,7 @@
 
     python -m benchmarks.preset_attacks                           # results/preset_attacks.json
     python -m benchmarks.preset_attacks --presets cancer-eps1     # single presets; --readers: single readers
-    python -m benchmarks.preset_attacks --victims 20              # fewer victims than the command's own number
+    python -m benchmarks.preset_attacks --victims 20              # fewer of type2 than the command's own number
     python -m benchmarks.preset_attacks --table > results/preset_attacks.md
     python -m tools.pages                                         # the page
 
@@ -42,13 +42,13 @@ import torch
 from benchmarks.attack_matrix import run_program
 from benchmarks.clean_tree import clean_commit
 from benchmarks.recommended import multiplier
+from fedcdp.attacks.cohort import MOST_RECORDS
 from fedcdp.config.presets import RECOMMENDED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "preset_attacks.json"
 PRESETS = tuple(name for name in RECOMMENDED if not name.startswith("mnist-10k"))
 READERS = ("type2", "type1", "type0", "presence")
-LARGEST_SUM = 1_000  # records of a sum that `fedcdp attack` reconstructs
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,16 @@ def cells(presets: tuple[str, ...], victims: int | None = None) -> list[Cell]:
     named = [(preset, reader, "") for preset in presets for reader in READERS if _reconstructed(preset, reader)]
     if "mnist-eps1" in presets:
         named += [("mnist-eps1", leak, "--noise batch") for leak in ("type2", "type1")]
-    return [Cell(preset, reader, options, None if reader == "type0" else victims) for preset, reader, options in named]
+    return [Cell(preset, reader, options, victims if reader == "type2" else None) for preset, reader, options in named]
 
 
 def _reconstructed(preset: str, reader: str) -> bool:
-    chosen = RECOMMENDED[preset]
-    small = chosen.federated.clients * chosen.federated.records <= LARGEST_SUM
-    return reader != "type0" or (chosen.on_sum and small)
+    return reader != "type0" or (RECOMMENDED[preset].on_sum and _summed(preset) <= MOST_RECORDS)
+
+
+def _summed(preset: str) -> int:
+    """How many records the sum of a round holds."""
+    return RECOMMENDED[preset].federated.clients * RECOMMENDED[preset].federated.records
 
 
 def measure(cell: Cell, device: str, origin: dict[str, str]) -> dict[str, Any]:
@@ -158,6 +161,8 @@ def markdown(stored: dict[str, Any]) -> str:
         "",
         "- type-2, type-1, type-0, in percent: labels right / recognisable (images) or reconstructed exactly (tables) /",
         "  identified among the candidates, of how many records. *The same*: that server reads what type-1 does.",
+        f"  *Not tried*: `fedcdp attack` reconstructs no records from a sum of more than {MOST_RECORDS:,}.",
+        "- A dash: not measured.",
         "- presence: the server's AUC over all rounds by the formula, and the largest AUC that ε allows.",
         "",
         "| preset | type-2 | type-1 | type-0 | presence, server | allowed |",
@@ -167,11 +172,18 @@ def markdown(stored: dict[str, Any]) -> str:
         found = {reader: stored.get(f"{name}/{reader}") for reader in READERS}
         if not any(found.values()):
             continue
-        shares = [_shares(found[reader]) for reader in READERS[:3]]
-        shown = " | ".join(shares if RECOMMENDED[name].on_sum else [*shares[:2], "the same"])
+        shares = [_shares(found[reader]) for reader in READERS[:2]]
+        shown = " | ".join([*shares, _server(name, found["type0"])])
         presence = f"{found['presence']['auc_all_rounds']:.3f}" if found["presence"] else "–"
         lines.append(f"| `{name}` | {shown} | {presence} | {allowed(RECOMMENDED[name].found.epsilon):.3f} |")
     return "\n".join(lines)
+
+
+def _server(preset: str, cell: dict[str, Any] | None) -> str:
+    """The cell of type-0."""
+    if not RECOMMENDED[preset].on_sum:
+        return "the same"
+    return _shares(cell) if _reconstructed(preset, "type0") else f"not tried: {_summed(preset):,}"
 
 
 def _shares(cell: dict[str, Any] | None) -> str:
@@ -193,7 +205,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="PRESET")
     parser.add_argument("--readers", nargs="+", choices=READERS, default=READERS, metavar="READER")
     parser.add_argument(
-        "--victims", type=int, help="victims of type2 and type1 in each cell, instead of the command's own number"
+        "--victims", type=int, help="records that type2 attacks in each cell, instead of the command's own number"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="commands at a time")

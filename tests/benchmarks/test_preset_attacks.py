@@ -21,6 +21,9 @@ def test_a_server_that_reads_each_update_is_attacked_as_type_1() -> None:
 
 def test_sums_of_many_records_are_not_reconstructed() -> None:
     assert "mnist-sum-eps1/type0" not in {cell.key for cell in cells(PRESETS)}
+    table = markdown({f"{name}-sum-eps1/presence": {"auc_all_rounds": 0.575} for name in ("mnist", "cancer")})
+    assert "| `mnist-sum-eps1` | – | – | not tried: 50,000 | 0.575 |" in table
+    assert "| `cancer-sum-eps1` | – | – | – | 0.575 |" in table
 
 
 def test_commands_and_keys_name_their_options() -> None:
@@ -30,7 +33,7 @@ def test_commands_and_keys_name_their_options() -> None:
 
     fewer = {cell.key: cell.command for cell in cells(("cancer-sum-eps1",), 20)}
     assert fewer["cancer-sum-eps1/type2"] == "attack --preset cancer-sum-eps1 --leak type2 --victims 20"
-    assert not any("--victims" in fewer[f"cancer-sum-eps1/{reader}"] for reader in ("type0", "presence"))
+    assert not any("--victims" in fewer[f"cancer-sum-eps1/{reader}"] for reader in ("type1", "type0", "presence"))
 
 
 @pytest.mark.parametrize(("mu", "releases"), [(0.1, 4), (0.03, 100)])
