@@ -1,6 +1,7 @@
 """Method × attack × trust model: every attack of fedcdp against every method, on the same footing.
 
     python -m benchmarks.attack_matrix --device cuda --workers 16     # results/attack_matrix.json
+    python -m benchmarks.attack_matrix --only type-1 --victims 20     # fewer victims; the stored command says how many
     python -m benchmarks.attack_matrix --table > results/attack_matrix.md
 
 A cell is one command, which is stored with its figures, commit, machine and seconds; `--list` prints all. Commands run in a
@@ -131,7 +132,7 @@ def _wanted(cell: Cell, only: list[str]) -> bool:
 
 
 def _limited(command: str, victims: int | None) -> str:
-    """The command with at most this many victims, for a test of this program."""
+    """The command with at most this many victims."""
     words = command.split()
     if victims is not None and "--victims" in words:
         at = words.index("--victims") + 1
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no cell starts after this many minutes")
     parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="only cells whose names start so")
-    parser.add_argument("--victims", type=int, help="at most this many, for a test of this program")
+    parser.add_argument("--victims", type=int, help="at most this many in each cell, where a CPU is slow")
     parser.add_argument("--commit", help="the commit that is measured, where this is a copy without its repository")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true", help="print the cells and their commands")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import fedcdp
 from fedcdp.attacks import RECIPES, Leaks
-from fedcdp.attacks.portfolio import recipe_of
+from fedcdp.attacks.portfolio import Attempts, recipe_of
 from fedcdp.config.plan import Plan
 from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
@@ -97,11 +98,46 @@ def test_under_noise_every_attack_that_was_tried_is_told_with_its_rate(images: F
 
 @pytest.mark.parametrize(("name", "patience"), [("batch", 20), ("class-prior", 20), ("inverting-gradients", None)])
 def test_searches_end_once_they_stop_improving(name: str, patience: int | None) -> None:
-    recipe = recipe_of(name)
+    recipe = recipe_of(name, noisy=True)
     assert recipe is not None
     assert recipe.patience == patience
     assert RECIPES[name].patience is None
-    assert recipe_of("matched-filter") is None
+    assert recipe_of("matched-filter", noisy=True) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "noisy", "sharpened"), [("batch", False, True), ("batch", True, False), ("cpl", False, False)]
+)
+def test_smooth_images_are_sharpened_where_there_is_no_noise(name: str, noisy: bool, sharpened: bool) -> None:
+    recipe = recipe_of(name, noisy)
+    assert recipe is not None
+    assert (recipe.sharpening is not None) == sharpened
+
+
+def test_a_search_leaves_out_what_another_recovered(images: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Attempts] = []
+
+    def noted(attempts: Attempts, *_: object) -> Any:
+        seen.append(attempts)
+        return attempts.run("cpl", RECIPES["cpl"].but(iterations=1))
+
+    monkeypatch.setattr("fedcdp.attacks.api.strongest", noted)
+    first = fedcdp.attack(plan_of(method="nonprivate"), model=build("small", SHAPE, 10), federation=images, victims=4)
+    assert isinstance(first, Leaks)
+    assert first.scores is not None
+    recovered = torch.tensor([True, False, True, False])
+    first = replace(first, scores=replace(first.scores, exact=recovered[:, None]))
+    recipe = RECIPES["clip-aware"].but(iterations=1)
+    whole, rest = seen[0].run("clip-aware", recipe), seen[0].run("clip-aware", recipe, earlier=first)
+    assert isinstance(whole, Leaks)
+    assert isinstance(rest, Leaks)
+    assert rest.summary()["spared"] == 2
+    assert "spared" not in whole.summary()
+    assert torch.equal(rest.found.examples[recovered], first.found.examples[recovered])
+    assert torch.equal(rest.first_exact[recovered], first.first_exact[recovered])
+    assert torch.equal(rest.found.seeds[~recovered], whole.found.seeds[~recovered])
+    torch.testing.assert_close(rest.found.examples[~recovered], whole.found.examples[~recovered], rtol=0, atol=1e-2)
+    assert rest.found.evaluations < whole.found.evaluations
 
 
 @pytest.mark.slow

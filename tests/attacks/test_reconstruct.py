@@ -276,6 +276,40 @@ def test_a_search_without_gains_ends_before_its_iterations_do(small: Any) -> Non
     assert bool((short.loss >= long.loss).all())
 
 
+def test_sharpening_fits_closer_than_smooth_images_do(small: Any) -> None:
+    """A preference that weighs as much as the fit; then a search from there without it, and no more iterations than said."""
+    images = replace(small, model=nn.Sequential(nn.Flatten(), small.model), inputs=small.inputs.view(-1, 1, 2, 2))
+    captured = vectors(images).look("type2", 3)
+    smooth = QUICK.but(objective=Objective(total_variation=0.1), labels="known", iterations=2)
+    one, other = reconstruct(captured, smooth, 3), reconstruct(captured, smooth.but(sharpening=2), 3)
+    assert one.misfit is not None
+    assert other.misfit is not None
+    assert float(other.misfit.median()) < 0.01 * float(one.misfit.median())
+    assert bool((other.misfit <= one.misfit).all())
+    assert bool((other.iterations - one.iterations <= 2).all())
+    assert bool((other.iterations > one.iterations).all())
+    assert torch.equal(other.seeds, one.seeds)
+    watched = Watched()
+    few = smooth.but(iterations=1, sharpening=2, optimiser=LBFGS(inner=1))
+    reconstruct(captured, few, 3, watch=watched.watch, progress=watched.progress)
+    assert [iteration for iteration, _ in watched.seen] == [1, 2, 3]
+    assert watched.told == [(1, 3), (2, 3), (3, 3), (3, 3)]
+
+
+def test_some_victims_alone_are_attacked_as_among_all(small: Any) -> None:
+    captured, some = vectors(small).look("type2", 6), torch.tensor([1, 4])
+    recipe = RECIPES["dlg"].but(iterations=2, optimiser=LBFGS(inner=2))
+    watched = Watched()
+    whole, alone = reconstruct(captured, recipe, 3), reconstruct(captured, recipe, 3, who=some, watch=watched.watch)
+    torch.testing.assert_close(alone.examples, whole.examples[some], rtol=1e-4, atol=1e-5)
+    assert torch.equal(alone.seeds, whole.seeds[some])
+    assert watched.seen == [(1, [1, 4]), (2, [1, 4])]
+    kept = replace(whole, examples=whole.examples + 1.0).updated(some, alone)
+    assert torch.equal(kept.examples[some], alone.examples)
+    assert torch.equal(kept.examples[0], whole.examples[0] + 1.0)
+    assert kept.evaluations == alone.evaluations < whole.evaluations
+
+
 def test_what_fits_best_is_kept_and_where_the_search_ended_told_apart(small: Any) -> None:
     """A rate so large that the search passes by its best point."""
     captured = vectors(small).look("type2", 6)

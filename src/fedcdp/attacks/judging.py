@@ -38,6 +38,11 @@ class Observer:
         self.snapshots: dict[int, Tensor] = {}
         self._latest: Tensor | None = None
 
+    def resume(self, earlier: Leaks, left: Tensor) -> None:
+        """Take over what an earlier attack on the same victims showed, except of those that are left to attack."""
+        self.first_exact = earlier.first_exact.index_fill(0, left, math.inf)
+        self._latest = earlier.found.examples[:SHOWN_VICTIMS].clone()
+
     def __call__(self, iteration: int, who: Tensor, examples: Tensor) -> None:
         """Receive the state of the search (`reconstruct.Watch`)."""
         self._keep(iteration, who, examples)

@@ -73,9 +73,11 @@ class Attempts:
         return self.scene.visible()
 
     def run(
-        self, name: str, recipe: Recipe | TabLeak | None = None, progress: Progress | None = None
-    ) -> Leaks | Presence | LayerLeaks | Inferred:
-        """Run one attack, by its name, or by a custom recipe or settings."""
+        self, name: str, recipe: Recipe | TabLeak | None = None, progress: Progress | None = None, *,
+        earlier: Leaks | None = None,
+    ) -> Leaks | Presence | LayerLeaks | Inferred:  # fmt: skip
+        """Run one attack, by its name, or by a custom recipe or settings. A search of one round leaves out the victims that
+        an `earlier` search has recovered exactly, and keeps their results."""
         scene = self.scene
         if name in ACTIVE:
             return ACTIVE[name].run(self.stage, progress)
@@ -107,7 +109,7 @@ class Attempts:
         recipe = recipe or RECIPES.get(name)
         if recipe is not None and recipe.rounds == "all":
             return self._accumulated(name, recipe, progress)
-        return self._reconstruct(name, recipe, progress)
+        return self._reconstruct(name, recipe, progress, earlier)
 
     @property
     def stage(self) -> Stage:
@@ -120,7 +122,7 @@ class Attempts:
         if scene.simulator is not None and scene.state is not None and reads_sum(scene.plan, self.look.leak):
             cohort_of(scene.simulator, scene.state).require_inverted()
 
-    def _reconstruct(self, name: str, recipe: Recipe | None, progress: Progress | None) -> Leaks:
+    def _reconstruct(self, name: str, recipe: Recipe | None, progress: Progress | None, earlier: Leaks | None) -> Leaks:
         scene, captured = self.scene, self.captured
         observer = Observer(captured, self.criteria, self.visible, scene.value_range)
         started = time.perf_counter()
@@ -128,13 +130,29 @@ class Attempts:
             found = invert(
                 captured, scene.network, scene.classes, seed=self.seed, public=scene.public, progress=progress
             )  # fmt: skip
-        else:
-            public = self._others(captured) if recipe.seed.kind == "posterior" else scene.public
-            found = reconstruct(
-                captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range, public=public,
-                watch=observer, progress=progress,
-            )  # fmt: skip
-        return told(scene, name, captured, found, observer, time.perf_counter() - started, watched=recipe is not None)
+            return told(scene, name, captured, found, observer, time.perf_counter() - started, watched=False)
+        left = None if earlier is None else self._left(earlier, recipe)
+        if earlier is not None and left is not None:
+            observer.resume(earlier, left)
+        found = reconstruct(
+            captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range,
+            public=self._others(captured) if recipe.seed.kind == "posterior" else scene.public, who=left, watch=observer,
+            progress=progress,
+        )  # fmt: skip
+        if earlier is not None and left is not None:
+            found = earlier.found.updated(left, found)
+        leaks = told(scene, name, captured, found, observer, time.perf_counter() - started, watched=True)
+        return leaks if left is None else replace(leaks, about=leaks.about | {"spared": len(captured) - len(left)})
+
+    def _left(self, earlier: Leaks, recipe: Recipe) -> Tensor | None:
+        """The victims that an earlier search has not recovered exactly; None if its results cannot be kept."""
+        scores, captured = earlier.scores, self.captured
+        dummies = captured.most if recipe.dummies == "all" else 1
+        alike = earlier.captured is captured and earlier.found.examples.shape[1] == captured.most == dummies
+        if scores is None or earlier.found.misfit is None or not alike:
+            return None
+        recovered = (scores.exact | ~scores.present).all(1)
+        return (~recovered).nonzero()[:, 0] if bool(recovered.any()) else None
 
     def _accumulated(self, name: str, recipe: Recipe, progress: Progress | None) -> Leaks:
         scene, started = self.scene, time.perf_counter()
@@ -249,9 +267,10 @@ def part_of(progress: Progress | None, number: int, parts: int) -> Progress | No
 
 _MOST_SEARCHED = 16  # largest batch to search, in examples
 _PATIENCE = 20  # iterations; not for Adam, whose learning rate falls as planned
+_SHARPENING = 100  # iterations
 _MOST_WORK = {"cpu": 3e4, "cuda": 3e6}  # gradients of single examples: a minute or two
 _MOST = 8  # maximum number of attacks, for the progress display
-_FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc")
+_FIGURES = ("success_rate", "recognisable_rate", "identified_rate", "label_accuracy", "auc", "spared")
 
 
 def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
@@ -269,7 +288,9 @@ def strongest(attempts: Attempts, progress: Progress | None = None) -> Leaks:
                 tried.append({"attack": name, "success_rate": None, "refused": reason})
                 continue
             try:
-                found = attempts.run(name, recipe_of(name), part_of(progress, len(tried), _MOST))
+                recipe = recipe_of(name, attempts.captured.noisy)
+                earlier = max(results, key=_rank) if results else None
+                found = attempts.run(name, recipe, part_of(progress, len(tried), _MOST), earlier=earlier)
             except (ModelError, DataError) as error:
                 refusals.append(error)
                 tried.append({"attack": name, "success_rate": None, "refused": str(error)})
@@ -314,13 +335,21 @@ def searches(attempts: Attempts) -> list[str]:
         return ["clip-aware" if single else "batch", "class-prior", *accumulations(attempts), "averaging"]
     if captured.plan.per_example or prunes(captured) or captured.steps > 1:
         return ["clip-aware", "cpl", "inverting-gradients"] if single else ["unrolled", "clip-aware", "batch"]
+    if captured.leak == "type2" or captured.plan.method == "nonprivate":  # nothing to know: no second search of the same
+        return ["cpl", "inverting-gradients"] if single else ["batch"]
     return ["cpl", "clip-aware", "inverting-gradients"] if single else ["batch", "unrolled"]
 
 
-def recipe_of(name: str) -> Recipe | None:
-    """The recipe of an attack, for a search that ends once it has stopped improving; None for an attack without a recipe."""
+def recipe_of(name: str, noisy: bool) -> Recipe | None:
+    """The recipe of an attack, for a search that ends once it has stopped improving; None for an attack without a recipe.
+
+    Without noise, the preference for smooth images only has to tell the images of a batch apart; then it is dropped.
+    """
     recipe = RECIPES.get(name)
-    return recipe.but(patience=_PATIENCE) if recipe is not None and isinstance(recipe.optimiser, LBFGS) else recipe
+    if recipe is None or not isinstance(recipe.optimiser, LBFGS):
+        return recipe
+    smooth = recipe.objective.total_variation > 0 and not noisy
+    return recipe.but(patience=_PATIENCE, sharpening=_SHARPENING if smooth else None)
 
 
 def accumulations(attempts: Attempts) -> list[str]:

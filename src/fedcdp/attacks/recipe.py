@@ -74,13 +74,16 @@ class Recipe:
     """Maximum number of iterations; one iteration is one optimiser step of up to `inner` evaluations."""
     patience: int | None = None
     """Stop after this many iterations in a row that improve the fit by less than 0.1 % in all. None: never."""
+    sharpening: int | None = None
+    """Then search on from the best fit, for at most this many iterations, without the preference for smooth images. None:
+    the search ends before."""
     rounds: Literal["one", "all"] = "one"
     """Attack what was seen in one round, or in all rounds of a training (`accumulated_attack`)."""
     restarts: int = 1
     """Number of seeds to try for each victim; the adversary keeps the best fit."""
 
     def __post_init__(self) -> None:
-        for name in ("components", "iterations", "restarts", "patience"):
+        for name in ("components", "iterations", "restarts", "patience", "sharpening"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}: {getattr(self, name)} is not allowed; it must be at least 1")

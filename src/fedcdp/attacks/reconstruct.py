@@ -61,6 +61,14 @@ class Reconstruction:
     CONVERGED = 1
     DIVERGED = 2
 
+    def updated(self, who: Tensor, other: Reconstruction) -> Reconstruction:
+        """The same with the rows of these victims from another attack, whose evaluations count."""
+        rows = {name: getattr(self, name).index_copy(0, who, getattr(other, name)) for name in _BY_VICTIM}
+        return Reconstruction(**rows, evaluations=other.evaluations)
+
+
+_BY_VICTIM = ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome", "misfit")
+
 
 def reconstruct(
     captured: Captured,
@@ -72,30 +80,33 @@ def reconstruct(
     public: Dataset | None = None,
     observations: Sequence[Observation] = (),
     pool: CandidatePool | None = None,
+    who: Tensor | None = None,
     watch: Watch | None = None,
     progress: Progress | None = None,
 ) -> Reconstruction:
     """Search for the examples behind an observation, or behind several `observations` of the same victims.
 
     `public` are examples like the victims' that anyone can have; the recipe may need them for principal components, and for
-    the `pool` of candidates, unless that is given. Of the victims' own examples, only their number is used.
+    the `pool` of candidates, unless that is given. Of the victims' own examples, only their number is used. With `who`, only
+    these victims are attacked; each result is the same as among all.
     """
     observations = observations or [Observation.alone(captured)]
     space = _space(captured, recipe, classes, value_range, public)
     pool = pool or _pool(captured, observations, recipe, seed, public)
-    everyone = torch.arange(len(captured), device=captured.device)
+    everyone = torch.arange(len(captured), device=captured.device) if who is None else who
     chunks = everyone.split(_victims_at_once(captured, recipe))
-    total = len(chunks) * recipe.restarts * recipe.iterations
+    longest = recipe.iterations + (recipe.sharpening or 0)
+    total = len(chunks) * recipe.restarts * longest
     best: Reconstruction | None = None
     for restart in range(recipe.restarts):
         parts = []
-        for number, who in enumerate(chunks):
+        for number, some in enumerate(chunks):
             stop_if_asked()
-            before = (restart * len(chunks) + number) * recipe.iterations
+            before = (restart * len(chunks) + number) * longest
             with deferred_interrupts():
-                mine = pool if pool is None else pool.take(who)
+                mine = pool if pool is None else pool.take(some)
                 found = _attack(
-                    captured, among(observations, who), who, recipe, space, mine, classes, seed, restart, watch, progress,
+                    captured, among(observations, some), some, recipe, space, mine, classes, seed, restart, watch, progress,
                     before, total, public,
                 )  # fmt: skip
                 parts.append(found)
@@ -137,24 +148,71 @@ def _attack(
     if pool is not None and recipe.seed.kind == "posterior":
         seeds = pool.start(targets, who, dummies, seed, restart)
     problem = Problem(part, recipe, space, seeds, targets, values, free, observations)
+    start = problem.start
+
+    def note(iteration: int) -> None:
+        if progress is not None:
+            progress(before + iteration, total)
+
+    found = _search(problem, recipe, recipe.iterations, who, 0, watch, note)
+    if recipe.sharpening is not None:
+        problem.sharpen(found.best)
+        first = found.iterations
+        found = _search(problem, recipe, recipe.sharpening, who, int(first.max()), watch, note)
+        found = replace(found, iterations=first + found.iterations)
+    problem.focus(torch.arange(len(who), device=who.device))
+    return Reconstruction(
+        problem.examples(found.best).detach(),
+        problem.examples(found.last).detach(),
+        problem.examples(start).detach(),
+        problem.labels(found.best),
+        found.loss,
+        found.iterations,
+        found.outcome,
+        problem.evaluations,
+        misfit=problem.misfit(found.best),
+    )
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """Where a search led: its best and its last points, the loss at the best, and how it ended."""
+
+    best: Tensor
+    last: Tensor
+    loss: Tensor
+    iterations: Tensor
+    outcome: Tensor
+
+
+def _search(
+    problem: Problem,
+    recipe: Recipe,
+    most: int,
+    who: Tensor,
+    earlier: int,
+    watch: Watch | None,
+    note: Callable[[int], None],
+) -> _Searched:
+    """Search from the start of a problem for `most` iterations, which are counted from `earlier`."""
     state = recipe.optimiser.begin(problem.start)
     count = len(who)
     best, best_loss = problem.start.clone(), torch.full_like(state.loss, torch.inf)
     last = problem.start.clone()
     patience = Patience(recipe.patience, best_loss)
-    iterations = torch.full((count,), recipe.iterations, device=who.device)
+    iterations = torch.full((count,), most, device=who.device)
     outcome = torch.zeros(count, dtype=torch.int64, device=who.device)
     active = torch.arange(count, device=who.device)
-    for iteration in range(1, recipe.iterations + 1):
+    for iteration in range(1, most + 1):
         problem.focus(active)
-        earlier = state.point
+        before = state.point
         loss, moved = state.step(problem.evaluate)
         improved = loss < best_loss[active]
-        best[active[improved]], best_loss[active[improved]] = earlier[improved], loss[improved]
+        best[active[improved]], best_loss[active[improved]] = before[improved], loss[improved]
         state.point = problem.project(state.point)
         last[active] = state.point
         if watch is not None:
-            watch(iteration, who[active], problem.examples(state.point).detach())
+            watch(earlier + iteration, who[active], problem.examples(state.point).detach())
         lost = ~torch.isfinite(loss) | ~(state.point.abs().amax(1) < _LOST)
         fitted = loss <= _FITS * problem.scale[active]
         done = lost | fitted | ~moved | patience.is_over(active, loss, iteration)
@@ -163,8 +221,7 @@ def _attack(
             iterations[active[done]] = iteration
             active = active[~done]
             state.keep((~done).nonzero()[:, 0])
-        if progress is not None:
-            progress(before + iteration, total)
+        note(earlier + iteration)
         if len(active) == 0:
             break
     if len(active):
@@ -172,18 +229,7 @@ def _attack(
         loss, _ = problem.evaluate(last[active], torch.arange(len(active), device=who.device))
         improved = loss < best_loss[active]
         best[active[improved]], best_loss[active[improved]] = last[active[improved]], loss[improved]
-    problem.focus(torch.arange(count, device=who.device))
-    return Reconstruction(
-        problem.examples(best).detach(),
-        problem.examples(last).detach(),
-        problem.examples(problem.start).detach(),
-        problem.labels(best),
-        best_loss,
-        iterations,
-        outcome,
-        problem.evaluations,
-        misfit=problem.misfit(best),
-    )
+    return _Searched(best, last, best_loss, iterations, outcome)
 
 
 class Patience:
@@ -229,6 +275,12 @@ class Problem:
         self._can_record = seeds.device.type == "cuda"
         self._recorded = torch.arange(0)
         self.focus(torch.arange(len(seeds), device=seeds.device))
+
+    def sharpen(self, points: Tensor) -> None:
+        """Start again at these points of all victims, without the preference for smooth images."""
+        objective = replace(self._recipe.objective, total_variation=0.0)
+        self._recipe, self.start, self._graph = self._recipe.but(objective=objective), points, None
+        self.focus(torch.arange(len(points), device=points.device))
 
     def focus(self, who: Tensor) -> None:
         """Continue with these victims of the chunk."""
@@ -365,8 +417,7 @@ def _victims_at_once(captured: Captured, recipe: Recipe) -> int:
 
 
 def _join(parts: list[Reconstruction]) -> Reconstruction:
-    names = ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome", "misfit")
-    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _BY_VICTIM}
     return Reconstruction(**joined, evaluations=sum(part.evaluations for part in parts))
 
 
@@ -375,6 +426,6 @@ def _better(one: Reconstruction, other: Reconstruction) -> Reconstruction:
     wins = other.loss < one.loss
     chosen = {
         name: torch.where(wins.view(-1, *(1,) * (getattr(one, name).dim() - 1)), getattr(other, name), getattr(one, name))
-        for name in ("examples", "last", "seeds", "labels", "loss", "iterations", "outcome", "misfit")
+        for name in _BY_VICTIM
     }
     return Reconstruction(**chosen, evaluations=one.evaluations + other.evaluations)
