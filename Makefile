@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow fresh integration integrations audits crashes lost-ranks soak load federation fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix text
+.PHONY: demo test slow fresh integration integrations audits crashes lost-ranks soak load federation fuzz rogue sums peers lint types security audit-dependencies check docs wheel clean sabotages breaching matrix paper text
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -172,6 +172,13 @@ WORKERS ?= 1
 matrix: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attack_matrix --device $(DEVICE) --workers $(WORKERS)
 	$(BIN)/python -m benchmarks.attack_matrix --table > results/attack_matrix.md
+
+# The paper's tables: every cell that is missing or older than the code, then ε and the pages. Made for a GPU with many cores;
+# the same command resumes. DEVICE=cuda WORKERS=16 PAPER='--time-limit 480'
+paper: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/fedcdp reproduce --all --again --device $(DEVICE) --workers $(WORKERS) \
+		$(if $(filter cuda%,$(DEVICE)),--set tf32=true) $(PAPER)
+	$(BIN)/python -m tools.pages
 
 rogue: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.rogue --sequences $(SEQUENCES) --out results/reliability/rogue_server.json

@@ -178,7 +178,7 @@ def _stopping() -> Iterator[None]:
             "fedcdp.deploy.site.keeper.become",
             "fedcdp.deploy.site.warm_node._run",
             "fedcdp.cli.bench._measure",
-            "fedcdp.studies.reproduce.runner.run",
+            "fedcdp.studies.reproduce.runner.Campaign.run",
             "fedcdp.cli.reproduce._write",
             "fedcdp.cli.reproduce._write_all",
             "fedcdp.data.fetch.open_https",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    table: Annotated[
-        str | None, typer.Argument(metavar="[TABLE]", help="Name of a table, or your own TOML file.", show_default=False)
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TABLE]...", help="Names of tables, or your own TOML files.", show_default=False),
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All tables, in one go: cheap cells first.")] = False,
     listing: Annotated[
-        bool, typer.Option("--list", help="List the tables, or the cells of TABLE, and which are done on this code.")
+        bool, typer.Option("--list", help="List the tables, or the cells of each TABLE, and which are done on this code.")
     ] = False,
     cells: Annotated[
         str,
@@ -77,90 +79,105 @@ def reproduce(
     file are not run again, except with `--again`, and a killed run is resumed. ε is added if dp-accounting is installed.
     """
     from fedcdp.studies.reproduce.catalogue import Place, tables
+    from fedcdp.studies.reproduce.catalogue import chosen as choose
     from fedcdp.studies.reproduce.catalogue import table as find
     from fedcdp.studies.reproduce.runner import TableResults
 
-    if table is None:
+    if every and names:
+        raise PlanError("reproduce: name tables, or use --all, but not both")
+    if not (names or every):
         if listing:
             _print_lines([(t.name, *_progress(TableResults(t, out)), t.title) for t in tables()])
         elif table_only:
             typer.echo(str(_write_all(tables(), Place(out))))
         else:
-            raise PlanError("reproduce: name a table; --list lists them")
+            raise PlanError("reproduce: name a table, or use --all; --list lists them")
         return
-    found = find(table)
-    chosen = found.chosen([each.strip() for each in cells.split(",") if each.strip()])
+    found = tables() if every else [find(name) for name in dict.fromkeys(names or [])]
+    chosen = choose(found, [each.strip() for each in cells.split(",") if each.strip()])
     for name, value in (("workers", workers), ("time-limit", time_limit)):
         if value is not None and (value < 0 or math.isnan(value)):
             raise PlanError(f"--{name}: {value:g} is not allowed; it must not be negative")
     place = Place(out, data_dir, _machine_settings(device, assignments or []), commit)
-    results = TableResults(found, out)
-    if results.stale:
-        example = next(iter(results.stale))
-        terminal.note(f"{len(results.stale)} cells were measured with other settings and are ignored, such as {example}")
+    tasks = [(TableResults(table, out), some) for table, some in chosen]
+    for results, _ in tasks:
+        if results.stale:
+            example = f"{results.table.name}: {next(iter(results.stale))}"
+            terminal.note(f"{len(results.stale)} cells were measured with other settings and are ignored, such as {example}")
     if listing:
-        older = results.on_older_code
-        _print_lines([_line(cell, results, cell.name in older) for cell in chosen])
+        _print_lines([line for results, some in tasks for line in _lines(results, some, several=len(tasks) > 1)])
         return
     if not table_only:
         usable_device(place.device)
     try:
         if not table_only:
-            _run(found, chosen, place, results, workers, time_limit, quiet, again)
+            _run(tasks, place, workers, time_limit, quiet, again)
     finally:
-        _write(found, place, results)
-    typer.echo(str(results.path.with_suffix(".md")))
+        pages = [_write_all(found, place)] if every else [_write_page(place, results) for results, _ in tasks]
+    for page in pages:
+        typer.echo(str(page))
 
 
 def _run(
-    table: Table,
-    chosen: list[Cell],
+    chosen: list[tuple[TableResults, list[Cell]]],
     place: Place,
-    results: TableResults,
     workers: int,
     time_limit: float | None,
     quiet: bool,
     again: bool,
 ) -> None:
     from fedcdp.studies.reproduce.catalogue import tables
-    from fedcdp.studies.reproduce.runner import cost, run, shared
+    from fedcdp.studies.reproduce.runner import Campaign, TableResults, Task, Trainings, cost
 
-    for cell, row in list(shared(results.missing(chosen, again), tables(), place.out, again)):
-        results.keep(cell, row)
-    waiting = sorted(results.missing(chosen, again), key=cost)  # cheap ones first: most of a table soon
-    for name in results.cells.keys() - {cell.name for cell in waiting}:  # killed between storing a cell and clearing up
-        place.forget(table.name, table.cells[name])
-    total = len(waiting)
+    asked = {results.table.name: results for results, _ in chosen}
+    known = asked | {table.name: TableResults(table, place.out) for table in tables() if table.name not in asked}
+    tasks = [Task(results, cell) for results, some in chosen for cell in results.missing(some, again)]
+    if not accounting_is_installed() and (epsilons := [task for task in tasks if task.cell.kind == "epsilon"]):
+        tasks = [task for task in tasks if task not in epsilons]
+        terminal.note(f"{len(epsilons)} cells consist of ε alone and are left out: they need dp-accounting, but no training")
+    tasks.sort(key=lambda task: cost(task.cell))  # cheap ones first: most of every table soon
+    waiting = {(task.results.table.name, task.cell.name) for task in tasks}
+    for results, _ in chosen:
+        for name in results.cells:  # killed between storing a cell and clearing up
+            if (results.table.name, name) not in waiting:
+                place.forget(results.table.name, results.table.cells[name])
+        results.write()  # fails before anything is measured if the file cannot be written
     done = 0
 
-    def keep(cell: Cell, row: dict[str, Any]) -> None:
+    def tell(task: Task, ended: dict[str, Any] | str) -> None:
         nonlocal done
-        results.keep(cell, row)
-        place.forget(table.name, cell)
         done += 1
+        name = task.cell.name if len(chosen) == 1 else task.name
+        if isinstance(ended, str):
+            terminal.note(f"{name} failed: {ended}")
+            return
+        task.results.keep(task.cell, ended)
+        place.forget(task.results.table.name, task.cell)
         if not quiet:
-            figure = next(
-                (f", {key} {row[key]:.4g}" for key in ("accuracy", "success_rate") if row.get(key) is not None), ""
-            )
-            terminal.console.print(f"{done}/{total} {cell.name}{figure}, {row['seconds']:.1f} s", highlight=False)
+            figures = ((key, ended.get(key)) for key in ("accuracy", "success_rate"))
+            shown = "".join(f", {key} {value:.4g}" for key, value in figures if value is not None)
+            how = f"as in {ended['taken_from']}" if "taken_from" in ended else f"{ended['seconds']:.1f} s"
+            terminal.console.print(f"{done}/{len(tasks)} {name}{shown}, {how}", highlight=False)
 
-    results.write()  # fails before anything is measured if the file cannot be written
-    several = 1 if table.content.get("alone") else workers or min(8, os.cpu_count() or 1)
+    campaign = Campaign(tasks, place, Trainings(known.values(), again), tell)
+    limit = math.inf if time_limit is None else time_limit
     try:
-        outcome = run(table.name, waiting, place, keep, several, math.inf if time_limit is None else time_limit)
+        campaign.run(workers or min(8, os.cpu_count() or 1), limit)
     except KeyboardInterrupt:
-        raise StoppedError(_kept(results, "stopped")) from None
+        raise StoppedError(_kept(chosen, "stopped")) from None
     except StoppedError as stopped:
-        raise StoppedError(_kept(results, str(stopped))) from None
-    if outcome.failed:
-        name, reason = next(iter(outcome.failed.items()))
-        raise RunError(f"{len(outcome.failed)} of {total} cells failed; {name}: {reason}")
-    if outcome.left:
-        terminal.note(f"time limit reached: {len(outcome.left)} cells are left; the same command resumes")
+        raise StoppedError(_kept(chosen, str(stopped))) from None
+    if campaign.failed:
+        name, reason = next(iter(campaign.failed.items()))
+        raise RunError(f"{len(campaign.failed)} of {len(tasks)} cells failed; {name}: {reason}")
+    if campaign.left:
+        terminal.note(f"time limit reached: {len(campaign.left)} cells are left; the same command resumes")
 
 
-def _kept(results: TableResults, why: str) -> str:
-    return f"{why}; {len(results.cells)} cells are in {results.path}; the same command resumes"
+def _kept(chosen: list[tuple[TableResults, list[Cell]]], why: str) -> str:
+    cells = sum(len(results.cells) for results, _ in chosen)
+    where = str(chosen[0][0].path) if len(chosen) == 1 else str(chosen[0][0].path.parent)
+    return f"{why}; {cells} cells are in {where}; the same command resumes"
 
 
 def _write_all(known: list[Table], place: Place) -> Path:
@@ -176,6 +193,11 @@ def _write_all(known: list[Table], place: Place) -> Path:
     page = place.out / "README.md"
     write_atomically(page, overview(measured).encode())
     return page
+
+
+def _write_page(place: Place, results: TableResults) -> Path:
+    _write(results.table, place, results)
+    return results.path.with_suffix(".md")
 
 
 def _write(table: Table, place: Place, results: TableResults) -> list[dict[str, Any]]:
@@ -207,11 +229,16 @@ def _progress(results: TableResults) -> tuple[str, str]:
     return f"{len(results.table.cells)} cells", f"{done} done" + (f", {older} of them on older code" if older else "")
 
 
-def _line(cell: Cell, results: TableResults, older: bool) -> tuple[str, str]:
-    row = results.cells.get(cell.name)
-    if row is None:
-        return cell.name, "not run"
-    return cell.name, f"done in {row['seconds']:.0f} s on {row['machine']}" + (", on older code" if older else "")
+def _lines(results: TableResults, cells: list[Cell], *, several: bool) -> Iterator[tuple[str, str]]:
+    """Each cell of a table, and whether it is done, and on which code."""
+    older = results.on_older_code
+    for cell in cells:
+        name, row = f"{results.table.name}: {cell.name}" if several else cell.name, results.cells.get(cell.name)
+        if row is None:
+            yield name, "not run"
+        else:
+            told = f"done in {row['seconds']:.0f} s on {row['machine']}"
+            yield name, told + (", on older code" if cell.name in older else "")
 
 
 def _print_lines(lines: Sequence[tuple[str, ...]]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
+from fedcdp.config.schedules import as_schedule
 from fedcdp.errors import PlanError
-from fedcdp.studies.reproduce.catalogue import Place, Table, merged, read, table, tables
-from fedcdp.studies.reproduce.cells import attack_command, command, experiment_of, rates_of
+from fedcdp.studies.reproduce.catalogue import Place, Table, chosen, merged, read, table, tables
+from fedcdp.studies.reproduce.cells import attack_command, choose_rate, command, experiment_of, rates_of
 from fedcdp.studies.reproduce.layouts import LAYOUTS, sections
 from fedcdp.studies.reproduce.markdown import page
 from fedcdp.studies.reproduce.runner import cost
@@ -80,12 +82,20 @@ def test_rows_are_products_of_axes_and_cells_are_rows_in_their_variants() -> Non
     ("pattern", "count"), [("fed-cdp", 2), ("fed-cdp/C1", 1), ("*/C1/*", 2), ("nonprivate/C1/plain", 1), ("*", 3)]
 )
 def test_cells_are_chosen_by_name_beginning_or_pattern(pattern: str, count: int) -> None:
-    assert len(Table("small", SMALL).chosen([pattern])) == count
+    ((_, cells),) = chosen([Table("small", SMALL)], [pattern])
+    assert len(cells) == count
 
 
 def test_what_matches_no_cell_is_refused() -> None:
     with pytest.raises(PlanError, match=r"--cells: no cell of small is called 'fed'"):
-        Table("small", SMALL).chosen(["fed-cdp", "fed"])
+        chosen([Table("small", SMALL)], ["fed-cdp", "fed"])
+
+
+def test_a_pattern_may_match_in_one_of_several_tables() -> None:
+    tables_ = [Table("small", SMALL), table("epsilon")]
+    assert [len(cells) for _, cells in chosen(tables_, ["nonprivate/C1", "fed-sdp/mnist"])] == [1, 2]
+    with pytest.raises(PlanError, match="no cell of small or epsilon is called 'clip'"):
+        chosen(tables_, ["clip"])
 
 
 def test_printed_lists_are_dealt_to_the_rows_in_order_and_must_fit() -> None:
@@ -108,6 +118,36 @@ def test_rates_follow_the_rules_that_a_cell_names() -> None:
     assert rates({"clip": 4.0}, "found", "found * 4 / C") == [0.002]
     assert rates({"noise_multiplier": 0.5}, "found", "found * 6 / sigma") == [0.002, 0.024]
     assert rates({}, 0.5, "cosine(0.1, 0.01)") == [0.5, "cosine(0.1, 0.01)"]
+
+
+@pytest.mark.parametrize(
+    ("rates", "best", "tried"),
+    [
+        ([0.1, 0.2, 0.4], 0.2, [0.1, 0.2, 0.4]),
+        ([0.05, 0.1], 0.37, [0.05, 0.1, 0.2, 0.4, 0.8]),
+        ([0.1, 0.2], 0.05, [0.1, 0.2, 0.05, 0.025]),
+        ([0.1, 0.2], 1e9, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8]),
+        (
+            ["cosine(0.05, 0.005)", "cosine(0.1, 0.01)"],
+            0.1,
+            ["cosine(0.05, 0.005)", "cosine(0.1, 0.01)", "cosine(0.2, 0.02)"],
+        ),
+        (["found", "found * 4 / C"], 1e9, [0.1, 0.8]),
+        ([0.3], 1e9, []),
+    ],
+)
+def test_rates_are_tried_until_the_best_has_neighbours(rates: list[object], best: float, tried: list[object]) -> None:
+    every = {"preset": "mnist", "plan": {"method": "fed-cdp", "noise": "cohort", "clip": 0.5}, "rates": rates}
+    cell = Table("rates", SMALL | {"every": every, "axes": {"a": {"x": {}}}, "variants": {"": {}}}).cells["x"]
+    rate, found = choose_rate(cell, lambda each: -abs(math.log(as_schedule(each, "rate").start / best)))
+    assert list(found) == tried
+    assert rate == (max(found, key=lambda each: found[each]) if found else 0.3)
+
+
+def test_the_first_of_equal_rates_is_kept() -> None:
+    every = {"preset": "lfw", "plan": {"method": "fed-cdp"}, "rates": [5e-4, 1e-3]}
+    cell = Table("rates", SMALL | {"every": every, "axes": {"a": {"x": {}}}, "variants": {"": {}}}).cells["x"]
+    assert choose_rate(cell, lambda _: 0.2) == (5e-4, {5e-4: 0.2, 1e-3: 0.2, 2.5e-4: 0.2})
 
 
 def test_settings_merge_table_by_table() -> None:

@@ -69,6 +69,13 @@ class Cell:
 
     def experiment(self, *changes: Given) -> Experiment:
         """The cell's experiment, with changes."""
+        return self._assembled(*changes) if changes else self._own
+
+    @cached_property
+    def _own(self) -> Experiment:
+        return self._assembled()
+
+    def _assembled(self, *changes: Given) -> Experiment:
         base = preset(self.settings["preset"]) if "preset" in self.settings else {}
         own = {section: dict(self.settings[section]) for section in _SECTIONS if section in self.settings}
         experiment = assemble(base, own, *changes)
@@ -129,13 +136,6 @@ class Table:
                 found[row] = found[row] | each if both else each
         return found
 
-    def chosen(self, patterns: Sequence[str]) -> list[Cell]:
-        """The cells that match some pattern, or all cells without patterns; raises for a pattern that matches nothing."""
-        for pattern in patterns:
-            if not any(_matches(name, pattern) for name in self.cells):
-                raise PlanError(f"--cells: no cell of {self.name} is called {pattern!r}; --list {self.name} names them")
-        return [cell for cell in self.cells.values() if not patterns or any(_matches(cell.name, p) for p in patterns)]
-
     @property
     def _variants(self) -> dict[str, Given]:
         return dict(self.content.get("variants", {"": {}}))
@@ -168,6 +168,18 @@ def table(name: str) -> Table:
         known = ", ".join(each.name for each in tables())
         raise PlanError(f"{name!r} is not one of the tables {known}, nor a TOML file")
     return read(name, place)
+
+
+def chosen(known: Sequence[Table], patterns: Sequence[str]) -> list[tuple[Table, list[Cell]]]:
+    """The cells of each table that match some pattern (all without patterns); raises for one that matches nothing."""
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for each in known for name in each.cells):
+            names = " or ".join(each.name for each in known)
+            raise PlanError(f"--cells: no cell of {names} is called {pattern!r}; `reproduce TABLE --list` names them")
+    return [
+        (each, [cell for cell in each.cells.values() if not patterns or any(_matches(cell.name, p) for p in patterns)])
+        for each in known
+    ]
 
 
 def read(name: str, place: Any) -> Table:

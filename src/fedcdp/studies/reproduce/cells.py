@@ -5,8 +5,9 @@
 best (the first of equals) then trains on the whole training split. A rate is a number, a schedule in the plan's notation, or
 a rule based on the rate found for the dataset and the noise: `found`, `found * 4 / C` or `found * 6 / sigma`. With these
 rules, a cell far from the paper's C = 4 or σ = 6 is not judged at a step size that only fits those. The found rates are in
-`presets.learning_rate`, or in the cell's own `found`, by noise convention. `rates` may also be a table of such lists by
-dataset.
+`presets.learning_rate`, or in the cell's own `found`, by noise convention. Where the best of several numbers or schedules is
+the largest or the smallest, twice or half of it is tried as well, until it is neither. `rates` may also be a table of such
+lists by dataset.
 
 **Attacks**: what an adversary reconstructs, as `fedcdp attack` measures it, and the pictures of the first victims. Settings,
 in the table `attack` of a cell: `leak`, `name`, `victims`, `network` (cpl, or paper: the trained one), `recipe`
@@ -22,6 +23,7 @@ import math
 import shlex
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +32,7 @@ import torch
 
 from fedcdp.config import presets
 from fedcdp.config.experiment import Experiment, MachineSettings
-from fedcdp.config.schedules import Schedule
+from fedcdp.config.schedules import Schedule, as_schedule
 from fedcdp.data.dataset import Splits
 from fedcdp.engine.runtime import products
 from fedcdp.errors import PlanError
@@ -45,15 +47,15 @@ from fedcdp.training.trainer import train_experiment
 _PAPER_CLIP, _PAPER_NOISE = 4.0, 6.0
 _TUNING_SHARE = 1 / 3
 _EVALUATIONS = 10
+_MOST_FURTHER_RATES = 6
+_SECONDS_TIMED = 0.3  # each of three samples; rounds on a GPU take some 0.1 s
 
 Rate = float | str
 
 
 def measure_training(table: str, cell: Cell, place: Place) -> dict[str, Any]:
     """Choose the rate, train, and report the accuracy (the mean over `splits`, if there are several)."""
-    rates = rates_of(cell)
-    tried = {f"{rate}": _train(table, cell, rate, 0, place, tuning=True).accuracy for rate in rates if len(rates) > 1}
-    rate = max(rates, key=lambda each: tried.get(f"{each}") or 0.0)
+    rate, tried = choose_rate(cell, lambda rate: _train(table, cell, rate, 0, place, tuning=True).accuracy or 0.0)
     runs = [_train(table, cell, rate, seed, place) for seed in range(int(cell.settings.get("splits", 1)))]
     accuracies = [run.accuracy for run in runs if run.accuracy is not None]
     if not accuracies:
@@ -62,7 +64,7 @@ def measure_training(table: str, cell: Cell, place: Place) -> dict[str, Any]:
         "command": command(cell, rate),
         "accuracy": statistics.mean(accuracies),
         "rate": rate,
-        "rates_tried": tried,
+        "rates_tried": {f"{each}": accuracy for each, accuracy in tried.items()},
         "rounds": runs[-1].rounds,
         "engine": runs[-1].engine,
         "us_per_client_step": runs[-1].us_per_client_step,
@@ -96,6 +98,40 @@ def rates_of(cell: Cell) -> list[Rate]:
             raise PlanError(f"{cell.name}: no learning rate is known for its data; give rates")
         rates.append(float(f"{rate:.6g}") if isinstance(rate, int | float) else str(rate))
     return list(dict.fromkeys(rates))
+
+
+def choose_rate(cell: Cell, accuracy: Callable[[Rate], float]) -> tuple[Rate, dict[Rate, float]]:
+    """The best rate, and the accuracy with each rate that was tried; a single rate is not tried."""
+    rates = rates_of(cell)
+    if len(rates) == 1:
+        return rates[0], {}
+    tried = {rate: accuracy(rate) for rate in rates}
+    for _ in range(_MOST_FURTHER_RATES if _are_listed(cell) else 0):
+        best = max(tried, key=lambda rate: tried[rate])  # the first of equals
+        in_order = sorted(tried, key=_size)
+        if best not in (in_order[0], in_order[-1]):
+            break
+        further = _times(best, 2.0 if best == in_order[-1] else 0.5)
+        tried[further] = accuracy(further)
+    return max(tried, key=lambda rate: tried[rate]), tried
+
+
+def _are_listed(cell: Cell) -> bool:
+    """Whether the rates are values, not rules: the values of a rule are what its table compares."""
+    return not any(str(each).startswith("found") for each in cell.settings.get("rates", ["found"]))
+
+
+def _size(rate: Rate) -> float:
+    return as_schedule(rate, "rates").start
+
+
+def _times(rate: Rate, factor: float) -> Rate:
+    """A rate, or a whole schedule, times a factor."""
+    if isinstance(rate, str):
+        schedule = as_schedule(rate, "rates")
+        start, end = (float(f"{factor * value:.6g}") for value in (schedule.start, schedule.end))
+        return str(replace(schedule, start=start, end=end))
+    return float(f"{factor * rate:.6g}")
 
 
 def tuning_share(cell: Cell) -> float:
@@ -281,7 +317,7 @@ def measure_time(table: str, cell: Cell, place: Place) -> dict[str, Any]:  # noq
         MachineSettings(**place.run),
         place.data_dir,
         int(settings.get("repeat", 3)),
-        seconds=float(settings.get("seconds", 1)),
+        seconds=float(settings.get("seconds", _SECONDS_TIMED)),
     )
     case = bench.case(cell.name, dataset, method=method)
     alone = bench.case(f"{cell.name}, one client", dataset, method=method, per_round=1)

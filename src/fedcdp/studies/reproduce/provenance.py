@@ -16,14 +16,14 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2]
-_DATA = ("fedcdp.data.datasets",)
+_EVERY = ("fedcdp.studies.reproduce.cells", "fedcdp.data.datasets")
 _TRAINING = (
     "fedcdp.training.trainer", "fedcdp.training.prepared", "fedcdp.engine.kernel_cnn",
-    "fedcdp.studies.reproduce.cifar10_networks", *_DATA,
+    "fedcdp.studies.reproduce.cifar10_networks", *_EVERY,
 )  # fmt: skip
 _ROOTS = {
     "training": _TRAINING,
-    "attack": ("fedcdp.attacks.api", "fedcdp.training.prepared", *_DATA),
+    "attack": ("fedcdp.attacks.api", "fedcdp.training.prepared", *_EVERY),
     "epsilon": ("fedcdp.accounting.statement", "fedcdp.training.prepared"),
     "time": ("fedcdp.studies.bench.sections", "fedcdp.engine.kernel_cnn"),
     "tradeoff": ("fedcdp.studies.reproduce.tradeoff", *_TRAINING),

@@ -1,7 +1,7 @@
-"""Run cells: several at a time in separate processes, each saved to disk as soon as it is done.
+"""Run cells of any number of tables: several at a time in separate processes, each saved to disk as soon as it is done.
 
 A stop (Ctrl-C, SIGTERM, the time limit) loses no finished cell; after kill -9 the workers end by themselves. The result file
-of a table is complete after every cell. Trainings that several tables share are run once (`shared`).
+of a table is complete after every cell. Trainings that several cells share are run once (`Trainings`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import wait as wait_for_end
 from pathlib import Path
 from types import FrameType
@@ -127,36 +128,62 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def shared(cells: list[Cell], known: list[Table], out: Path, again: bool = False) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """The cells that some table's result file already has, with its row, which names its origin.
+@dataclass(frozen=True)
+class Task:
+    """A cell that is to be measured for its table."""
+
+    results: TableResults
+    cell: Cell
+
+    @property
+    def name(self) -> str:
+        """The names of the table and the cell."""
+        return f"{self.results.table.name}: {self.cell.name}"
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run at the same time."""
+        return bool(self.results.table.content.get("alone"))
+
+    @cached_property
+    def training(self) -> str | None:
+        """What is trained, if nothing but its accuracy is asked for."""
+        plain = self.cell.kind == "training" and "curves" not in self.cell.settings
+        return _key(self.cell, rates_of(self.cell)) if plain else None
+
+    @cached_property
+    def clients(self) -> int:
+        """The clients that it trains at a time."""
+        return self.cell.experiment().plan.per_round if self.cell.kind in _TRAINED else 0
+
+
+class Trainings:
+    """Rows of finished trainings: a training that several cells ask for is run once.
 
     The same means: data, network, plan, learning rate and how it was chosen, and splits; with `again`, also the code.
     """
-    rows: dict[str, tuple[str, dict[str, Any]]] = {}
-    for table in known:
-        results = TableResults(table, out)
-        older = results.on_older_code if again else ()
-        for name, row in results.cells.items():
-            if name in older:
-                continue
-            for key in _keys_of_row(table.cells[name], row):
-                rows.setdefault(key, (f"{table.name}: {name}", row))
-    for cell in cells:
-        found = rows.get(_key(cell, rates_of(cell))) if _is_plain_row(cell) else None
-        if found is not None:
-            origin, row = found
-            yield cell, {"taken_from": origin} | row | {"settings": cell.settings}
 
+    def __init__(self, known: Iterable[TableResults], again: bool = False) -> None:
+        self._rows: dict[str, tuple[str, dict[str, Any]]] = {}
+        for results in known:
+            older = results.on_older_code if again else ()
+            for name, row in results.cells.items():
+                if name not in older:
+                    self.add(Task(results, results.table.cells[name]), row)
 
-def _is_plain_row(cell: Cell) -> bool:
-    return cell.kind == "training" and "curves" not in cell.settings
+    def add(self, task: Task, row: dict[str, Any]) -> None:
+        """Note what a row may stand for: the choice among its rates, and the training at the chosen rate."""
+        if task.cell.kind == "training":
+            plain = {key: value for key, value in row.items() if key != "curves"}
+            for rates in (rates_of(task.cell), [row["rate"]]):
+                self._rows.setdefault(_key(task.cell, rates), (task.name, plain))
 
-
-def _keys_of_row(cell: Cell, row: dict[str, Any]) -> Iterator[str]:
-    """What a row may stand for: the choice among its rates, and the training at the chosen rate."""
-    if _is_plain_row(cell):
-        yield _key(cell, rates_of(cell))
-        yield _key(cell, [row["rate"]])
+    def row_of(self, task: Task) -> dict[str, Any] | None:
+        """The row of the same training, which names its origin; None if there is none."""
+        if task.training not in self._rows:
+            return None
+        origin, row = self._rows[task.training]
+        return {"taken_from": origin} | row | {"settings": task.cell.settings}
 
 
 def _key(cell: Cell, rates: list[Rate]) -> str:
@@ -171,75 +198,100 @@ def _key(cell: Cell, rates: list[Rate]) -> str:
     return json.dumps(told, sort_keys=True)
 
 
-Keep = Callable[[Cell, dict[str, Any]], None]
-
-
 @dataclass
-class CellOutcome:
-    """How a run of cells ended."""
+class Campaign:
+    """Tasks to be run in this order, and how they end."""
 
-    left: list[Cell] = field(default_factory=list)
-    """Cells not started when the time was up."""
+    tasks: list[Task]
+    place: Place
+    trainings: Trainings
+    tell: Callable[[Task, dict[str, Any] | str], None]
+    """Called for every cell that ends, with its row, or with the reason why it failed."""
+    left: list[Task] = field(default_factory=list)
+    """Tasks not started when the time was up."""
     failed: dict[str, str] = field(default_factory=dict)
 
+    def run(self, workers: int, seconds: float) -> None:
+        """Measure; no cell is started after `seconds`, and those that were started are finished.
 
-def run(table: str, cells: list[Cell], place: Place, keep: Keep, workers: int, seconds: float) -> CellOutcome:
-    """Measure cells in this order; none is started after `seconds`, and those that were started are finished.
+        A cell that fails does not stop the others. Cells that may not share the machine are measured first.
+        """
+        deadline = time.monotonic() + seconds
+        self.left = self._without_known(sorted(self.tasks, key=lambda task: not task.alone))
+        with _stopped_by_sigterm():
+            while self.left and (workers == 1 or self.left[0].alone) and time.monotonic() < deadline:
+                self._measure_here(self.left.pop(0))
+            if self.left and time.monotonic() < deadline:
+                self._side_by_side(min(workers, len(self.left)), deadline)
 
-    A cell that fails does not stop the others.
-    """
-    deadline = time.monotonic() + seconds
-    with _stopped_by_sigterm():
-        if workers == 1 or len(cells) <= 1:
-            return _one_by_one(table, cells, place, keep, deadline)
-        return _side_by_side(table, cells, place, keep, min(workers, len(cells)), deadline)
-
-
-def _one_by_one(table: str, cells: list[Cell], place: Place, keep: Keep, deadline: float) -> CellOutcome:
-    outcome = CellOutcome()
-    for number, cell in enumerate(cells):
-        if time.monotonic() >= deadline:
-            outcome.left = cells[number:]
-            break
+    def _measure_here(self, task: Task) -> None:
         try:
-            row = measure(table, cell, place)
+            row = measure(task.results.table.name, task.cell, self.place)
         except StoppedError:
             raise
         except Exception as error:
-            outcome.failed[cell.name] = _in_words(error)
+            self._fail(task, error)
         else:
-            keep(cell, row)
-    return outcome
+            self._keep(task, row)
+
+    def _side_by_side(self, workers: int, deadline: float) -> None:
+        running: dict[Future[dict[str, Any]], Task] = {}
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
+        try:
+            while True:
+                while len(running) < workers and time.monotonic() < deadline:
+                    task = next((each for each in self.left if self._may_join(each, running.values())), None)
+                    if task is None:
+                        break
+                    self.left.remove(task)
+                    running[pool.submit(measure, task.results.table.name, task.cell, self.place)] = task
+                if not running:
+                    break
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    task = running.pop(done)
+                    try:
+                        row = done.result()
+                    except BrokenProcessPool:
+                        raise StoppedError("a worker process was killed; run the same command to continue") from None
+                    except Exception as error:
+                        self._fail(task, error)
+                    else:
+                        self._keep(task, row)
+        finally:
+            pool.shutdown(wait=not running, cancel_futures=True)
+            if running:  # stopped: unfinished work is lost, except for rounds that a training has on disk
+                for process in multiprocessing.active_children():
+                    process.terminate()
+
+    def _may_join(self, task: Task, running: Collection[Task]) -> bool:
+        """Not while the same training is under way, nor if a GPU is full: its cells would only slow each other down."""
+        if task.training is not None and any(task.training == each.training for each in running):
+            return False
+        full = torch.device(self.place.device).type == "cuda" and sum(each.clients for each in running) >= _FULL
+        return not (full and task.clients)
+
+    def _without_known(self, tasks: list[Task]) -> list[Task]:
+        """The tasks that are left once those whose training is known have its row."""
+        left = []
+        for task in tasks:
+            if (row := self.trainings.row_of(task)) is None:
+                left.append(task)
+            else:
+                self.tell(task, row)
+        return left
+
+    def _keep(self, task: Task, row: dict[str, Any]) -> None:
+        self.tell(task, row)
+        self.trainings.add(task, row)
+        self.left = self._without_known(self.left)
+
+    def _fail(self, task: Task, error: Exception) -> None:
+        self.failed[task.name] = _in_words(error)
+        self.tell(task, self.failed[task.name])
 
 
-def _side_by_side(table: str, cells: list[Cell], place: Place, keep: Keep, workers: int, deadline: float) -> CellOutcome:
-    outcome, waiting = CellOutcome(), list(cells)
-    running: dict[Future[dict[str, Any]], Cell] = {}
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
-    try:
-        while waiting or running:
-            while waiting and len(running) < workers and time.monotonic() < deadline:
-                cell = waiting.pop(0)
-                running[pool.submit(measure, table, cell, place)] = cell
-            if not running:
-                break
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                cell = running.pop(done)
-                try:
-                    row = done.result()
-                except BrokenProcessPool:
-                    raise StoppedError("a worker process was killed; run the same command to continue") from None
-                except Exception as error:
-                    outcome.failed[cell.name] = _in_words(error)
-                else:
-                    keep(cell, row)
-    finally:
-        pool.shutdown(wait=not running, cancel_futures=True)
-        if running:  # stopped: unfinished work is lost, except for rounds that a training has on disk
-            for process in multiprocessing.active_children():
-                process.terminate()
-    outcome.left = waiting
-    return outcome
+_FULL = 3_000  # clients in training at the same time; a GPU takes as long for twice as many one after the other
+_TRAINED = ("training", "release", "tradeoff")
 
 
 def _in_words(error: Exception) -> str:
