@@ -2,6 +2,7 @@
 
         python benchmarks/compare_peers.py --out results/peers.json                  # all, about ten minutes
         python benchmarks/compare_peers.py opacus --out results/peers.json           # one of them, about three minutes
+        python benchmarks/compare_peers.py jax --quick --out results/peers.json      # the dense network only
 
 Each peer gets its own virtual environment under --environments, with the versions below, created once. A peer that cannot be
 installed is left out, and the result says so. Then `fedcdp bench --section peers` measures: one process each, one at a time,
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("peers", nargs="*", metavar="PEER", help=f"{', '.join(PACKAGES)}; all by default")
     parser.add_argument("--environments", type=Path, default=Path("runs/peers"))
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="compare the dense network only")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
@@ -57,6 +59,7 @@ def main() -> None:
     # Absolute, but not resolved: an environment's interpreter is a symlink, and only the symlink selects the environment.
     found = {name: environment(name, given.environments.absolute()) for name in given.peers or PACKAGES}
     options = [f"--peer-python={name}={python}" for name, python in found.items() if python is not None]
+    options += ["--quick"] if given.quick else []
     options += [] if given.plot is None else ["--plot", str(given.plot)]
     command = [sys.executable, "-m", "fedcdp", "bench", "--section", "peers", "--repeat", str(given.repeat)]
     sys.exit(subprocess.run([*command, "--out", str(given.out), *options], check=False).returncode)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from scipy import stats
 
 from fedcdp.mechanism import randomness
+from fedcdp.mechanism.cpu_randomness import Drawing
 from fedcdp.mechanism.randomness import _philox_on_device, gaussians, normals, numpy_generator, philox, stream_key, words
 
 ONES = 0xFFFFFFFF
@@ -185,6 +186,7 @@ def test_normals_are_float32_and_always_finite():
 @pytest.mark.parametrize(("rows", "length"), [(1, 1000), (7, 100), (3, 403), (40, 3)])
 def test_a_draw_in_pieces_is_the_draw_at_once(rows, length, monkeypatch):
     clients = torch.arange(rows) * 1000
+    monkeypatch.setattr(randomness, "_drawing", Drawing(randomness._NumpyGenerator()))
     at_once = normals(5, clients, 1, 2, length)
     monkeypatch.setattr(randomness, "_PIECE", 64)
     assert torch.equal(normals(5, clients, 1, 2, length), at_once)

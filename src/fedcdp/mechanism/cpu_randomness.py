@@ -116,7 +116,8 @@ class _Grid:
         self.places = rows * self.columns
         self._spread = [np.broadcast_to(each, self.shape).reshape(rows, self.columns) for each in arrays]  # keeps them alive
         steps = ([stride // each.itemsize for stride in each.strides] for each in self._spread)
-        self.counters = (_Counter * 4)(*((each.ctypes.data, *by) for each, by in zip(self._spread, steps, strict=True)))
+        each_counter = (_Counter(each.ctypes.data, *by) for each, by in zip(self._spread, steps, strict=True))
+        self.counters = (_Counter * 4)(*each_counter)
 
 
 def compiled(reference: Generator, compiler: str = "cc") -> Generator | None:
