@@ -24,6 +24,7 @@ from fedcdp.data.dataset import Dataset
 from fedcdp.data.partition import Federation
 from fedcdp.errors import ModelError, RunError
 from fedcdp.models.networks import build
+from fedcdp.training import feature_cache
 from fedcdp.training.prepared import load_splits, network_of
 from fedcdp.training.rounds import Simulator
 from fedcdp.training.rundir import State
@@ -309,6 +310,28 @@ def test_a_seeded_run_is_replayed_to_the_bit(tmp_path: Path, in_memory: bool) ->
 def weights_of(course: Course) -> list[Tensor]:
     """The weights at the beginning of every round."""
     return [next(iter(state.weights.values())) for state, _ in course.states(*course.begin())]
+
+
+@pytest.mark.parametrize("leak", ["type1", "type2"])
+def test_cached_features_change_no_figure(
+    federation: Federation, leak: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDCDP_CACHE", str(tmp_path))
+    monkeypatch.setattr(feature_cache, "WORTH_KEEPING", -1.0)
+    front = nn.Linear(SIZE, 20).requires_grad_(False)
+    model = nn.Sequential(front, nn.Tanh(), nn.Linear(20, CLASSES))
+    assert federation.validation is not None
+    train, validation = (replace(each, benchmark="known") for each in (federation.train, federation.validation))
+    known = replace(federation, train=train, validation=validation)
+
+    def figures(federation: Federation) -> dict[str, float]:
+        row = attacked(plan_of(**DEFENCES["batch noise"]), model=model, federation=federation, leak=leak).summary()
+        return {name: value for name, value in row.items() if isinstance(value, float) and name != "seconds"}
+
+    own, computed, read = figures(federation), figures(known), figures(known)
+    assert len(list(tmp_path.rglob("features-*.safetensors"))) == 2
+    assert computed == pytest.approx(own, rel=1e-5)
+    assert read == computed
 
 
 def test_a_second_attack_on_a_training_does_not_train_again(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
