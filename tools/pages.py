@@ -18,6 +18,7 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
 | `attack_matrix(COLUMN, …)` | these columns of `results/attack_matrix.json`, a dash where a cell is missing |
 | `presence_limits()`, `membership_limits()` | what presence and LiRA reach, and what ε allows |
+| `crafted_presence()` | presence at honest weights, and at those of active servers |
 | `breaching_table()` | for each case of `results/breaching.json`, fedcdp's best and `breaching`'s |
 | `{% if measured(SOURCE) %}` … `{% endif %}` | a part that appears once SOURCE, or the whole file, is in `results` |
 
@@ -43,7 +44,7 @@ from jinja2 import Environment, StrictUndefined
 from typer.testing import CliRunner
 
 from benchmarks import lira, preset_attacks
-from benchmarks.attack_matrix import matrix
+from benchmarks.attack_matrix import crafted, matrix
 from benchmarks.breaching_peer import compared
 from fedcdp.cli.program import app
 from fedcdp.studies.bench.result_file import read as bench_results
@@ -78,7 +79,7 @@ def render(text: str) -> str:
     environment.globals.update(
         figure=figure, share=share, percent=percent, megabytes=megabytes, gaps=gaps, quoted=quoted,
         bench_table=bench_table, measured=measured, attack_matrix=attack_matrix, breaching_table=breaching_table,
-        presence_limits=presence_limits, membership_limits=membership_limits,
+        presence_limits=presence_limits, membership_limits=membership_limits, crafted_presence=crafted_presence,
         **paper_figures.CALLS,
     )  # fmt: skip
     return environment.from_string(text).render()
@@ -132,6 +133,11 @@ def attack_matrix(*columns: str) -> str:
 def presence_limits() -> str:
     """How close presence comes to what ε allows, at the presets."""
     return preset_attacks.closeness(_read("preset_attacks.json")["cells"])
+
+
+def crafted_presence() -> str:
+    """The AUC of presence at honest weights, and at those of active servers."""
+    return crafted(_read("attack_matrix.json"))
 
 
 def membership_limits() -> str:
