@@ -194,6 +194,17 @@ def matrix(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
     return "\n".join([*lines, *([""] if notes else []), *(f"{number}. {reason}" for reason, number in notes.items())])
 
 
+def crafted(stored: dict[str, Any]) -> str:
+    """The AUC of presence by the formula, in one round at honest weights and at those that active servers craft."""
+    methods = [(method, trust) for method in METHODS if method.startswith("Fed-CDP") for trust in TRUST]
+    lines = [_row(["weights", *(f"{method}, {trust}" for method, trust in methods)]), _row(["---"] * (1 + len(methods)))]
+    for column in ("presence", "imprint", "trap-weights", "fishing", "frozen-weights"):
+        found = [stored["cells"].get(Cell(column, trust, method).name, {}).get("auc_predicted") for method, trust in methods]
+        shares = ["–" if auc is None else f"{auc:.3f}".lstrip("0") for auc in found]
+        lines.append(_row(["honest" if column == "presence" else f"`{column}`", *shares]))
+    return "\n".join(lines)
+
+
 def markdown(stored: dict[str, Any]) -> str:
     """The matrix, and the details of every cell."""
     found = with_lira(stored["cells"])

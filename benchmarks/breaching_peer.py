@@ -5,8 +5,9 @@
 
 `make breaching` builds build/breaching_site first, a folder of pure Python that any interpreter can use. Every attack of
 `breaching` runs all iterations of its configuration, on one victim after the other, since it cannot batch them. Finished
-victims are kept in build/breaching.pt: the same command goes on where the last one stopped. `--list` names the cells, in
-their order. Many processes share a GPU well only under CUDA's multi-process service (`nvidia-cuda-mps-control -d`).
+victims are kept in build/breaching.pt: the same command goes on where the last one stopped, also with more victims. `--list`
+names the cells, in their order. Many processes share a GPU well only under CUDA's multi-process service
+(`nvidia-cuda-mps-control -d`).
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def tasks(
 ) -> Iterator[Task]:  # fmt: skip
     """What is left to do: fedcdp's best on the wanted cases, then `breaching`'s cells in their order."""
     for case in dict.fromkeys(name.partition("/")[0] for name in wanted):
-        if case not in stored["ours"] and "fedcdp" in whose:
+        ours = stored["ours"].get(case)
+        if (ours is None or ours["summary"]["victims"] < victims) and "fedcdp" in whose:
             yield Task(case, "best", None, victims, device, iterations)
     for cell in wanted if "breaching" in whose else ():
         case, _, attack = cell.partition("/")
@@ -229,7 +231,10 @@ def run(given: argparse.Namespace) -> int:
                     saved = time.perf_counter()
     torch.save(stored, given.store)
     print(f"{time.perf_counter() - started:.0f} s; {len(todo)} tasks are left", flush=True)
-    given.out.write_text(json.dumps(report(stored), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    command = f"python -m benchmarks.breaching_peer --device {given.device} --victims {given.victims}"
+    given.out.write_text(
+        json.dumps({"command": command} | report(stored), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return failed
 
 
@@ -260,7 +265,6 @@ def report(stored: dict[str, Any]) -> dict[str, Any]:
             cases[name] = {"title": case.title, "network": case.network, "breaching_labels": told_labels, "best": best,
                            "breaching": theirs, "verdict": verdict(best, theirs)}  # fmt: skip
     return {
-        "command": "python -m benchmarks.breaching_peer --device cuda --workers 16",
         "breaching": "0.1.2",
         "cases": cases,
     }

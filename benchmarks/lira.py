@@ -70,6 +70,24 @@ def within(row: dict[str, Any]) -> bool | None:
     return all(true <= allowed_rate(epsilon, row["delta"], false) for false, true in row["roc"]["online"])
 
 
+def closeness(stored: dict[str, Any]) -> str:
+    """For every cell: the members that are found at 1 % false positives, and how many ε allows to be found."""
+    lines = [
+        "| federation | ε of the model | AUC | members found at 1 % false positives | allowed by ε |",
+        "| --- " * 5 + "|",
+    ]
+    for name in CELLS:
+        if (row := stored.get(name)) is None or row["epsilon"] is None:
+            continue
+        epsilon = math.inf if row["epsilon"] == "inf" else row["epsilon"]
+        limit = allowed_rate(epsilon, row["delta"], 0.01)
+        shown = "∞" if epsilon == math.inf else f"{epsilon:.3g}"
+        found = f"{100 * row['tpr_at_1_percent']:.2f} %"
+        auc = f"{row['auc']:.3f}".lstrip("0")
+        lines.append(f"| {name} | {shown} | {auc} | {found} | {100 * limit:.3g} % |")
+    return "\n".join(lines)
+
+
 def finish(name: str, row: dict[str, Any], data_dir: Path | None) -> None:
     """Add ε, and what it says about the curve."""
     prepared: Prepared = prepare_experiment(assemble(CELLS[name]), data_dir, quiet=True)

@@ -151,6 +151,27 @@ def allowed(epsilon: float) -> float:
     return statistics.NormalDist().cdf(1 / (multiplier(epsilon, 1, 1) * math.sqrt(2)))
 
 
+def closeness(stored: dict[str, Any]) -> str:
+    """For every ε of the presets: the server's AUC of presence, the most that ε allows, and how much of that is reached."""
+    lines = [
+        "| ε | the server reads | presets | presence AUC, all rounds | allowed by ε | advantage reached |",
+        "| --- " * 6 + "|",
+    ]
+    of_kind: dict[tuple[float, bool], list[float]] = {}
+    for name in PRESETS:
+        if (found := stored.get(f"{name}/presence")) is not None:
+            kind = RECOMMENDED[name].found.epsilon, RECOMMENDED[name].on_sum
+            of_kind.setdefault(kind, []).append(found["auc_all_rounds"])
+    for (epsilon, on_sum), measured in sorted(of_kind.items()):
+        low, high, most = min(measured), max(measured), allowed(epsilon)
+        reads, parts = "the sum" if on_sum else "each update", [(each - 0.5) / (most - 0.5) for each in (low, high)]
+        shares = " to ".join(dict.fromkeys(f"{100 * part:.0f} %" for part in parts))
+        aucs = " to ".join(dict.fromkeys(f"{each:.3f}".lstrip("0") for each in (low, high)))
+        limit = f"{most:.3f}".lstrip("0")
+        lines.append(f"| {epsilon:g} | {reads} | {len(measured)} | {aucs} | {limit} | {shares} |")
+    return "\n".join(lines)
+
+
 def markdown(stored: dict[str, Any]) -> str:
     """All stored cells as a table."""
     lines = [

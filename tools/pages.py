@@ -17,6 +17,8 @@ A template is Markdown with jinja2 calls. Every call names the source of its fig
 | `quoted(FILE, TEXT)` | TEXT, which must be written in `results/FILE` |
 | `bench_table(FILE, SECTION)` | the table of one section of a result file of `fedcdp bench` |
 | `attack_matrix(COLUMN, …)` | these columns of `results/attack_matrix.json`, a dash where a cell is missing |
+| `presence_limits()`, `membership_limits()` | what presence and LiRA reach, and what ε allows |
+| `crafted_presence()` | presence at honest weights, and at those of active servers |
 | `breaching_table()` | for each case of `results/breaching.json`, fedcdp's best and `breaching`'s |
 | `{% if measured(SOURCE) %}` … `{% endif %}` | a part that appears once SOURCE, or the whole file, is in `results` |
 
@@ -41,7 +43,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from typer.testing import CliRunner
 
-from benchmarks.attack_matrix import matrix
+from benchmarks import lira, preset_attacks
+from benchmarks.attack_matrix import crafted, matrix
 from benchmarks.breaching_peer import compared
 from fedcdp.cli.program import app
 from fedcdp.studies.bench.result_file import read as bench_results
@@ -76,6 +79,7 @@ def render(text: str) -> str:
     environment.globals.update(
         figure=figure, share=share, percent=percent, megabytes=megabytes, gaps=gaps, quoted=quoted,
         bench_table=bench_table, measured=measured, attack_matrix=attack_matrix, breaching_table=breaching_table,
+        presence_limits=presence_limits, membership_limits=membership_limits, crafted_presence=crafted_presence,
         **paper_figures.CALLS,
     )  # fmt: skip
     return environment.from_string(text).render()
@@ -124,6 +128,21 @@ def bench_table(file: str, section: str) -> str:
 def attack_matrix(*columns: str) -> str:
     """Some columns of the matrix of methods, attacks and trust models."""
     return matrix(_read("attack_matrix.json") if measured("attack_matrix.json") else {}, columns)
+
+
+def presence_limits() -> str:
+    """How close presence comes to what ε allows, at the presets."""
+    return preset_attacks.closeness(_read("preset_attacks.json")["cells"])
+
+
+def crafted_presence() -> str:
+    """The AUC of presence at honest weights, and at those of active servers."""
+    return crafted(_read("attack_matrix.json"))
+
+
+def membership_limits() -> str:
+    """How close LiRA comes to what ε allows."""
+    return lira.closeness(_read("lira.json")["cells"])
 
 
 def breaching_table() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attack_matrix import ROOT, markdown, matrix, measure, shown
+from benchmarks.attack_matrix import ROOT, crafted, markdown, matrix, measure, shown
 from benchmarks.matrix_cells import COLUMNS, METHODS, SUM, TRUST, Cell, cells
 from fedcdp.attacks.active_servers import ACTIVE
 
@@ -44,6 +44,14 @@ def test_one_network_and_one_leak_in_every_command() -> None:
     for command in NAMES.values():
         assert command.count("--network") <= 1
         assert command.count("--leak") == 1
+
+
+def test_presence_at_crafted_weights_stands_under_honest_ones() -> None:
+    stored = {"cells": {"presence/the sum/Fed-CDP σ = 6": {"auc_predicted": 0.547}, "imprint/the sum/Fed-CDP σ = 6": {}}}
+    lines = crafted(stored).splitlines()
+    assert lines[0].split(" | ")[2] == "Fed-CDP σ = 6, the sum"
+    assert lines[2] == "| honest | – | .547 | – | – |"
+    assert lines[3] == "| `imprint` | – | – | – | – |"
 
 
 @pytest.mark.slow

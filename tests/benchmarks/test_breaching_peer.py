@@ -27,9 +27,15 @@ def test_every_case_is_attacked_by_each_of_its_peers_once() -> None:
 
 
 def test_finished_victims_are_not_attacked_again() -> None:
-    stored = {"ours": {"single": {}}, "answers": {"single/wei": {0: {}, 2: {}}}}
+    stored = {"ours": {"single": {"summary": {"victims": 4}}}, "answers": {"single/wei": {0: {}, 2: {}}}}
     left = list(tasks(stored, ["single/wei"], 4, "cpu", None))
     assert [(task.cell, task.victim) for task in left] == [("single/wei", 1), ("single/wei", 3)]
+
+
+def test_with_more_victims_fedcdp_attacks_all_again() -> None:
+    stored = {"ours": {"single": {"summary": {"victims": 1}}}, "answers": {"single/wei": {0: {}}}}
+    left = [(task.victim, task.victims) for task in tasks(stored, ["single/wei"], 2, "cpu", None)]
+    assert left == [(None, 2), (1, 2)]
 
 
 def test_fedcdp_attacks_before_breaching() -> None:

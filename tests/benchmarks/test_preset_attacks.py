@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.preset_attacks import PRESETS, READERS, after, allowed, cells, markdown
+from benchmarks.preset_attacks import PRESETS, READERS, after, allowed, cells, closeness, markdown
 
 
 def test_every_preset_is_attacked_as_every_reader() -> None:
@@ -55,3 +55,12 @@ def test_cells_that_were_not_measured_are_dashes() -> None:
     table = markdown({"cancer-eps1/type2": cell})
     assert "| `cancer-eps1` | 100 / 50 / 25 of 40 | – | the same | – | 0.575 |" in table
     assert "adult-eps1" not in table
+
+
+def test_closeness_is_the_share_of_the_allowed_advantage() -> None:
+    half, full = 0.5 + (allowed(1) - 0.5) / 2, allowed(1)
+    stored = {"mnist-eps1/presence": {"auc_all_rounds": half}, "lfw-eps1/presence": {"auc_all_rounds": full}}
+    table = closeness(stored | {"adult-sum-eps8/presence": {"auc_all_rounds": 0.5}})
+    assert "| 1 | each update | 2 | .538 to .575 | .575 | 50 % to 100 % |" in table
+    assert "| 8 | the sum | 1 | .500 | .881 | 0 % |" in table
+    assert "\n| 2 |" not in table

@@ -46,7 +46,6 @@ _EMPTY = 1e-4  # of one record: a difference below shows nobody
 _ALMOST_ONE = 0.1
 _FIELDS = ("features", "label", "slope", "count", "by_class", "deviation", "aim")
 _CLASS = 0  # the class c of queries by feature
-_PATIENCE = 20  # iterations of a search without a gain
 
 
 @dataclass(frozen=True)
@@ -332,7 +331,7 @@ def _searched(stage: Stage, captured: Captured, catch: Catch, hook: Hook, progre
         targets=catch.label[:, None], present=torch.ones_like(captured.present[:, :1]), uses=one,
         used=torch.ones_like(one, dtype=torch.bool), expected_batch=torch.ones_like(captured.expected_batch),
     )  # fmt: skip
-    recipe = RECIPES["cpl"].but(labels="known", patience=_PATIENCE)
+    recipe = RECIPES["cpl"].but(labels="known")
     if last.bias is None:  # then the layers before the last one hold other records as well
         recipe = recipe.but(objective=Objective().only(last.weight))
     return reconstruct(
