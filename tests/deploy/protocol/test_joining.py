@@ -114,7 +114,7 @@ def _lose_ledger(grid: LocalGrid, node: int) -> None:
     _move(grid, node)
 
 
-def test_a_client_that_lost_its_ledger_does_not_join_as_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_lost_its_ledger_does_not_join_as_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its records would be at two clients of the ledger, each of which counts half of what they cost."""
     nodes = make_nodes(tmp_path)
     for number, node in nodes.items():
@@ -247,7 +247,7 @@ def test_a_member_takes_effect_when_every_owner_has_listed_it(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("planned", [None, True])
-def test_a_member_of_a_sum_without_its_ledger_does_not_join_again(planned: bool | None, tmp_path: Path) -> None:
+def test_a_member_of_a_sum_that_lost_its_ledger_does_not_join(planned: bool | None, tmp_path: Path) -> None:
     """It is known by its node key, or by the key that signed its new one."""
     nodes = sum_nodes(tmp_path)
     _as_node_folder(tmp_path, 2)
