@@ -12,7 +12,12 @@
 | `leaked(TABLE, CELLS, WHAT)` | a share of an attack's victims in percent, or its range |
 | `agreeing(TABLE, METHODS)` | how many rows of an attack table agree with the paper, of how many; METHODS is a pattern |
 | `of_section(TABLE, COLUMN)` | the range of a column over all rows of a table |
-| `trained_without(TABLE)` | how many cells of a table have not been run |
+| `finished(TABLE)` | whether all cells of a table have been run: true or false |
+| `progress(TABLE)` | `not been run yet`, or `been run for 3 of 24 cells` |
+| `totals()` | the explanations in the table `rivals` with their total errors, the best first |
+| `verdict_on_rivals()` | which explanation fits best, and for which numbers of clients another one does |
+| `fit_of_rounds()` | for each rate of the table `rounds`, the number of rounds that fits best, its errors, and a verdict |
+| `by_change(PARTITION)` | accuracy without privacy of each network of the table `cifar10`, with its difference |
 
 CELLS and ROWS are names, or patterns such as `fed-cdp/K1000-*/cohort`. A pattern that matches nothing is an error.
 """
@@ -30,6 +35,7 @@ from fedcdp.studies.reproduce.catalogue import table
 from fedcdp.studies.reproduce.layouts import Section, sections
 from fedcdp.studies.reproduce.runner import TableResults
 
+_AS_CLOSE_AS_SEEDS = 0.005
 RESULTS = Path(__file__).parents[1] / "results" / "reproduction"
 
 
@@ -90,13 +96,70 @@ def of_section(name: str, column: str) -> str:
     return range_of((_three_digits(each) for each in values), in_order=True)
 
 
-def trained_without(name: str) -> str:
+def finished(name: str) -> bool:
     """See the module."""
-    return str(len(table(name).cells) - len(_results(name)))
+    return len(_results(name)) == len(table(name).cells)
+
+
+def progress(name: str) -> str:
+    """See the module."""
+    done, cells = len(_results(name)), len(table(name).cells)
+    return f"been run for {done} of {cells} cells" if done else "not been run yet"
+
+
+def totals() -> str:
+    """See the module."""
+    whole = sorted((row["total"], row["explanation"]) for row in _errors() if row["total"] is not None)
+    return ", ".join(f"{total:.2f} for *{name}*" for total, name in whole)
+
+
+def verdict_on_rivals() -> str:
+    """See the module."""
+    whole = [row for row in _errors() if row["total"] is not None]
+    best = min(whole, key=lambda row: row["total"])
+    told = f"*{best['explanation']}* fits best, with a mean error of {_short(best['mean'])}"
+    for group in dict.fromkeys(name.partition("-")[0] for name in table("rivals").axes["population"]):
+        closest = min((row for row in _errors() if row[group] is not None), key=lambda row: row[group])
+        if closest[group] < best[group]:
+            clients, errors = group.replace("K", "K = "), f"{_short(closest[group])}, not {_short(best[group])}"
+            told += f"; for {clients} *{closest['explanation']}* is closer ({errors})"
+    if best["mean"] <= _AS_CLOSE_AS_SEEDS:
+        return f"{told}. That is as close as two seeds of one training."
+    return f"{told}. None explains all of them: it is off by {_short(best['most'])} in one cell."
+
+
+def fit_of_rounds() -> str:
+    """See the module."""
+    told, least = [], 1.0
+    for each in _sections("rounds"):
+        row = next(row for row in each["rows"] if "best fit" in str(row["rounds"]))
+        apart = max(
+            abs(row[name] - value) for name, value in table("rounds").printed.items() if name.startswith("nonprivate/")
+        )
+        least = min(least, apart)
+        number = str(row["rounds"]).partition(",")[0]
+        errors = f"off by {_short(apart)} at most; Fed-CDP by {_short(row['fed-cdp error'])} on average"
+        told.append(f"{number} at {each['title']} ({errors})")
+    verdict = "One number of rounds explains" if least <= _AS_CLOSE_AS_SEEDS else "No number of rounds explains"
+    return f"{', '.join(told)}. {verdict} all four."
+
+
+def by_change(partition: str) -> str:
+    """See the module."""
+    found = _results("cifar10")
+    values = {name: found[f"{partition}/{name}/non-private/plain"]["accuracy"] for name in table("cifar10").axes["network"]}
+    first, *others = values
+    told = [f"{_short(values[first])} {first}"]
+    before = values[first]
+    for name in others:
+        told.append(f"{_short(values[name])} {name} ({signed(values[name] - before)})")
+        before = values[name]
+    return ", ".join(told)
 
 
 CALLS = {each.__name__: each for each in (
-    accuracy, printed, apart, within, over_splits, gain, true_epsilon, leaked, agreeing, of_section, trained_without,
+    accuracy, printed, apart, within, over_splits, gain, true_epsilon, leaked, agreeing, of_section, finished, progress,
+    totals, verdict_on_rivals, fit_of_rounds, by_change,
 )}  # fmt: skip
 
 
@@ -108,6 +171,10 @@ def _results(name: str) -> dict[str, Any]:
 @cache
 def _sections(name: str) -> list[Section]:
     return sections(table(name), _results(name))
+
+
+def _errors() -> list[dict[str, Any]]:
+    return list(_sections("rivals")[0]["rows"])
 
 
 def _cells(name: str, pattern: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ alone = true             cells are measured one at a time, because they are time
 
 [every]                  settings of every cell
 [axes.NAME]              an axis: its values in order, each with the settings that it changes
-[variants.NAME]          one way to measure a row (`rows`: which ones), with the settings that it changes
+[variants.NAME]          one way to measure a row (`rows`: which ones; `otherwise`: the variant that stands for it in the
+                         others, for the layout `rivals`), with the settings that it changes
 [printed]                the paper's printed values, by row; a list is assigned in order to the rows that a pattern matches
 ```
 
@@ -144,7 +145,7 @@ class Table:
         row = "/".join(values)
         changes = [settings[value] for settings, value in zip(self.axes.values(), values, strict=True)]
         for variant in self.variants_of(row):
-            own = {key: value for key, value in self._variants[variant].items() if key != "rows"}
+            own = {key: value for key, value in self._variants[variant].items() if key not in ("rows", "otherwise")}
             settings: Given = {}
             for layer in (self.content.get("every", {}), *changes, own):
                 settings = merged(settings, layer)
@@ -219,6 +220,8 @@ def _objection(content: Given) -> str | None:
         rows = variant.get("rows", []) if isinstance(variant, dict) else None
         if not isinstance(rows, list) or not all(isinstance(each, str) for each in rows):
             return "variants holds an entry that is not a variant with patterns as rows"
+        if variant.get("otherwise") not in (None, *list(variants)[: list(variants.values()).index(variant)]):
+            return "otherwise is not the name of a variant above"
     layers = [content.get("every", {}), *variants.values(), *(value for axis in axes.values() for value in axis.values())]
     for layer in layers:
         if not isinstance(layer, dict):

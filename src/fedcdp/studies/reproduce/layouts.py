@@ -40,7 +40,7 @@ def section(title: str, columns: list[tuple[str, str, str]], rows: list[dict[str
     keys = [key for key, _, _ in columns]
     kept = [{key: row.get(key) for key in keys} for row in rows]
     given = {"paper", "row", "variant", "dataset", "L", "method", "pruned", "cell", "paper succeeds", "paper distance",
-             "paper iterations"}  # fmt: skip
+             "paper iterations", "explanation"}  # fmt: skip
     measured = any(value is not None for row in kept for key, value in row.items() if key not in given)
     return {"title": title, "measured": measured, "columns": [list(column) for column in columns], "rows": kept}
 

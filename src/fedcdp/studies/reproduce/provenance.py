@@ -25,7 +25,7 @@ _ROOTS = {
     "training": _TRAINING,
     "attack": ("fedcdp.attacks.api", "fedcdp.training.prepared", *_EVERY),
     "epsilon": ("fedcdp.accounting.statement", "fedcdp.training.prepared"),
-    "time": ("fedcdp.studies.bench.sections", "fedcdp.engine.kernel_cnn"),
+    "time": ("fedcdp.studies.bench.sections", "fedcdp.engine.kernel_cnn", *_EVERY),
     "tradeoff": ("fedcdp.studies.reproduce.tradeoff", *_TRAINING),
     "release": ("fedcdp.studies.reproduce.authors_release", *_TRAINING),
 }

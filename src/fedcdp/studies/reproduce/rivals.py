@@ -45,7 +45,7 @@ def by_rounds(table: Table, cells: Cells) -> Iterator[Shown]:
 
 def _courses(table: Table, cells: Cells, method: str, variant: str) -> dict[str, dict[int, float]]:
     """For each row of a method, its accuracy by the number of rounds; empty unless all rows were measured."""
-    rows = ["/".join(values) for values in table.rows if values[0] == method]
+    rows = [row for values in table.rows if values[0] == method and variant in table.variants_of(row := "/".join(values))]
     names = {row: f"{row}/{variant}" for row in rows}
     if not all(name in cells for name in names.values()):
         return {}
@@ -62,45 +62,76 @@ def _errors(table: Table, courses: dict[str, dict[int, float]]) -> dict[int, flo
 
 
 def by_explanation(table: Table, cells: Cells) -> Iterator[Shown]:
-    """The total error of every explanation, and the accuracy of every cell.
+    """The total error of every explanation, its mean error for each number of clients, and the accuracy of every cell.
 
-    A row without a cell of its own under an explanation has that of the first one: without privacy, noise plays no part.
+    Explanations are compared over the cells that were measured under all that explain them. One that does not explain every
+    cell has no total. One whose cells were followed over the rounds (`curves`) ends after the number of rounds that fits the
+    first method best.
     """
-    first, *_ = explanations = list(table.content["variants"])
-    measured = {
-        explanation: {
-            row: value for row in table.printed if (value := _accuracy(table, cells, row, explanation, first)) is not None
-        }
-        for explanation in explanations
-    }
-    common = set.intersection(*(set(found) for found in measured.values()))
-    groups = {name: name.partition("-")[0] for name in table.axes["population"]}
+    explanations = list(table.content["variants"])
+    ends = {name: _best_fit(table, cells, name) for name in explanations}
+    found = {name: _explained(table, cells, name, ends) for name in explanations}
+    whole = [name for name in explanations if len(found[name]) == len(table.printed)]
+    groups: dict[str, list[str]] = {}
+    for row in table.printed:
+        groups.setdefault(row.rpartition("/")[2].partition("-")[0], []).append(row)
+
+    def errors(name: str, rows: list[str]) -> list[float]:
+        """Over the rows that were measured under all explanations of all of them."""
+        among = [each for each in found.values() if all(row in each for row in rows)]
+        if found[name] not in among:
+            return []
+        common = [row for row in rows if all(each[row] is not None for each in among)]
+        return [abs(value - table.printed[row]) for row in common if (value := found[name][row]) is not None]
+
     columns: list[Column] = [("explanation", "explanation", "text"), ("cells", "cells", "text")]
     columns += [("total", "total error", "number"), ("mean", "mean error", "accuracy"), ("most", "largest", "accuracy")]
-    columns += [(group, f"mean error, {group.replace('K', 'K = ')}", "accuracy") for group in dict.fromkeys(groups.values())]
+    columns += [(group, f"mean error, {group.replace('K', 'K = ')}", "accuracy") for group in groups]
     rows = []
-    for explanation, found in measured.items():
-        errors = {row: abs(found[row] - table.printed[row]) for row in table.printed if row in common}
-        told: dict[str, Any] = {"explanation": explanation, "cells": len(errors)}
-        if errors:
-            told |= {"total": sum(errors.values()), "mean": statistics.mean(errors.values()), "most": max(errors.values())}
-        for group in dict.fromkeys(groups.values()):
-            some = [error for row, error in errors.items() if groups[row.rpartition("/")[2]] == group]
-            told[group] = statistics.mean(some) if some else None
+    for name in explanations:
+        told: dict[str, Any] = {"explanation": f"{name} ({number})" if (number := ends[name]) else name}
+        if name in whole and (over_all := errors(name, list(table.printed))):
+            told |= {
+                "cells": len(over_all),
+                "total": sum(over_all),
+                "mean": statistics.mean(over_all),
+                "most": max(over_all),
+            }
+        for group, members in groups.items():
+            over_group = errors(name, members)
+            told[group] = statistics.mean(over_group) if over_group else None
         rows.append(told)
-    yield "Total error over the cells that all explanations have", columns, rows
+    yield "Errors of each explanation", columns, rows
     columns = [("row", "cell", "text"), ("paper", "paper", "accuracy")]
-    columns += [(explanation, explanation, "accuracy") for explanation in explanations]
+    columns += [(name, told["explanation"], "accuracy") for name, told in zip(explanations, rows, strict=True)]
     yield (
         "Every cell",
         columns,
         [
-            {"row": row, "paper": printed} | {name: found.get(row) for name, found in measured.items()}
+            {"row": row, "paper": printed} | {name: each.get(row) for name, each in found.items()}
             for row, printed in table.printed.items()
         ],
     )
 
 
-def _accuracy(table: Table, cells: Cells, row: str, explanation: str, first: str) -> float | None:
-    name = f"{row}/{explanation if explanation in table.variants_of(row) else first}"
-    return cells.get(name, {}).get("accuracy")
+def _explained(table: Table, cells: Cells, name: str, ends: dict[str, int | None]) -> dict[str, float | None]:
+    """The accuracy of each row that an explanation explains, itself or by the one that stands for it; None: not measured."""
+    found: dict[str, float | None] = {}
+    for row in table.printed:
+        variant: str | None = name
+        while variant is not None and variant not in table.variants_of(row):
+            variant = table.content["variants"][variant].get("otherwise")
+        if variant is not None:
+            cell, number = cells.get(f"{row}/{variant}", {}), ends[variant]
+            course = {int(round_): value for round_, value in cell.get("curves", {}).get("accuracy", [])}
+            found[row] = cell.get("accuracy") if number is None else course.get(number)
+    return found
+
+
+def _best_fit(table: Table, cells: Cells, variant: str) -> int | None:
+    """The number of rounds that fits the first method best, if the cells of a variant were followed over the rounds."""
+    if "curves" not in table.content["variants"][variant]:
+        return None
+    courses = _courses(table, cells, next(iter(table.axes["method"])), variant)
+    errors = _errors(table, courses) if courses else {}
+    return min(errors, key=lambda number: errors[number]) if errors else 0
