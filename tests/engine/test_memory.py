@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fedcdp.engine import Batch, BatchedEngine, FunctionalEngine
-from fedcdp.engine.runtime import BUDGET, clients_within_budget, keep_freed_memory
+from fedcdp.engine.runtime import BUDGET, clients_within_budget, estimated_bytes, keep_freed_memory
 from fedcdp.models.networks import build
 
 
@@ -62,6 +62,24 @@ def test_what_a_step_holds_at_once_is_within_the_budget(engine, network, shape):
             peak = max(peak, held)
     assert peak > 0
     assert peak / clients * fits <= BUDGET["cpu"]
+
+
+def test_scores_of_attention_are_counted_however_it_is_written():
+    class Attention(nn.Module):
+        def __init__(self, fused):
+            super().__init__()
+            self.fused = fused
+
+        def forward(self, tokens):
+            if self.fused:
+                return F.scaled_dot_product_attention(tokens, key=tokens, value=tokens)
+            return F.softmax(tokens @ tokens.mT, -1) @ tokens
+
+    for fused, copies in ((True, 1), (False, 2)):
+        for length in (10, 1000):
+            model, example = nn.Sequential(Attention(fused), nn.Linear(4, 2)), torch.ones(length, 4)
+            others = 10 + length * (4 + 4 + 2)  # weights, inputs, and the outputs of both layers
+            assert estimated_bytes(model, example, 1) == 16 * (others + copies * length**2)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide for themselves")

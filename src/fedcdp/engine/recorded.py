@@ -144,6 +144,6 @@ class RecordedEngine(EngineByLayer):
                 raise ModelError(f"the gradient of {name} differs from plain PyTorch's on a made-up example")
         with torch.no_grad():
             two = each_tensor(inputs, lambda value: torch.cat([value, torch.zeros_like(value)]))
-            beside = self._plain(weights, self._copied(), two)[:1]
-        if beside.shape != outputs.shape or not float((beside - outputs).norm()) <= _CLOSE * float(outputs.norm()):
+            beside, single = self._plain(weights, self._copied(), two)[:1], outputs.detach()
+        if beside.shape != single.shape or not float((beside - single).norm()) <= _CLOSE * float(single.norm()):
             raise ModelError("the network mixes the examples of a batch")  # without privacy, other engines let it

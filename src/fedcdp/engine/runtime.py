@@ -22,7 +22,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedcdp.errors import PlanError
 from fedcdp.files.tree import Inputs, Layout, each_tensor, first_tensor, tensors_in
@@ -153,6 +155,12 @@ def examples_within_budget(model: nn.Module, example: Inputs, per_example: bool,
     return max(1, (_values_at_once(example) - fixed) // max(1, each))
 
 
+def estimated_bytes(model: nn.Module, example: Inputs, examples: int) -> int:
+    """The estimate of the memory for one client with so many examples, whose gradients are formed one by one."""
+    fixed, each = _values_of_client(model, example, per_example=True, exact=False)
+    return (fixed + examples * each) * _COPIES * _WORD
+
+
 def _values_at_once(example: Inputs) -> int:
     return BUDGET.get(first_tensor(example).device.type, BUDGET["cpu"]) // (_COPIES * _WORD)
 
@@ -185,6 +193,26 @@ def keep_freed_memory() -> None:
     torch.empty(_KEPT, dtype=torch.uint8)
 
 
+class _ScoresCounted(TorchFunctionMode):
+    """Counts the scores of attention outside `nn.MultiheadAttention`: the fused function's, and any softmax of matrices."""
+
+    def __init__(self, counted: list[int]) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        found = func(*args, **kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
+            self._counted.append(found[..., 0].numel() * named["key"].shape[-2])
+        elif func in (torch.softmax, Tensor.softmax, F.softmax) and found.dim() > 2:
+            self._counted.append(2 * found.numel())  # and those without mask
+        return found
+
+
 def _activations(model: nn.Module, example: Inputs) -> int:
     """The number of values that one example has in the whole network: layer outputs, convolution patches, gates, scores."""
     counted = [value.numel() for value in tensors_in(example)]
@@ -204,7 +232,11 @@ def _activations(model: nn.Module, example: Inputs) -> int:
     counting = (each for each in model.modules() if isinstance(each, nn.MultiheadAttention) or not list(each.children()))
     hooks = [layer.register_forward_hook(count) for layer in counting]
     try:
-        with torch.no_grad(), suppress(Exception):  # the engine's check refuses unsuitable inputs with a clear message
+        with (
+            torch.no_grad(),
+            _ScoresCounted(counted),
+            suppress(Exception),
+        ):  # the engine's check refuses unsuitable inputs with a clear message
             outputs_of(
                 model, each_tensor(example, lambda value: torch.zeros_like(value)[None])
             )  # zeros, not a record: the network may store its inputs and be released
