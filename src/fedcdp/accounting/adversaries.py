@@ -74,8 +74,9 @@ class View:
             if attempts == 1:
                 return once
             whole = repeated(self.taken(sigma), attempts)
-            likely = isinstance(once, Lottery) and attempts * once.rate < 1
-            return Lottery(whole, attempts * once.rate) if likely else whole
+            if isinstance(once, Lottery) and attempts * once.rate < 1:
+                return Lottery(whole, attempts * once.rate)
+            return whole
 
         return _over_rounds(tried, Counter(multipliers))
 
