@@ -67,6 +67,77 @@ def test_a_size_that_is_no_number_is_refused(cli: Callable[..., Any], monkeypatc
     )
 
 
+ATTACK = ["attack", *SMALL, "--method", "nonprivate", "--victims", "4", "--attack", "idlg", "--iterations", "2", "--json"]
+
+
+def test_an_attack_on_ranks_is_that_of_one_process(cli: Callable[..., Any], workplace: Path) -> None:
+    cli("train", *SMALL, "--quiet", "--out", "run")
+    attacks = {
+        "searches": [*ATTACK, "--chunk", "2"],
+        "lira": ["attack", "--run", "run", "--attack", "lira", "--shadows", "10", "--victims", "50", "--json"],
+    }
+    for name, attack in attacks.items():
+        alone = json.loads(cli(*attack, "--out", f"{name} alone").stdout)
+        (status, out, err), (other, *said) = commands_on_ranks([*attack, "--out", name], [*attack, "--out", "elsewhere"])
+        assert (status, other, said) == (0, 0, ["", ""]), err
+        found = json.loads(out)
+        assert found | {"seconds": 0} == alone | {"seconds": 0}
+        assert (workplace / name / "summary.json").is_file()
+        assert not (workplace / "elsewhere").exists()
+
+
+def test_attacks_on_ranks_that_differ_or_cannot_begin_give_one_line(workplace: Path) -> None:
+    (status, _, err), (other, *said) = commands_on_ranks(ATTACK, [*ATTACK, "--victims", "5"])
+    assert (status, other, said) == (2, 2, ["", ""])
+    assert err == "fedcdp: options: rank 1 does not have that of rank 0; all ranks need the same\n"
+    (status, _, err), (other, *said) = commands_on_ranks(*[[*ATTACK, "--run", "missing"]] * 2)
+    assert (status, other, said, err.count("\n")) == (2, 2, ["", ""], 1)
+    assert not (workplace / "missing").exists()
+
+
+TABLE = """
+title = "Tiny"
+layout = "accuracy"
+
+[every]
+data = { dataset = "cancer", clients = 8 }
+plan = { per_round = 4, rounds = 2 }
+
+[axes.method]
+nonprivate = { plan.method = "nonprivate" }
+fed-cdp = { plan.method = "fed-cdp" }
+
+[axes.steps]
+L1 = { plan.local_steps = 1 }
+L2 = { plan.local_steps = 2 }
+"""
+REPRODUCE = ["reproduce", "tiny.toml", "--out", "out"]
+
+
+@pytest.fixture
+def tiny(workplace: Path) -> Path:
+    """A table of four cells, whose result file is returned."""
+    (workplace / "tiny.toml").write_text(TABLE)
+    return workplace / "out" / "tiny.json"
+
+
+def figures(path: Path) -> dict[str, Any]:
+    """The cells of a result file without their durations."""
+    return {name: row | {"seconds": 0} for name, row in json.loads(path.read_text())["cells"].items()}
+
+
+def test_a_table_of_ranks_that_differ_or_cannot_share_is_refused(tiny: Path) -> None:
+    (status, _, err), (other, *said) = commands_on_ranks(REPRODUCE, [*REPRODUCE, "--cells", "fed-cdp"])
+    assert (status, other, said) == (2, 2, ["", ""])
+    assert err == "fedcdp: options: rank 1 does not have that of rank 0; all ranks need the same\n"
+    for refused in (["reproduce", "--list"], [*REPRODUCE, "--table-only"], ["reproduce", "time", "--out", "out"]):
+        (status, _, err), (other, *said) = commands_on_ranks(refused, refused)
+        assert (status, other, said) == (2, 2, ["", ""])
+        assert err.endswith("run it without torchrun\n")
+        assert err.count("\n") == 1
+    assert not tiny.exists()
+
+
 # Real torchrun -------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +159,65 @@ def test_two_machines_train_what_one_process_does(
         workplace / "alone" / "model.safetensors"
     ).read_bytes()
     assert not (workplace / "run-1").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_attacks_as_one_process_does(cli: Callable[..., Any], start: Callable[..., Any], workplace: Path) -> None:  # noqa: ARG001
+    alone = json.loads(cli(*ATTACK, "--chunk", "2").stdout)
+    process = start(*TORCHRUN, 2, "-m", "fedcdp", *ATTACK, "--chunk", "2")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1]) | {"seconds": 0} == alone | {"seconds": 0}
+
+
+@pytest.mark.slow
+def test_cells_of_a_table_are_shared_and_rank_0_keeps_them(
+    cli: Callable[..., Any], start: Callable[..., Any], tiny: Path, workplace: Path
+) -> None:
+    cli("reproduce", "tiny.toml", "--workers", "1", "--out", "alone")
+    out, err = start(*TORCHRUN, 2, "-m", "fedcdp", *REPRODUCE).communicate(timeout=200)
+    assert out.splitlines()[-1] == "out/tiny.md", err
+    assert len([line for line in out.splitlines() if "accuracy" in line]) == 4
+    assert figures(tiny) == figures(workplace / "alone" / "tiny.json")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_a_table_which_is_completed_later(
+    cli: Callable[..., Any], start: Callable[..., Any], tiny: Path, workplace: Path
+) -> None:
+    (workplace / "tiny.toml").write_text(TABLE.replace("rounds = 2", "rounds = 300"))
+    process = start(*TORCHRUN, 2, "-m", "fedcdp", *REPRODUCE)
+    while not (tiny.exists() and figures(tiny)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    victim = max(int(pid) for pid in subprocess.check_output(["pgrep", "-P", str(process.pid)]).split())
+    subprocess.run(["kill", f"-{signal.SIGKILL}", str(victim)], check=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("fedcdp: ")]
+    assert line.endswith("are in out/tiny.json; the same command resumes") or line.endswith("was lost, so this job ends")
+    kept = figures(tiny)
+    assert 1 <= len(kept) < 4
+    assert cli(*REPRODUCE, "--workers", "1").status == 0
+    assert {name: figures(tiny)[name] for name in kept} == kept
+    assert len(figures(tiny)) == 4
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_an_attack_with_one_line(start: Callable[..., Any], workplace: Path) -> None:  # noqa: ARG001
+    lasting = [*SMALL, "--rounds", 400, "--attack", "lira", "--shadows", 512, "--victims", 50]
+    process = start(*TORCHRUN, 2, "-m", "fedcdp", "attack", *lasting)
+    for line in process.stderr:
+        if "%" in line or "/" in line:  # the first line of progress, after ten seconds
+            break
+    victim = max(int(pid) for pid in subprocess.check_output(["pgrep", "-P", str(process.pid)]).split())
+    subprocess.run(["kill", f"-{signal.SIGKILL}", str(victim)], check=True)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("fedcdp: ")]
+    assert line == "fedcdp: stopped" or line.endswith("was lost, so this job ends")
 
 
 @pytest.mark.slow

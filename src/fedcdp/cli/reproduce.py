@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +14,13 @@ import typer
 from fedcdp.accounting.budget import accounting_is_installed
 from fedcdp.cli import terminal
 from fedcdp.config.experiment import read_assignment
+from fedcdp.config.job import job_size
 from fedcdp.engine.runtime import usable_device
-from fedcdp.errors import PlanError, RunError, StoppedError
+from fedcdp.errors import LostRankError, PlanError, RankError, RunError, StoppedError
 from fedcdp.files.disk import write_atomically
 from fedcdp.files.installation import install_command
+from fedcdp.training.ranks import Ranks, ranks_of_job
+from fedcdp.training.shared_work import PATIENCE, agree_on_command
 
 if TYPE_CHECKING:
     from fedcdp.studies.reproduce.catalogue import Cell, Place, Table
@@ -44,7 +48,7 @@ def reproduce(
         int,
         typer.Option(
             "--workers",
-            help="Cells to run at a time, each in a process. Default: number of cores, at most 8.",
+            help="Cells to run at a time, each in a process. Default: number of cores, at most 8; under torchrun, 1.",
             show_default=False,
         ),
     ] = 0,
@@ -80,6 +84,8 @@ def reproduce(
     from fedcdp.studies.reproduce.catalogue import table as find
     from fedcdp.studies.reproduce.runner import TableResults
 
+    if (listing or table_only) and job_size() > 1:
+        raise RankError("reproduce: --list and --table-only run nothing that ranks could share; run it without torchrun")
     if table is None:
         if listing:
             _print_lines([(t.name, *_progress(TableResults(t, out)), t.title) for t in tables()])
@@ -94,22 +100,57 @@ def reproduce(
         if value is not None and (value < 0 or math.isnan(value)):
             raise PlanError(f"--{name}: {value:g} is not allowed; it must not be negative")
     place = Place(out, data_dir, _machine_settings(device, assignments or []), commit)
-    results = TableResults(found, out)
-    if results.stale:
-        example = next(iter(results.stale))
-        terminal.note(f"{len(results.stale)} cells were measured with other settings and are ignored, such as {example}")
-    if listing:
-        older = results.on_older_code
-        _print_lines([_line(cell, results, cell.name in older) for cell in chosen])
-        return
-    if not table_only:
-        usable_device(place.device)
-    try:
+    with ranks_of_job(PATIENCE) as ranks:
+        if ranks.several:
+            place = _agreed(ranks, found, chosen, place, (workers, time_limit, again))
+        if not ranks.leads:
+            _follow(ranks, found, place, workers, time_limit)
+            return
+        results = TableResults(found, out)
+        if results.stale:
+            example = next(iter(results.stale))
+            terminal.note(f"{len(results.stale)} cells were measured with other settings and are ignored, such as {example}")
+        if listing:
+            older = results.on_older_code
+            _print_lines([_line(cell, results, cell.name in older) for cell in chosen])
+            return
         if not table_only:
-            _run(found, chosen, place, results, workers, time_limit, quiet, again)
-    finally:
-        _write(found, place, results)
-    typer.echo(str(results.path.with_suffix(".md")))
+            usable_device(place.device)
+        try:
+            if not table_only:
+                _run(found, chosen, place, results, workers, time_limit, quiet, again, ranks)
+        finally:
+            _write(found, place, results)
+        typer.echo(str(results.path.with_suffix(".md")))
+
+
+def _agreed(ranks: Ranks, table: Table, chosen: list[Cell], place: Place, options: tuple[object, ...]) -> Place:
+    """Refuse ranks that would measure other cells, or with other code; the place with this rank's own GPU."""
+    from fedcdp.studies.reproduce.provenance import digest
+
+    if table.content.get("alone"):
+        raise RankError(f"reproduce {table.name}: its cells are timed, one at a time; run it without torchrun")
+    cells = [(cell.name, cell.settings) for cell in chosen]
+    code = sorted({(cell.kind, digest(cell.kind)) for cell in chosen})
+    agree_on_command(ranks, {"options": options, "run": place.run, "cells": cells, "code": code})
+    return replace(place, run=place.run | {"device": str(ranks.device(place.device))})
+
+
+def _follow(ranks: Ranks, table: Table, place: Place, workers: int, time_limit: float | None) -> None:
+    """Measure cells that rank 0 lists, and leave their rows to rank 0."""
+    from fedcdp.studies.reproduce.runner import run
+
+    cells = [table.cells[name] for name in ranks.heard()]
+    usable_device(place.device)
+    try:
+        run(
+            table.name, cells, place, lambda *_: None, workers or 1, math.inf if time_limit is None else time_limit,
+            ranks=ranks,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise StoppedError("stopped with the other ranks") from None
+    for cell in cells:
+        place.forget(table.name, cell)
 
 
 def _run(
@@ -121,7 +162,9 @@ def _run(
     time_limit: float | None,
     quiet: bool,
     again: bool,
+    ranks: Ranks,
 ) -> None:
+    """Measure the cells that are missing, in several processes or on several ranks."""
     from fedcdp.studies.reproduce.catalogue import tables
     from fedcdp.studies.reproduce.runner import cost, run, shared
 
@@ -145,13 +188,17 @@ def _run(
             terminal.console.print(f"{done}/{total} {cell.name}{figure}, {row['seconds']:.1f} s", highlight=False)
 
     results.write()  # fails before anything is measured if the file cannot be written
-    several = 1 if table.content.get("alone") else workers or min(8, os.cpu_count() or 1)
+    usual = 1 if ranks.several else min(8, os.cpu_count() or 1)
+    several = 1 if table.content.get("alone") else workers or usual
+    ranks.tell([cell.name for cell in waiting])
     try:
-        outcome = run(table.name, waiting, place, keep, several, math.inf if time_limit is None else time_limit)
+        outcome = run(table.name, waiting, place, keep, several, math.inf if time_limit is None else time_limit, ranks=ranks)
     except KeyboardInterrupt:
         raise StoppedError(_kept(results, "stopped")) from None
     except StoppedError as stopped:
         raise StoppedError(_kept(results, str(stopped))) from None
+    except LostRankError as lost:
+        raise LostRankError(_kept(results, str(lost))) from lost
     if outcome.failed:
         name, reason = next(iter(outcome.failed.items()))
         raise RunError(f"{len(outcome.failed)} of {total} cells failed; {name}: {reason}")

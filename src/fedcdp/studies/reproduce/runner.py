@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for_end
 from pathlib import Path
 from types import FrameType
@@ -42,6 +41,8 @@ from fedcdp.studies.reproduce.cells import (
     tuning_share,
 )
 from fedcdp.studies.reproduce.provenance import digest, provenance
+from fedcdp.studies.reproduce.queues import CellOutcome, Keep, OwnQueue, Queue, RanksQueue
+from fedcdp.training.ranks import Ranks
 
 FORMAT = "fedcdp-reproduction-1"
 
@@ -171,75 +172,69 @@ def _key(cell: Cell, rates: list[Rate]) -> str:
     return json.dumps(told, sort_keys=True)
 
 
-Keep = Callable[[Cell, dict[str, Any]], None]
-
-
-@dataclass
-class CellOutcome:
-    """How a run of cells ended."""
-
-    left: list[Cell] = field(default_factory=list)
-    """Cells not started when the time was up."""
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-def run(table: str, cells: list[Cell], place: Place, keep: Keep, workers: int, seconds: float) -> CellOutcome:
+def run(
+    table: str,
+    cells: list[Cell],
+    place: Place,
+    keep: Keep,
+    workers: int,
+    seconds: float,
+    ranks: Ranks | None = None,
+) -> CellOutcome:
     """Measure cells in this order; none is started after `seconds`, and those that were started are finished.
 
-    A cell that fails does not stop the others.
+    A cell that fails does not stop the others. With several `ranks` all of them call this with the same cells, and share
+    them. Rank 0 alone keeps rows, and knows the outcome.
     """
     deadline = time.monotonic() + seconds
     with _stopped_by_sigterm():
+        if ranks is not None and ranks.several:
+            return _side_by_side(table, RanksQueue(ranks, cells, keep, deadline), place, workers)
+        queue = OwnQueue(cells, keep, deadline)
         if workers == 1 or len(cells) <= 1:
-            return _one_by_one(table, cells, place, keep, deadline)
-        return _side_by_side(table, cells, place, keep, min(workers, len(cells)), deadline)
+            return _one_by_one(table, queue, place)
+        return _side_by_side(table, queue, place, min(workers, len(cells)))
 
 
-def _one_by_one(table: str, cells: list[Cell], place: Place, keep: Keep, deadline: float) -> CellOutcome:
-    outcome = CellOutcome()
-    for number, cell in enumerate(cells):
-        if time.monotonic() >= deadline:
-            outcome.left = cells[number:]
-            break
+def _one_by_one(table: str, queue: Queue, place: Place) -> CellOutcome:
+    while (cell := queue.take()) is not None:
         try:
             row = measure(table, cell, place)
         except StoppedError:
             raise
         except Exception as error:
-            outcome.failed[cell.name] = _in_words(error)
+            queue.failed(cell, _in_words(error))
         else:
-            keep(cell, row)
-    return outcome
+            queue.done(cell, row)
+    return queue.finish()
 
 
-def _side_by_side(table: str, cells: list[Cell], place: Place, keep: Keep, workers: int, deadline: float) -> CellOutcome:
-    outcome, waiting = CellOutcome(), list(cells)
+def _side_by_side(table: str, queue: Queue, place: Place, workers: int) -> CellOutcome:
     running: dict[Future[dict[str, Any]], Cell] = {}
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:
-        while waiting or running:
-            while waiting and len(running) < workers and time.monotonic() < deadline:
-                cell = waiting.pop(0)
+        while True:
+            while len(running) < workers and (cell := queue.take()) is not None:
                 running[pool.submit(measure, table, cell, place)] = cell
             if not running:
                 break
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
+            for done in wait(running, timeout=queue.pause, return_when=FIRST_COMPLETED).done:
                 cell = running.pop(done)
                 try:
                     row = done.result()
                 except BrokenProcessPool:
                     raise StoppedError("a worker process was killed; run the same command to continue") from None
                 except Exception as error:
-                    outcome.failed[cell.name] = _in_words(error)
+                    queue.failed(cell, _in_words(error))
                 else:
-                    keep(cell, row)
+                    queue.done(cell, row)
+            queue.tend()
     finally:
         pool.shutdown(wait=not running, cancel_futures=True)
         if running:  # stopped: unfinished work is lost, except for rounds that a training has on disk
             for process in multiprocessing.active_children():
                 process.terminate()
-    outcome.left = waiting
-    return outcome
+    return queue.finish()
 
 
 def _in_words(error: Exception) -> str:
