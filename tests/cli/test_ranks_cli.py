@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,52 @@ def test_a_table_of_ranks_that_differ_or_cannot_share_is_refused(tiny: Path) -> 
 # Real torchrun -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str]]]:
+    """Two network namespaces that a virtual cable connects, each with the name of its interface: 10.77.0.1 and 10.77.0.2."""
+    made = [(f"fedcdp-{os.getpid()}-{host}", f"cdp{os.getpid() % 10**8}{host}") for host in "ab"]
+    (first, cable), (second, other_end) = made
+    commands = [f"netns add {first}", f"netns add {second}"]
+    commands += [f"link add {cable} netns {first} type veth peer name {other_end} netns {second}"]
+    for number, (host, interface) in enumerate(made, 1):
+        commands += [f"-n {host} addr add 10.77.0.{number}/24 dev {interface}"]
+        commands += [f"-n {host} link set {each} up" for each in ("lo", interface)]
+    try:
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+        yield made
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    finally:
+        for host, _ in made:
+            if Path(f"/run/netns/{host}").exists():
+                subprocess.run(["ip", "netns", "del", host], check=True)
+
+
+@pytest.mark.slow
+def test_two_hosts_train_what_one_process_does(
+    cli: Callable[..., Any], hosts: list[tuple[str, str]], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("train", *SMALL, "--quiet", "--out", "alone")
+    found = ["--nnodes", "2", "--master-addr", "10.77.0.1", "--master-port", "29511"]
+    agents = []
+    for number, (host, interface) in enumerate(hosts):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        words = [*TORCHRUN, "2", *found, "--node-rank", str(number), "-m", "fedcdp", *TRAIN[:-1], f"run-{number}"]
+        words = ["ip", "netns", "exec", host, sys.executable, *words]
+        agents.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [agent.communicate(timeout=300) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert [json.loads(said[0][0].splitlines()[-1])["rounds"], said[1][0]] == [2, ""]
+    for name in ("ledger.jsonl", "model.safetensors"):
+        assert (workplace / "run-0" / name).read_bytes() == (workplace / "alone" / name).read_bytes()
+    assert not (workplace / "run-1").exists()
+
+
 @pytest.mark.slow
 def test_two_machines_train_what_one_process_does(
     cli: Callable[..., Any], start: Callable[..., Any], workplace: Path
@@ -165,7 +213,7 @@ def test_two_machines_train_what_one_process_does(
 def test_torchrun_attacks_as_one_process_does(cli: Callable[..., Any], start: Callable[..., Any], workplace: Path) -> None:  # noqa: ARG001
     alone = json.loads(cli(*ATTACK, "--chunk", "2").stdout)
     process = start(*TORCHRUN, 2, "-m", "fedcdp", *ATTACK, "--chunk", "2")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert json.loads(out.splitlines()[-1]) | {"seconds": 0} == alone | {"seconds": 0}
 
