@@ -135,7 +135,7 @@ def test_an_overfitted_model_gives_its_members_away_and_fed_cdp_does_not(tables:
     assert (found.shadows, found.candidates, found.variance, found.epsilon) == (16, 100, "global", math.inf)
     assert found.online.auc.low > 0.55
     assert found.online.auc.value > found.threshold.auc.value
-    assert steps == [(done, 10) for done in range(1, 11)]
+    assert steps == [(done, 20) for done in range(1, 21)]  # two groups of federations
     private = attacked(tables, PLAN.but(method="fed-cdp", noise_multiplier=2.0))
     assert private.epsilon is not None
     assert private.epsilon_shown <= private.epsilon

@@ -340,8 +340,8 @@ def test_watch_and_progress_are_told_after_every_iteration(small: Any, monkeypat
     watched = Watched()
     recipe = QUICK.but(iterations=3, restarts=2, optimiser=LBFGS(inner=1))
     reconstruct(captured, recipe, 3, watch=watched.watch, progress=watched.progress)
-    chunks = [(iteration, who) for who in ([0, 1, 2], [3, 4]) for iteration in (1, 2, 3)]
-    assert watched.seen == chunks * 2
+    both = [(iteration, who) for who in ([0, 1, 2], [3, 4]) for _ in range(2) for iteration in (1, 2, 3)]
+    assert watched.seen == both
     assert watched.told == [(done, 12) for done in range(1, 13)] + [(12, 12)]
 
 

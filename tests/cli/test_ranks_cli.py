@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,81 @@ def test_a_size_that_is_no_number_is_refused(cli: Callable[..., Any], monkeypatc
     )
 
 
+ATTACK = ["attack", *SMALL, "--method", "nonprivate", "--victims", "4", "--attack", "idlg", "--iterations", "2", "--json"]
+
+
+def test_an_attack_on_ranks_is_that_of_one_process(cli: Callable[..., Any], workplace: Path) -> None:
+    cli("train", *SMALL, "--quiet", "--out", "run")
+    attacks = {
+        "searches": [*ATTACK, "--chunk", "2"],
+        "lira": ["attack", "--run", "run", "--attack", "lira", "--shadows", "10", "--victims", "50", "--json"],
+    }
+    for name, attack in attacks.items():
+        alone = json.loads(cli(*attack, "--out", f"{name} alone").stdout)
+        (status, out, err), (other, *said) = commands_on_ranks([*attack, "--out", name], [*attack, "--out", "elsewhere"])
+        assert (status, other, said) == (0, 0, ["", ""]), err
+        found = json.loads(out)
+        assert found | {"seconds": 0} == alone | {"seconds": 0}
+        assert (workplace / name / "summary.json").is_file()
+        assert not (workplace / "elsewhere").exists()
+
+
+def test_attacks_on_ranks_that_differ_or_cannot_begin_give_one_line(workplace: Path) -> None:
+    (status, _, err), (other, *said) = commands_on_ranks(ATTACK, [*ATTACK, "--victims", "5"])
+    assert (status, other, said) == (2, 2, ["", ""])
+    assert err == "fedcdp: options: rank 1 does not have that of rank 0; all ranks need the same\n"
+    (status, _, err), (other, *said) = commands_on_ranks(*[[*ATTACK, "--run", "missing"]] * 2)
+    assert (status, other, said, err.count("\n")) == (2, 2, ["", ""], 1)
+    assert not (workplace / "missing").exists()
+
+
 # Real torchrun -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str]]]:
+    """Two network namespaces that a virtual cable connects, each with the name of its interface: 10.77.0.1 and 10.77.0.2."""
+    made = [(f"fedcdp-{os.getpid()}-{host}", f"cdp{os.getpid() % 10**8}{host}") for host in "ab"]
+    (first, cable), (second, other_end) = made
+    commands = [f"netns add {first}", f"netns add {second}"]
+    commands += [f"link add {cable} netns {first} type veth peer name {other_end} netns {second}"]
+    for number, (host, interface) in enumerate(made, 1):
+        commands += [f"-n {host} addr add 10.77.0.{number}/24 dev {interface}"]
+        commands += [f"-n {host} link set {each} up" for each in ("lo", interface)]
+    try:
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+        yield made
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    finally:
+        for host, _ in made:
+            if Path(f"/run/netns/{host}").exists():
+                subprocess.run(["ip", "netns", "del", host], check=True)
+
+
+@pytest.mark.slow
+def test_two_hosts_train_what_one_process_does(
+    cli: Callable[..., Any], hosts: list[tuple[str, str]], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("train", *SMALL, "--quiet", "--out", "alone")
+    found = ["--nnodes", "2", "--master-addr", "10.77.0.1", "--master-port", "29511"]
+    agents = []
+    for number, (host, interface) in enumerate(hosts):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        words = [*TORCHRUN, "2", *found, "--node-rank", str(number), "-m", "fedcdp", *TRAIN[:-1], f"run-{number}"]
+        words = ["ip", "netns", "exec", host, sys.executable, *words]
+        agents.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [agent.communicate(timeout=300) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert [json.loads(said[0][0].splitlines()[-1])["rounds"], said[1][0]] == [2, ""]
+    for name in ("ledger.jsonl", "model.safetensors"):
+        assert (workplace / "run-0" / name).read_bytes() == (workplace / "alone" / name).read_bytes()
+    assert not (workplace / "run-1").exists()
 
 
 @pytest.mark.slow
@@ -101,6 +177,32 @@ def test_two_machines_train_what_one_process_does(
         workplace / "alone" / "model.safetensors"
     ).read_bytes()
     assert not (workplace / "run-1").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_attacks_as_one_process_does(cli: Callable[..., Any], start: Callable[..., Any], workplace: Path) -> None:  # noqa: ARG001
+    alone = json.loads(cli(*ATTACK, "--chunk", "2").stdout)
+    process = start(*TORCHRUN, 2, "-m", "fedcdp", *ATTACK, "--chunk", "2")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1]) | {"seconds": 0} == alone | {"seconds": 0}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_an_attack_with_one_line(start: Callable[..., Any], workplace: Path) -> None:  # noqa: ARG001
+    lasting = [*SMALL, "--rounds", 400, "--attack", "lira", "--shadows", 512, "--victims", 50]
+    process = start(*TORCHRUN, 2, "-m", "fedcdp", "attack", *lasting)
+    for line in process.stderr:
+        if "%" in line or "/" in line:  # the first line of progress, after ten seconds
+            break
+    victim = max(int(pid) for pid in subprocess.check_output(["pgrep", "-P", str(process.pid)]).split())
+    subprocess.run(["kill", f"-{signal.SIGKILL}", str(victim)], check=True)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("fedcdp: ")]
+    assert line == "fedcdp: stopped" or line.endswith("was lost, so this job ends")
 
 
 @pytest.mark.slow

@@ -267,7 +267,7 @@ def test_a_lost_rank_ends_the_others_and_the_run_goes_on(tmp_path: Path, victim:
     assert ended.pop(victim).status == 9
     for each in ended:
         assert type(each.error) is LostRankError
-        assert "was lost, so this training ends" in str(each.error)
+        assert "was lost, so this job ends" in str(each.error)
     assert Ledger.open(tmp_path / "run" / "ledger.jsonl").rounds == (0, 1)  # the round that was lost is counted
     again = trained(plan, out=tmp_path / "run", resume=True)
     assert result(again) == result(trained(plan))

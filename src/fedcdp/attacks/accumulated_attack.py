@@ -57,6 +57,7 @@ def attack_accumulated(
     candidates: int,
     value_range: tuple[float, float],
     seed: int = 0,
+    chunk: int | None = None,
     watch: Watch | None = None,
     progress: Progress | None = None,
 ) -> AccumulatedFound:
@@ -84,6 +85,6 @@ def attack_accumulated(
     noisy = any(each.captured.noisy for each in observations)
     found = reconstruct(
         captured, recipe if noisy else recipe.but(space="free"), classes, seed=seed, value_range=value_range, public=public,
-        observations=observations, pool=pool, watch=watch, progress=progress,
+        observations=observations, pool=pool, chunk=chunk, watch=watch, progress=progress,
     )  # fmt: skip
     return AccumulatedFound(found, identified, among, quiet)

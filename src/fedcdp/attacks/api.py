@@ -56,6 +56,7 @@ def attack(
     steps: int = 1,
     releases: int = 1,
     shadows: int | None = None,
+    chunk: int | None = None,
     criteria: Criteria = Criteria(),  # noqa: B008
     device: str | torch.device = "cpu",
     loss: Loss | None = None,
@@ -100,6 +101,8 @@ def attack(
         steps: How many local steps the update has that `type1` and `type0` observe. The paper attacks the first: 1.
         releases: How often the same release is observed, each time with fresh noise. The adversary averages.
         shadows: For `lira`: how many federations are trained, each without a random half of the records. Default: 64.
+        chunk: How many victims are searched for at once; for `lira`, how many clients are trained at once. Default: as many
+            as memory allows, up to a limit. Another number changes results by rounding.
         criteria: When a reconstruction counts as exact, recognisable or identified.
         device: `cpu`, `cuda`, `cuda:1`, and so on.
         loss: The loss that the network is trained with. Default: that of the run, or of the data's task; for raw gradients,
@@ -144,14 +147,19 @@ def attack(
     name, recipe = _named(attack)
     if leak not in LEAKS:
         raise PlanError(f"leak: {leak!r} is not one of {', '.join(LEAKS)}")
-    _whole_numbers(victims=1 if victims is None else victims, examples=examples, step=step, steps=steps, releases=releases)
+    _whole_numbers(victims=1 if victims is None else victims, chunk=1 if chunk is None else chunk)
+    _whole_numbers(examples=examples, step=step, steps=steps, releases=releases)
     if victims is not None and victims < 1:
         raise PlanError(f"victims: {victims} is not allowed; it must be at least 1")
+    if chunk is not None and chunk < 1:
+        raise PlanError(f"chunk: {chunk} is not allowed; it must be at least 1")
     device = usable_device(device)
     loss = target.loss if loss is None and isinstance(target, Run) else loss
     if name == "lira":
         _leave_out("gradients or updates", at_round=at_round is not None)
-        return _lira(target, model, federation, 64 if shadows is None else shadows, victims, device, loss, seed, progress)
+        return _lira(
+            target, model, federation, 64 if shadows is None else shadows, victims, device, loss, seed, chunk, progress
+        )
     _leave_out("membership by lira", shadows=shadows is not None)
     if name == "membership":
         return _membership(target, public, at_round, seed, device, loss)
@@ -167,7 +175,7 @@ def attack(
             scene = given_gradients(target, model, truth, input_shape, examples, device, loss, public)
         attempts = Attempts(
             scene, Look(leak, step, releases), victims, criteria.within(*scene.value_range),
-            scene.plan.seed if seed is None else seed, throughout=step == 0 and steps == 1 and releases == 1,
+            scene.plan.seed if seed is None else seed, chunk, throughout=step == 0 and steps == 1 and releases == 1,
         )  # fmt: skip
         if name == "best" and scene.not_real:
             return infer_all(attempts, lambda: _membership(target, public, None, seed, device, loss), progress)
@@ -224,6 +232,7 @@ def _lira(
     device: torch.device,
     loss: Loss | None,
     seed: int | None,
+    chunk: int | None,
     progress: Progress | None,
 ) -> Lira:
     _whole_numbers(shadows=shadows)
@@ -237,5 +246,14 @@ def _lira(
         raise PlanError("model, federation: lira trains the plan anew; it needs the untrained network and the federation")
     plan = target.plan if isinstance(target, Run) else target
     return lira(
-        plan, model, federation, shadows=shadows, candidates=victims, device=device, loss=loss, seed=seed, progress=progress
+        plan,
+        model,
+        federation,
+        shadows=shadows,
+        candidates=victims,
+        device=device,
+        loss=loss,
+        seed=seed,
+        chunk=chunk,
+        progress=progress,
     )

@@ -31,21 +31,48 @@ class Observer:
     criteria: Criteria
     visible: Tensor
     value_range: tuple[float, float]
+    numbers: Tensor | None = None
+    """The numbers of the victims, if they are only some of all."""
 
     def __post_init__(self) -> None:
         device = self.captured.device
         self.first_exact = torch.full((len(self.captured),), math.inf, dtype=torch.float64, device=device)
-        self.snapshots: dict[int, Tensor] = {}
-        self._latest: Tensor | None = None
+        self._ways: dict[int, dict[int, Tensor]] = {}
+        self._latest: dict[int, Tensor] = {}
+
+    @property
+    def snapshots(self) -> dict[int, Tensor]:
+        """The examples of the first victims after some iterations [those, dummies, ...]; a search that is over stands."""
+        reached = sorted({iteration for way in self._ways.values() for iteration in way})
+        ways = [(self._ways[victim], self._latest[victim]) for victim in sorted(self._ways)]
+        return {each: torch.stack([way.get(each, latest) for way, latest in ways]) for each in reached}
+
+    def of(self, who: Tensor) -> Observer:
+        """See `Follower`."""
+        return Observer(self.captured.take(who), self.criteria, self.visible, self.value_range, who)
+
+    @property
+    def notes(self) -> _Notes:
+        """See `Follower`."""
+        return _Notes(self.numbers, self.first_exact, self._ways, self._latest)
+
+    def add(self, notes: _Notes) -> None:
+        """See `Follower`."""
+        assert notes.numbers is not None
+        self.first_exact[notes.numbers] = notes.first_exact
+        self._ways |= notes.ways
+        self._latest |= notes.latest
 
     def resume(self, earlier: Leaks, left: Tensor) -> None:
         """Take over what an earlier attack on the same victims showed, except of those that are left to attack."""
         self.first_exact = earlier.first_exact.index_fill(0, left, math.inf)
-        self._latest = earlier.found.examples[:SHOWN_VICTIMS].clone()
+        self._latest = dict(enumerate(earlier.found.examples[:SHOWN_VICTIMS]))
+        self._ways = {victim: {} for victim in self._latest}
 
     def __call__(self, iteration: int, who: Tensor, examples: Tensor) -> None:
         """Receive the state of the search (`reconstruct.Watch`)."""
         self._keep(iteration, who, examples)
+        who = who if self.numbers is None else torch.searchsorted(self.numbers, who)
         pending = ~self.first_exact[who].isfinite()
         if not bool(pending.any()) or examples.shape[1] != self.captured.most:
             return
@@ -58,15 +85,22 @@ class Observer:
         self.first_exact[who[exact]] = iteration
 
     def _keep(self, iteration: int, who: Tensor, examples: Tensor) -> None:
-        shown = min(SHOWN_VICTIMS, len(self.captured))
-        mine = who < shown
-        if self._latest is None:
-            self._latest = examples.new_zeros(shown, *examples.shape[1:])
-        if not bool(mine.any()):
-            return
-        self._latest = self._latest.index_copy(0, who[mine], examples[mine])
-        if iteration in _SHOWN_ITERATIONS:
-            self.snapshots[iteration] = self._latest.clone()
+        shown = who < SHOWN_VICTIMS
+        for victim, example in zip(who[shown].tolist(), examples[shown], strict=True):
+            self._latest[victim] = example
+            way = self._ways.setdefault(victim, {})
+            if iteration in _SHOWN_ITERATIONS:
+                way[iteration] = example
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What an observer has noted of some victims."""
+
+    numbers: Tensor | None
+    first_exact: Tensor
+    ways: dict[int, dict[int, Tensor]]
+    latest: dict[int, Tensor]
 
 
 def judged(

@@ -44,11 +44,13 @@ from fedcdp.engine.functional import on_targets
 from fedcdp.errors import DataError, PlanError
 from fedcdp.mechanism.randomness import numpy_generator, stream_key
 from fedcdp.training.loss_contract import loss_for
-from fedcdp.training.parallel_federations import ParallelFederations
+from fedcdp.training.parallel_federations import CHUNKS, ParallelFederations
 from fedcdp.training.prepared import Prepared
+from fedcdp.training.shared_work import share, workers
 
 FEWEST, MOST = 8, 4096
 _ENOUGH = 64  # shadows from which on each record gets a variance of its own
+_TOGETHER = 8  # federations in a batch on a CPU, at most
 _POINTS = 61
 _LEAST_RATE = 1e-4
 VARIANTS = ("online", "offline", "threshold")
@@ -177,14 +179,8 @@ def lira(
     kept[:, chosen] = torch.from_numpy(numpy_generator(seed, "lira-members").random((shadows, len(chosen))) < 0.5)
     seeds = [stream_key(seed, "lira-shadow", number) >> 1 for number in range(shadows)]
     prepared = Prepared.of(model, federation, plan)
-    trained = ParallelFederations(prepared, seeds, kept, device=device, loss=loss, chunk=chunk)
-    models = trained.train(progress)
-    targets = federation.train.targets[chosen]
-    by_loss = None if federation.train.classes else on_targets(loss)
-    confidences = np.stack([
-        confidence(outputs, targets) if by_loss is None else low_losses(by_loss, outputs, targets)
-        for outputs in trained.outputs(models, chosen)
-    ])  # fmt: skip
+    common = _Shadows(prepared, seeds, kept, chosen, loss, chunk)
+    confidences = np.concatenate(share(_confidences, common, common.groups(device), device, progress))
     inside, shared = kept[:, chosen].numpy(), shadows < _ENOUGH
     scores = likelihood_ratios(confidences, inside, shared=shared)
     epsilon, unit = epsilon_of_model(prepared)
@@ -199,6 +195,52 @@ def lira(
         delta=plan.delta,
         seconds=time.perf_counter() - started,
     )
+
+
+@dataclass(frozen=True)
+class _Shadows:
+    """All that the shadow federations have in common, wherever they are trained."""
+
+    prepared: Prepared
+    seeds: list[int]
+    kept: torch.Tensor
+    chosen: torch.Tensor
+    loss: Loss
+    chunk: int | None
+
+    def groups(self, device: torch.device) -> list[slice]:
+        """The federations that are trained in one batch. On a CPU groups do not depend on the number of ranks.
+
+        Sums over a batch round differently in another batch.
+        """
+        count, at_once = len(self.seeds), self.chunk or CHUNKS.get(device.type, CHUNKS["cpu"])
+        most = _TOGETHER if device.type == "cpu" else -(-count // workers())
+        size = min(most, max(1, at_once // self.prepared.plan.per_round))
+        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _confidences(
+    common: _Shadows, groups: list[slice], device: torch.device, progress: Callable[[int, int], None] | None
+) -> list[Numbers]:
+    """How sure the final model of each federation in a group is of each candidate [federations, candidates]."""
+    data, loss, rounds = common.prepared.federation.train, common.loss, common.prepared.plan.rounds
+    targets = data.targets[common.chosen]
+    trained = ParallelFederations(common.prepared, common.seeds, common.kept, device=device, loss=loss, chunk=common.chunk)
+    found = []
+    for number, group in enumerate(groups):
+        some = trained.some(group)
+        before = number * rounds
+
+        def tell(done: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + done, len(groups) * rounds)
+
+        models = some.train(tell)
+        found.append(np.stack([
+            confidence(outputs, targets) if data.classes else low_losses(on_targets(loss), outputs, targets)
+            for outputs in some.outputs(models, common.chosen)
+        ]))  # fmt: skip
+    return found
 
 
 def _candidates(federation: Federation, wanted: int | None, seed: int) -> torch.Tensor:

@@ -56,6 +56,8 @@ class Attempts:
     victims: int | None
     criteria: Criteria
     seed: int
+    chunk: int | None = None
+    """How many victims are searched for at once; None: as many as fit."""
     throughout: bool = True
     """Whether a linear head is observed in all rounds of its training, if these can be observed."""
 
@@ -136,8 +138,8 @@ class Attempts:
             observer.resume(earlier, left)
         found = reconstruct(
             captured, recipe, scene.classes, seed=self.seed, value_range=scene.value_range,
-            public=self._others(captured) if recipe.seed.kind == "posterior" else scene.public, who=left, watch=observer,
-            progress=progress,
+            public=self._others(captured) if recipe.seed.kind == "posterior" else scene.public, who=left,
+            chunk=self.chunk, watch=observer, progress=progress,
         )  # fmt: skip
         if earlier is not None and left is not None:
             found = earlier.found.updated(left, found)
@@ -167,7 +169,8 @@ class Attempts:
         observer = Observer(seen.captured, self.criteria, self.visible, scene.value_range)
         got = attack_accumulated(
             seen, recipe, self._others(seen.captured), scene.classes, candidates=self.criteria.candidates,
-            value_range=scene.value_range, seed=self.seed, watch=observer, progress=part_of(progress, 1, 2),
+            value_range=scene.value_range, seed=self.seed, chunk=self.chunk, watch=observer,
+            progress=part_of(progress, 1, 2),
         )  # fmt: skip
         seconds = time.perf_counter() - started
         return got.figures(told(scene, name, seen.captured, got.found, observer, seconds, watched=True), seen)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fedcdp.engine.cuda_graphs import Graphed, record
 from fedcdp.engine.runtime import deferred_interrupts, stop_if_asked
 from fedcdp.errors import DataError
 from fedcdp.mechanism.randomness import stream_key
+from fedcdp.training.shared_work import share, workers
 
 _FITS = 1e-12  # of the loss of a zero prediction: nothing is left to gain
 _GAIN = 1e-3  # of the loss: a smaller improvement does not renew the patience of a search
@@ -30,9 +32,27 @@ _LOST = 1e6  # size of a coordinate, in units of the input range, beyond which a
 _WORTH_KEEPING = 0.6  # share of a recording's victims that must be live to keep the recording
 _MEMORY = {"cpu": 2 * 2**30, "cuda": 32 * 2**30}  # bytes for one chunk of victims
 
+Progress = Callable[[int, int], None]
 Watch = Callable[[int, Tensor, Tensor], None]
 """Called after an iteration with the live victims and their current examples [those, examples, ...]."""
-Progress = Callable[[int, int], None]
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A watch that can follow the victims of one portion in another process."""
+
+    def __call__(self, iteration: int, who: Tensor, examples: Tensor) -> None:
+        """See `Watch`."""
+
+    def of(self, who: Tensor) -> Follower:
+        """A watch for these victims alone."""
+
+    @property
+    def notes(self) -> Any:
+        """What it has noted."""
+
+    def add(self, notes: Any) -> None:
+        """Add what another one has noted."""
 
 
 @dataclass
@@ -81,6 +101,7 @@ def reconstruct(
     observations: Sequence[Observation] = (),
     pool: CandidatePool | None = None,
     who: Tensor | None = None,
+    chunk: int | None = None,
     watch: Watch | None = None,
     progress: Progress | None = None,
 ) -> Reconstruction:
@@ -89,76 +110,127 @@ def reconstruct(
     `public` are examples like the victims' that anyone can have; the recipe may need them for principal components, and for
     the `pool` of candidates, unless that is given. Of the victims' own examples, only their number is used. With `who`, only
     these victims are attacked; each result is the same as among all.
+
+    `chunk` victims are searched for in lockstep: by default as many as memory allows, and fewer if ranks share them. A
+    victim's result depends on the others in its chunk up to rounding.
     """
     observations = observations or [Observation.alone(captured)]
     space = _space(captured, recipe, classes, value_range, public)
     pool = pool or _pool(captured, observations, recipe, seed, public)
+    free = None
+    if recipe.labels == "joint" or (recipe.labels != "known" and not has_classes(captured.task)):
+        free = FreeTarget.of(captured, classes, public)
     everyone = torch.arange(len(captured), device=captured.device) if who is None else who
-    chunks = everyone.split(_victims_at_once(captured, recipe))
-    longest = recipe.iterations + (recipe.sharpening or 0)
-    total = len(chunks) * recipe.restarts * longest
-    best: Reconstruction | None = None
-    for restart in range(recipe.restarts):
-        parts = []
-        for number, some in enumerate(chunks):
-            stop_if_asked()
-            before = (restart * len(chunks) + number) * longest
-            with deferred_interrupts():
-                mine = pool if pool is None else pool.take(some)
-                found = _attack(
-                    captured, among(observations, some), some, recipe, space, mine, classes, seed, restart, watch, progress,
-                    before, total, public,
-                )  # fmt: skip
-                parts.append(found)
-        found = _join(parts)
-        best = found if best is None else _better(best, found)
-    if best is None:
+    if not len(everyone):
         raise DataError("victims: there are no victims to attack")
+    at_once = chunk or min(_victims_at_once(captured, recipe), -(-len(everyone) // workers()))
+    chunks = everyone.split(at_once)
+    search = _Search(recipe, space, classes, seed, free, portions=-(-len(chunks) // workers()))
+    portions = (_Portion.of(some, captured, observations, pool, watch) for some in chunks)
+    if workers() == 1 or len(chunks) == 1:
+        parts = _attack_portions(search, portions, captured.device, progress)
+    else:
+        parts = share(_attack_portions, search, list(portions), captured.device, progress)
+    if isinstance(watch, Follower):
+        for part in parts:
+            watch.add(part.notes)
     if progress is not None:
+        total = search.portions * recipe.restarts * search.longest
         progress(total, total)
-    return best
+    return _join([part.found for part in parts])
 
 
-def _attack(
-    captured: Captured,
-    observations: list[Observation],
-    who: Tensor,
-    recipe: Recipe,
-    space: Space,
-    pool: CandidatePool | None,
-    classes: int,
-    seed: int,
-    restart: int,
-    watch: Watch | None,
+@dataclass(frozen=True)
+class _Search:
+    """What the searches for all victims have in common."""
+
+    recipe: Recipe
+    space: Space
+    classes: int
+    seed: int
+    free: FreeTarget | None
+    portions: int
+    """How many portions one process has, for the progress."""
+
+    @property
+    def longest(self) -> int:
+        """Most iterations of one search."""
+        return self.recipe.iterations + (self.recipe.sharpening or 0)
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """Some victims, whose searches run in lockstep, and all that was seen of them."""
+
+    who: Tensor
+    captured: Captured
+    observations: list[Observation]
+    pool: CandidatePool | None
+    watch: Watch | None
+
+    @staticmethod
+    def of(
+        who: Tensor, captured: Captured, observations: Sequence[Observation], pool: CandidatePool | None, watch: Watch | None
+    ) -> _Portion:
+        """These victims among all."""
+        mine = watch.of(who) if isinstance(watch, Follower) else watch
+        some = None if pool is None else pool.take(who)
+        return _Portion(who, captured.take(who), among(observations, who), some, mine)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The result for a portion, and what was noted on the way."""
+
+    found: Reconstruction
+    notes: Any
+
+
+def _attack_portions(
+    search: _Search,
+    portions: Iterable[_Portion],
+    device: torch.device,  # noqa: ARG001
     progress: Progress | None,
-    before: int,
-    total: int,
-    public: Dataset | None,
-) -> Reconstruction:
-    """One chunk of victims, from one seed each."""
-    part = captured.take(who)
+) -> list[_Found]:
+    """The best of all restarts for each portion."""
+    found = []
+    restarts, longest = search.recipe.restarts, search.longest
+    for number, portion in enumerate(portions):
+        best: Reconstruction | None = None
+        for restart in range(restarts):
+            stop_if_asked()
+            before = (number * restarts + restart) * longest
+
+            def tell(done: int, before: int = before) -> None:
+                if progress is not None:
+                    progress(before + done, search.portions * restarts * longest)
+
+            with deferred_interrupts():
+                got = _attack(search, portion, restart, tell)
+            best = got if best is None else _better(best, got)
+        assert best is not None
+        found.append(_Found(best, portion.watch.notes if isinstance(portion.watch, Follower) else None))
+    return found
+
+
+def _attack(search: _Search, portion: _Portion, restart: int, tell: Callable[[int], None]) -> Reconstruction:
+    """One portion of victims, from one seed each."""
+    recipe, seed, free = search.recipe, search.seed, search.free
+    who, part, pool, watch, observations = portion.who, portion.captured, portion.pool, portion.watch, portion.observations
     dummies = part.most if recipe.dummies == "all" else 1
     seeds = recipe.seed.draw(who, dummies, part.shape, seed, restart)
-    free = None
-    if recipe.labels == "joint" or (recipe.labels != "known" and not has_classes(part.task)):
-        free = FreeTarget.of(part, classes, public)
     shape = free.shape if free is not None and free.shape else (1,)
     values = recipe.seed.draw(who, dummies, shape, stream_key(seed, "labels"), restart)
-    targets = None if free is not None else _targets(part, observations, recipe, pool, classes, seeds)
+    targets = None if free is not None else _targets(part, observations, recipe, pool, search.classes, seeds)
     if pool is not None and recipe.seed.kind == "posterior":
         seeds = pool.start(targets, who, dummies, seed, restart)
-    problem = Problem(part, recipe, space, seeds, targets, values, free, observations)
+    problem = Problem(part, recipe, search.space, seeds, targets, values, free, observations)
     start = problem.start
-
-    def note(iteration: int) -> None:
-        if progress is not None:
-            progress(before + iteration, total)
-
-    found = _search(problem, recipe, recipe.iterations, who, 0, watch, note)
+    found = _search(problem, recipe, recipe.iterations, who, 0, watch, tell)
     if recipe.sharpening is not None:
         problem.sharpen(found.best)
         first = found.iterations
-        found = _search(problem, recipe, recipe.sharpening, who, int(first.max()), watch, note)
+        found = _search(problem, recipe, recipe.sharpening, who, int(first.max()), watch, tell)
         found = replace(found, iterations=first + found.iterations)
     problem.focus(torch.arange(len(who), device=who.device))
     return Reconstruction(
@@ -175,7 +247,7 @@ def _attack(
 
 
 @dataclass(frozen=True)
-class _Searched:
+class _Path:
     """Where a search led: its best and its last points, the loss at the best, and how it ended."""
 
     best: Tensor
@@ -193,7 +265,7 @@ def _search(
     earlier: int,
     watch: Watch | None,
     note: Callable[[int], None],
-) -> _Searched:
+) -> _Path:
     """Search from the start of a problem for `most` iterations, which are counted from `earlier`."""
     state = recipe.optimiser.begin(problem.start)
     count = len(who)
@@ -229,7 +301,7 @@ def _search(
         loss, _ = problem.evaluate(last[active], torch.arange(len(active), device=who.device))
         improved = loss < best_loss[active]
         best[active[improved]], best_loss[active[improved]] = last[active[improved]], loss[improved]
-    return _Searched(best, last, best_loss, iterations, outcome)
+    return _Path(best, last, best_loss, iterations, outcome)
 
 
 class Patience:

@@ -22,9 +22,11 @@ from fedcdp.errors import PlanError, RunError
 from fedcdp.models.networks import resolve
 from fedcdp.training.prepared import deal_out, load_splits, network_of, with_clients_of_file
 from fedcdp.training.python_origin import require_task_loss
+from fedcdp.training.ranks import Ranks, ranks_of_job
 from fedcdp.training.run import Run
 from fedcdp.training.rundir import RunDirectory
 from fedcdp.training.saved_run import open_experiment
+from fedcdp.training.shared_work import PATIENCE, agree_on_command, help_out, helped
 
 if TYPE_CHECKING:
     from fedcdp.attacks.api import Found
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from fedcdp.attacks.tableak import TabLeak
 
 
+_OF_MACHINE = ("out", "data_dir", "as_json", "quiet")  # options that ranks need not have in common
 _OBSERVED = "Observation"
 _HOW = "Attack"
 _CONTRACT = (
@@ -197,18 +200,47 @@ def attack(
     The attack is on a plan before any training, or on a run (--run). If only the last layer of a network is trained, the
     attack observes all rounds of the training. All observations come from the method's own code.
     """
+    options = {name: value for name, value in locals().items() if name not in _OF_MACHINE}
     from fedcdp.attacks import Criteria
-    from fedcdp.attacks import attack as attack_it
 
     recipe = _recipe(name, iterations, restarts, total_variation, seed_image, labels)
-    _require_writable(out if run is None else out or run)
     if shadows is not None and name != "lira":
         raise PlanError("--shadows: only for --attack lira")
     criteria = Criteria(exact_mse=exact_mse, recognisable_psnr=recognisable_psnr, candidates=candidates)
     common: dict[str, Any] = {
         "leak": leak, "attack": recipe or name, "victims": victims, "step": step, "steps": steps, "releases": releases,
-        "shadows": shadows, "criteria": criteria,
+        "shadows": shadows, "criteria": criteria, "chunk": _chunk(given),
     }  # fmt: skip
+    with ranks_of_job(PATIENCE) as ranks:
+        agree_on_command(ranks, options)
+        if not ranks.leads:
+            help_out(ranks)
+            return
+        with helped(ranks):
+            _require_writable(out if run is None else out or run)
+            _attack(
+                given, common, name, ranks, run=run, network=network, at_round=at_round, out=out, data_dir=data_dir,
+                as_json=as_json, quiet=quiet,
+            )  # fmt: skip
+
+
+def _attack(
+    given: list[Settings],
+    common: dict[str, Any],
+    name: str,
+    ranks: Ranks,
+    *,
+    run: Path | None,
+    network: str | None,
+    at_round: int | None,
+    out: Path | None,
+    data_dir: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Attack with the help of the other ranks, show what was found, and write it."""
+    from fedcdp.attacks import attack as attack_it
+
     extra: dict[str, Any] = {}
     if run is not None:
         if network is not None or at_round is not None:
@@ -235,7 +267,7 @@ def attack(
                 terminal.setting(describe_setting(experiment))
 
     with terminal.steps("attack", quiet, announce) as progress:
-        found = attack_it(target, **common, **extra, device=experiment.run.device, progress=progress)
+        found = attack_it(target, **common, **extra, device=ranks.device(experiment.run.device), progress=progress)
     summary = _summary(found, name, experiment, data.train.shape)
     if run is not None and out is None:
         out = run / "attacks" / f"{summary['leak']}-{name}"
@@ -251,6 +283,12 @@ def attack(
             )
         if out is not None:
             terminal.console.print(f"Figures, arrays and pictures are in {out}", soft_wrap=True)
+
+
+def _chunk(given: list[Settings]) -> int | None:
+    """`--chunk`, if it was given. That of an attacked run is for its training."""
+    found = [layer["run"]["chunk"] for layer in given if "chunk" in layer.get("run", {})]
+    return found[-1] if found else None
 
 
 def _recipe(

@@ -37,7 +37,7 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_ON_RANKS = ("train",)  # commands that several ranks of a job share
+_ON_RANKS = ("train", "attack")  # commands that several ranks of a job share
 
 
 @app.callback()

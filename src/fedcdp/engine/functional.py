@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +38,16 @@ class FunctionalEngine:
         self.layout = Layout.of(model)
         self.model = model
         self.loss = on_targets(loss)
+        self._made_of = model, loss
         self._recurrent = has_recurrent_layers(model)
         parameters = dict(model.named_parameters())
         frozen = {name: p.detach() for name, p in parameters.items() if name not in self.layout.shapes}
         self._constants: Tree = frozen | dict(model.named_buffers())
         self._per_example = vmap(vmap(grad(self._example_loss), in_dims=(None, 0, 0)))
         self._summed = vmap(grad(self._summed_loss))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FunctionalEngine, self._made_of
 
     def per_example_gradients(self, weights: Tree, batch: Batch) -> Tree:
         """See `Engine`."""

@@ -31,7 +31,8 @@ from fedcdp.training.prepared import Prepared
 from fedcdp.training.rundir import State
 from fedcdp.training.trainer import ready
 
-_CHUNKS = {"cpu": 64, "cuda": 4096}  # clients trained at once, if memory allows
+CHUNKS = {"cpu": 64, "cuda": 4096}
+"""How many clients are trained at once, if memory allows."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,14 @@ class ParallelFederations:
         self._method = METHODS[plan.method]
         self._local = StepwiseEngine(self._method, self.engine, self.data.examples)
         most = self.data.most_clients(self.engine.model)
-        self._chunk = chunk or min(_CHUNKS.get(device.type, usual_chunk(device, most)), most)
+        self._chunk = chunk or min(CHUNKS.get(device.type, usual_chunk(device, most)), most)
+
+    def some(self, which: slice) -> ParallelFederations:
+        """Some of the federations, to be trained apart from the others."""
+        part = copy.copy(self)
+        part.seeds, part.states = self.seeds[which], self.states[which]
+        part._plans, part._kept = self._plans[which], self._kept[which]
+        return part
 
     @deferred_interrupts()
     def train(self, progress: Callable[[int, int], None] | None = None) -> list[Tree]:

@@ -84,21 +84,21 @@ class Ranks:
         """Raise a `RankError` on every rank if two of them have the same GPU, which NCCL does not support."""
         if not self.several or device.type != "cuda":
             return
-        found = self._gathered(str(torch.cuda.get_device_properties(device).uuid))
+        found = self.gathered(str(torch.cuda.get_device_properties(device).uuid))
         for rank, gpu in enumerate(found):
             if (other := found.index(gpu)) < rank:
                 raise RankError(f"device: ranks {other} and {rank} have the same GPU; start at most one rank for each GPU")
         self.once(lambda: None)
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def joined(self, patience: timedelta = _PATIENCE) -> Iterator[None]:
         """Connect the ranks for the enclosed work. If it fails on one rank, it fails on all; nested calls do nothing."""
         if not self.several or self._group is not None:
             yield
             return
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         with self._talking():
-            self._group = dist.new_group(timeout=_PATIENCE, backend=backend)
+            self._group = dist.new_group(timeout=patience, backend=backend)
             self._key = f"fedcdp/failed/{self._group.group_name}"
         try:
             yield
@@ -140,14 +140,21 @@ class Ranks:
         """Raise a `RankError` on every rank unless all have the same facts. Digests, as bytes, are never shown."""
         if not self.several:
             return
-        for rank, theirs in enumerate(self._gathered(dict(facts))):
+        for rank, theirs in enumerate(self.gathered(dict(facts))):
             for name, ours in facts.items():
                 if (other := theirs.get(name)) != ours:
                     shown = "" if isinstance(ours, bytes) else f" ({str(other)[:100]}, and {ours[:100]} at rank 0)"
                     raise RankError(f"{name}: rank {rank} does not have that of rank 0{shown}; all ranks need the same")
         self.once(lambda: None)  # nobody goes on before rank 0 has compared
 
-    def _gathered(self, value: object) -> list[Any]:
+    def deal(self, hands: list[Any] | None = None) -> Any:
+        """This rank's hand: rank 0 deals one to each rank, and the others give none."""
+        dealt: list[Any] = [None]
+        with self._talking():
+            dist.scatter_object_list(dealt, hands, src=0, group=self._group)
+        return dealt[0]
+
+    def gathered(self, value: object) -> list[Any]:
         """The value of every rank, at rank 0; nothing elsewhere."""
         found: list[Any] | None = [None] * self.size if self.leads else None
         with self._talking():
@@ -195,7 +202,7 @@ class Ranks:
             stop_if_asked()  # Ctrl-C reaches all ranks, and another one may have stopped first
             if not self.leads:
                 self._close()  # the leader may wait for this rank, and notices now
-            lost = LostRankError(f"the connection to {other if self.leads else 'rank 0'} was lost, so this training ends")
+            lost = LostRankError(f"the connection to {other if self.leads else 'rank 0'} was lost, so this job ends")
             raise self._word_left() or lost from error
 
     def _leave_word(self, error: BaseException) -> None:
@@ -239,6 +246,7 @@ class Ranks:
 
 
 def _store() -> Any:
+    """The store that all ranks of the process group can read and write."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -248,14 +256,17 @@ def _error(rank: int, kind: str, message: str) -> BaseException:
         return KeyboardInterrupt()
     known = getattr(errors, kind, None)
     if not message or known is None:
-        return LostRankError(f"rank {rank} failed ({kind}), so this training ends; its own output says why")
+        return LostRankError(f"rank {rank} failed ({kind}), so this job ends; its own output says why")
     said: FedcdpError = known(message if rank == 0 else f"rank {rank}: {message}")
     return said
 
 
 @contextmanager
-def ranks_of_job() -> Iterator[Ranks]:
-    """The ranks that torchrun started, connected for the enclosed work; one process if it was not torchrun."""
+def ranks_of_job(patience: timedelta = _PATIENCE) -> Iterator[Ranks]:
+    """The ranks that torchrun started, connected for the enclosed work; one process if it was not torchrun.
+
+    A rank that is silent for longer than `patience`, with its connections open, is lost.
+    """
     if job_size() == 1 or dist.is_initialized():
         yield Ranks.present()
         return
@@ -266,7 +277,7 @@ def ranks_of_job() -> Iterator[Ranks]:
         raise LostRankError(f"the ranks of this job did not find each other: {reason}") from error
     try:
         ranks = Ranks.present()
-        with ranks.joined(), _ended_in_order():
+        with ranks.joined(patience), _ended_in_order():
             yield ranks
     finally:
         dist.destroy_process_group()
