@@ -225,7 +225,7 @@ def test_cells_of_a_table_are_shared_and_rank_0_keeps_them(
     cli("reproduce", "tiny.toml", "--workers", "1", "--out", "alone")
     out, err = start(*TORCHRUN, 2, "-m", "fedcdp", *REPRODUCE).communicate(timeout=200)
     assert out.splitlines()[-1] == "out/tiny.md", err
-    assert len([line for line in out.splitlines() if "accuracy" in line]) == 4
+    assert len([line for line in (out + err).splitlines() if "accuracy" in line]) == 4
     assert figures(tiny) == figures(workplace / "alone" / "tiny.json")
 
 
