@@ -345,7 +345,8 @@ def test_a_second_attack_on_a_training_does_not_train_again(federation: Federati
         return ordinary(self, state, chosen)
 
     monkeypatch.setattr(Simulator, "round", noted)
-    second = attacked(plan_of(), model=model, federation=federation, leak="type1").summary()
+    same = network(bias=True, zero=True)  # elsewhere in memory, as in another command
+    second = attacked(plan_of(), model=same, federation=federation, leak="type1").summary()
     assert not trained
     assert {**second, "seconds": 0} == {**first, "seconds": 0}
     for changed in ({"plan": plan_of(seed=1)}, {"model": network(bias=True, zero=False)}):

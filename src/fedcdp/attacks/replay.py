@@ -6,6 +6,7 @@ The weights of the last training are kept, so another attack on the same trainin
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle  # nosec B403: nothing is unpickled
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -102,10 +103,12 @@ class Course:
             f"{plan.digest()} {self.rounds} {simulator.local_engine.name} {simulator.chunk} {self.device} {self.source} "
             f"{torch.get_float32_matmul_precision()} {torch.backends.cudnn.allow_tf32}".encode()
         )
+        settings = io.BytesIO()
         try:
-            digest.update(pickle.dumps(self.network))  # its settings, too: they need not be in its parameters
+            _ByValue(settings).dump(self.network)  # its settings, too: they need not be in its parameters
         except Exception:
             return None
+        digest.update(settings.getbuffer())
         for array in federation.table(np.arange(federation.clients)):
             digest.update(np.ascontiguousarray(array).data)
         values = [*tensors_in(federation.train.inputs), federation.train.targets]
@@ -127,6 +130,22 @@ class Course:
             name, chunk = kept
         known: dict[str, EngineName] = {each: each for each in get_args(EngineName)}
         return known.get(name, "auto"), chunk
+
+
+class _ByValue(pickle.Pickler):
+    """Writes each tensor as its values: the pickle of a tensor also holds its address, which no two networks share."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: object) -> tuple[object, ...] | None:
+        """The values of a tensor, and its number, which tells tied tensors from equal ones."""
+        if not isinstance(obj, Tensor):
+            return None
+        values = obj.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        number = self._numbers.setdefault(id(obj), len(self._numbers))
+        return number, str(obj.dtype), tuple(obj.shape), obj.requires_grad, values
 
 
 @dataclass
