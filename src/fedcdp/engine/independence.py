@@ -31,7 +31,7 @@ def check_independent(engine: Engine, batch: Batch) -> None:
     for inputs in (made_up(batch.inputs), batch.inputs):
         try:
             found = [_gradient_beside(engine, batch, inputs, share) for share in (1, 0)]
-        except Exception:  # noqa: S112  (the network may take only certain values)
+        except Exception:  # noqa: S112  # nosec B112: the network may take only certain values
             continue
         return _compare(*found)
     raise ModelError("the gradient of one example beside others cannot be computed")
