@@ -86,13 +86,13 @@ def leaked(name: str, cells: str, what: str = "success_rate") -> str:
 
 def agreeing(name: str, methods: str) -> str:
     """See the module."""
-    rows = [row for each in _sections(name) for row in each["rows"] if fnmatchcase(row["method"], methods)]
+    rows = [row for each in sections_of(name) for row in each["rows"] if fnmatchcase(row["method"], methods)]
     return f"{sum(row['agrees'] for row in rows)} of {len(rows)}"
 
 
 def of_section(name: str, column: str) -> str:
     """See the module."""
-    values = sorted(float(row[column]) for each in _sections(name) for row in each["rows"] if row.get(column) is not None)
+    values = sorted(float(row[column]) for each in sections_of(name) for row in each["rows"] if row.get(column) is not None)
     return range_of((_three_digits(each) for each in values), in_order=True)
 
 
@@ -131,7 +131,7 @@ def verdict_on_rivals() -> str:
 def fit_of_rounds() -> str:
     """See the module."""
     told, least = [], 1.0
-    for each in _sections("rounds"):
+    for each in sections_of("rounds"):
         row = next(row for row in each["rows"] if "best fit" in str(row["rounds"]))
         apart = max(
             abs(row[name] - value) for name, value in table("rounds").printed.items() if name.startswith("nonprivate/")
@@ -169,12 +169,12 @@ def _results(name: str) -> dict[str, Any]:
 
 
 @cache
-def _sections(name: str) -> list[Section]:
+def sections_of(name: str) -> list[Section]:
     return sections(table(name), _results(name))
 
 
 def _errors() -> list[dict[str, Any]]:
-    return list(_sections("rivals")[0]["rows"])
+    return list(sections_of("rivals")[0]["rows"])
 
 
 def _cells(name: str, pattern: str) -> dict[str, Any]:

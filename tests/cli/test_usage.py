@@ -60,7 +60,7 @@ def test_all_options_are_shown_whole(
     short = cli(*words, "--help").stdout
     for shown in (outcome.stdout, short):
         assert "…" not in shown
-        assert "..." not in re.sub(r"\bRUN\.\.\.|\[ARGS\]\.\.\.", "", shown)
+        assert "..." not in re.sub(r"\bRUN\.\.\.|\[(ARGS|TABLE)\]\.\.\.", "", shown)
         assert not re.search(r"-$", shown, re.MULTILINE), "a name is broken at a hyphen"
     whole = ("-h, --help", *map(names_of, COMMANDS[words].params))
     for line in short.splitlines():

@@ -57,9 +57,9 @@ def as_printed(name: str, off: float = 0.0) -> dict[str, Any]:
 def cells(monkeypatch: pytest.MonkeyPatch) -> Any:
     found: dict[str, Any] = {}
     monkeypatch.setattr(paper_figures, "_results", lambda _: found)
-    paper_figures._sections.cache_clear()
+    paper_figures.sections_of.cache_clear()
     yield found
-    paper_figures._sections.cache_clear()
+    paper_figures.sections_of.cache_clear()
 
 
 def test_the_explanation_with_the_smallest_error_is_named_and_what_it_leaves(cells: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def test_the_explanation_with_the_smallest_error_is_named_and_what_it_leaves(cel
     assert "*paper* fits best, with a mean error of .000. That is as close as two seeds" in CALLS["verdict_on_rivals"]()
     for name in [name for name in cells if name.endswith(("/paper", "/release"))]:
         cells[name]["accuracy"] -= 0.1
-    paper_figures._sections.cache_clear()
+    paper_figures.sections_of.cache_clear()
     verdict = CALLS["verdict_on_rivals"]()
     assert verdict.startswith("*fewer rounds (2)* fits best")
     assert "None explains all of them: it is off by .100 in one cell." in verdict
@@ -84,7 +84,7 @@ def test_a_number_of_rounds_that_does_not_fit_is_said_not_to(cells: dict[str, An
     assert told.endswith("One number of rounds explains all four.")
     for name in [name for name in cells if "nonprivate/K100-Kt5/" in name]:
         cells[name]["curves"]["accuracy"][1][1] += 0.05
-    paper_figures._sections.cache_clear()
+    paper_figures.sections_of.cache_clear()
     assert "(off by .050 at most" in CALLS["fit_of_rounds"]()
     assert CALLS["fit_of_rounds"]().endswith("No number of rounds explains all four.")
 

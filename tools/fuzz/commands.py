@@ -220,7 +220,7 @@ def as_toml_deep(value: Any) -> bytes:
 
 def used(table: Table, cells: dict[str, Any], place: Path, case: Random) -> None:
     """Everything a command does with a table, except measuring."""
-    chosen = table.chosen([])
+    chosen = list(table.cells.values())
     for cell in chosen[:20]:
         cell.experiment()
         where = Place(place / "out").scratch(table.name, cell)
@@ -246,7 +246,7 @@ def reproduce_results(place: Path) -> Attempt:
         hostile = mutate_bytes(case, sound) if case.random() < 0.4 else as_json(mutate_value(case, tree))
         (out / "epsilon.json").write_bytes(hostile)
         results = TableResults(table, out)
-        results.missing(table.chosen([]))
+        results.missing(table.cells.values())
         results.write(sections(table, results.cells))
 
     return attempt

@@ -48,16 +48,16 @@ class Observer:
         return {each: torch.stack([way.get(each, latest) for way, latest in ways]) for each in reached}
 
     def of(self, who: Tensor) -> Observer:
-        """See `Follower`."""
+        """See `SharedWatch`."""
         return Observer(self.captured.take(who), self.criteria, self.visible, self.value_range, who)
 
     @property
-    def notes(self) -> _Notes:
-        """See `Follower`."""
-        return _Notes(self.numbers, self.first_exact, self._ways, self._latest)
+    def notes(self) -> _ObserverNotes:
+        """See `SharedWatch`."""
+        return _ObserverNotes(self.numbers, self.first_exact, self._ways, self._latest)
 
-    def add(self, notes: _Notes) -> None:
-        """See `Follower`."""
+    def add(self, notes: _ObserverNotes) -> None:
+        """See `SharedWatch`."""
         assert notes.numbers is not None
         self.first_exact[notes.numbers] = notes.first_exact
         self._ways |= notes.ways
@@ -94,7 +94,7 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class _Notes:
+class _ObserverNotes:
     """What an observer has noted of some victims."""
 
     numbers: Tensor | None

@@ -38,13 +38,13 @@ Watch = Callable[[int, Tensor, Tensor], None]
 
 
 @runtime_checkable
-class Follower(Protocol):
+class SharedWatch(Protocol):
     """A watch that can follow the victims of one portion in another process."""
 
     def __call__(self, iteration: int, who: Tensor, examples: Tensor) -> None:
         """See `Watch`."""
 
-    def of(self, who: Tensor) -> Follower:
+    def of(self, who: Tensor) -> SharedWatch:
         """A watch for these victims alone."""
 
     @property
@@ -125,13 +125,13 @@ def reconstruct(
         raise DataError("victims: there are no victims to attack")
     at_once = chunk or min(_victims_at_once(captured, recipe), -(-len(everyone) // workers()))
     chunks = everyone.split(at_once)
-    search = _Search(recipe, space, classes, seed, free, portions=-(-len(chunks) // workers()))
+    search = _SearchSettings(recipe, space, classes, seed, free, portions=-(-len(chunks) // workers()))
     portions = (_Portion.of(some, captured, observations, pool, watch) for some in chunks)
     if workers() == 1 or len(chunks) == 1:
         parts = _attack_portions(search, portions, captured.device, progress)
     else:
         parts = share(_attack_portions, search, list(portions), captured.device, progress)
-    if isinstance(watch, Follower):
+    if isinstance(watch, SharedWatch):
         for part in parts:
             watch.add(part.notes)
     if progress is not None:
@@ -141,7 +141,7 @@ def reconstruct(
 
 
 @dataclass(frozen=True)
-class _Search:
+class _SearchSettings:
     """What the searches for all victims have in common."""
 
     recipe: Recipe
@@ -173,7 +173,7 @@ class _Portion:
         who: Tensor, captured: Captured, observations: Sequence[Observation], pool: CandidatePool | None, watch: Watch | None
     ) -> _Portion:
         """These victims among all."""
-        mine = watch.of(who) if isinstance(watch, Follower) else watch
+        mine = watch.of(who) if isinstance(watch, SharedWatch) else watch
         some = None if pool is None else pool.take(who)
         return _Portion(who, captured.take(who), among(observations, who), some, mine)
 
@@ -187,7 +187,7 @@ class _Found:
 
 
 def _attack_portions(
-    search: _Search,
+    search: _SearchSettings,
     portions: Iterable[_Portion],
     device: torch.device,  # noqa: ARG001
     progress: Progress | None,
@@ -209,11 +209,11 @@ def _attack_portions(
                 got = _attack(search, portion, restart, tell)
             best = got if best is None else _better(best, got)
         assert best is not None
-        found.append(_Found(best, portion.watch.notes if isinstance(portion.watch, Follower) else None))
+        found.append(_Found(best, portion.watch.notes if isinstance(portion.watch, SharedWatch) else None))
     return found
 
 
-def _attack(search: _Search, portion: _Portion, restart: int, tell: Callable[[int], None]) -> Reconstruction:
+def _attack(search: _SearchSettings, portion: _Portion, restart: int, tell: Callable[[int], None]) -> Reconstruction:
     """One portion of victims, from one seed each."""
     recipe, seed, free = search.recipe, search.seed, search.free
     who, part, pool, watch, observations = portion.who, portion.captured, portion.pool, portion.watch, portion.observations

@@ -127,11 +127,11 @@ def _run(
     again: bool,
 ) -> None:
     from fedcdp.studies.reproduce.catalogue import tables
-    from fedcdp.studies.reproduce.runner import Campaign, TableResults, Task, Trainings, cost
+    from fedcdp.studies.reproduce.runner import Campaign, CellTask, TableResults, Trainings, cost
 
     asked = {results.table.name: results for results, _ in chosen}
     known = asked | {table.name: TableResults(table, place.out) for table in tables() if table.name not in asked}
-    tasks = [Task(results, cell) for results, some in chosen for cell in results.missing(some, again)]
+    tasks = [CellTask(results, cell) for results, some in chosen for cell in results.missing(some, again)]
     if not accounting_is_installed() and (epsilons := [task for task in tasks if task.cell.kind == "epsilon"]):
         tasks = [task for task in tasks if task not in epsilons]
         terminal.note(f"{len(epsilons)} cells consist of ε alone and are left out: they need dp-accounting, but no training")
@@ -144,7 +144,7 @@ def _run(
         results.write()  # fails before anything is measured if the file cannot be written
     done = 0
 
-    def tell(task: Task, ended: dict[str, Any] | str) -> None:
+    def tell(task: CellTask, ended: dict[str, Any] | str) -> None:
         nonlocal done
         done += 1
         name = task.cell.name if len(chosen) == 1 else task.name

@@ -9,7 +9,7 @@ import pytest
 
 from fedcdp.studies.reproduce import runner
 from fedcdp.studies.reproduce.catalogue import Place, Table
-from fedcdp.studies.reproduce.runner import Campaign, TableResults, Task, Trainings
+from fedcdp.studies.reproduce.runner import Campaign, CellTask, TableResults, Trainings
 
 SMALL: dict[str, Any] = {
     "title": "Small", "layout": "accuracy",
@@ -22,12 +22,12 @@ def results(tmp_path: Path, name: str, **changes: Any) -> TableResults:
     return TableResults(Table(name, SMALL | changes), tmp_path)
 
 
-def tasks(tmp_path: Path, name: str = "small", **changes: Any) -> list[Task]:
+def tasks(tmp_path: Path, name: str = "small", **changes: Any) -> list[CellTask]:
     found = results(tmp_path, name, **changes)
-    return [Task(found, cell) for cell in found.table.cells.values()]
+    return [CellTask(found, cell) for cell in found.table.cells.values()]
 
 
-def campaign(tmp_path: Path, tasks_: list[Task], device: str = "cpu") -> tuple[Campaign, list[str]]:
+def campaign(tmp_path: Path, tasks_: list[CellTask], device: str = "cpu") -> tuple[Campaign, list[str]]:
     told: list[str] = []
     place = Place(tmp_path, run={"device": device})
     return Campaign(tasks_, place, Trainings([]), lambda task, _: told.append(task.name)), told

@@ -129,7 +129,7 @@ def _is_plain(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Task:
+class CellTask:
     """A cell that is to be measured for its table."""
 
     results: TableResults
@@ -169,16 +169,16 @@ class Trainings:
             older = results.on_older_code if again else ()
             for name, row in results.cells.items():
                 if name not in older:
-                    self.add(Task(results, results.table.cells[name]), row)
+                    self.add(CellTask(results, results.table.cells[name]), row)
 
-    def add(self, task: Task, row: dict[str, Any]) -> None:
+    def add(self, task: CellTask, row: dict[str, Any]) -> None:
         """Note what a row may stand for: the choice among its rates, and the training at the chosen rate."""
         if task.cell.kind == "training":
             plain = {key: value for key, value in row.items() if key != "curves"}
             for rates in (rates_of(task.cell), [row["rate"]]):
                 self._rows.setdefault(_key(task.cell, rates), (task.name, plain))
 
-    def row_of(self, task: Task) -> dict[str, Any] | None:
+    def row_of(self, task: CellTask) -> dict[str, Any] | None:
         """The row of the same training, which names its origin; None if there is none."""
         if task.training not in self._rows:
             return None
@@ -202,12 +202,12 @@ def _key(cell: Cell, rates: list[Rate]) -> str:
 class Campaign:
     """Tasks to be run in this order, and how they end."""
 
-    tasks: list[Task]
+    tasks: list[CellTask]
     place: Place
     trainings: Trainings
-    tell: Callable[[Task, dict[str, Any] | str], None]
+    tell: Callable[[CellTask, dict[str, Any] | str], None]
     """Called for every cell that ends, with its row, or with the reason why it failed."""
-    left: list[Task] = field(default_factory=list)
+    left: list[CellTask] = field(default_factory=list)
     """Tasks not started when the time was up."""
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -224,7 +224,7 @@ class Campaign:
             if self.left and time.monotonic() < deadline:
                 self._side_by_side(min(workers, len(self.left)), deadline)
 
-    def _measure_here(self, task: Task) -> None:
+    def _measure_here(self, task: CellTask) -> None:
         try:
             row = measure(task.results.table.name, task.cell, self.place)
         except StoppedError:
@@ -235,7 +235,7 @@ class Campaign:
             self._keep(task, row)
 
     def _side_by_side(self, workers: int, deadline: float) -> None:
-        running: dict[Future[dict[str, Any]], Task] = {}
+        running: dict[Future[dict[str, Any]], CellTask] = {}
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
         try:
             while True:
@@ -263,14 +263,14 @@ class Campaign:
                 for process in multiprocessing.active_children():
                     process.terminate()
 
-    def _may_join(self, task: Task, running: Collection[Task]) -> bool:
+    def _may_join(self, task: CellTask, running: Collection[CellTask]) -> bool:
         """Not while the same training is under way, nor if a GPU is full: its cells would only slow each other down."""
         if task.training is not None and any(task.training == each.training for each in running):
             return False
         full = torch.device(self.place.device).type == "cuda" and sum(each.clients for each in running) >= _FULL
         return not (full and task.clients)
 
-    def _without_known(self, tasks: list[Task]) -> list[Task]:
+    def _without_known(self, tasks: list[CellTask]) -> list[CellTask]:
         """The tasks that are left once those whose training is known have its row."""
         left = []
         for task in tasks:
@@ -280,12 +280,12 @@ class Campaign:
                 self.tell(task, row)
         return left
 
-    def _keep(self, task: Task, row: dict[str, Any]) -> None:
+    def _keep(self, task: CellTask, row: dict[str, Any]) -> None:
         self.tell(task, row)
         self.trainings.add(task, row)
         self.left = self._without_known(self.left)
 
-    def _fail(self, task: Task, error: Exception) -> None:
+    def _fail(self, task: CellTask, error: Exception) -> None:
         self.failed[task.name] = _in_words(error)
         self.tell(task, self.failed[task.name])
 
