@@ -141,7 +141,7 @@ def test_the_reference_of_a_plan_is_a_table_of_its_fields(site: Path) -> None:
 def test_attack_lists_each_parameter(site: Path) -> None:
     page = (site / "reference" / "attacks.html").read_text()
     section = page.partition('id="fedcdp.attack"')[2].partition("Returns:")[0]
-    assert len(re.findall(r'<li class="doc-section-item', section)) == 20
+    assert len(re.findall(r'<li class="doc-section-item', section)) == 21
 
 
 # Search and width ----------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def ranks_of_job(patience: timedelta = _PATIENCE) -> Iterator[Ranks]:
         raise LostRankError(f"the ranks of this job did not find each other: {reason}") from error
     try:
         ranks = Ranks.present()
-        with ranks.joined(patience), _ended_in_order():
+        with _ended_in_order(), ranks.joined(patience):  # also while a failed rank waits for the others
             yield ranks
     finally:
         dist.destroy_process_group()
