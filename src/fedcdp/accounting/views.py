@@ -216,7 +216,7 @@ class Line:
 
     method: Method
     placement: Placement
-    """Placement of the noise: Fed-CDP's convention, or who adds it under Fed-SDP."""
+    """Where the noise is added: the convention of Fed-CDP, or the server or the client under Fed-SDP."""
     adversary: Adversary
     unit: Unit
     relation: Relation
